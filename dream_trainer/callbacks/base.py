@@ -1,0 +1,156 @@
+"""Callback: a watcher of the trainer's life, and the ordered collection a config holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.nn as nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+C = TypeVar("C", bound="Callback")
+
+
+class Callback:
+    """A watcher that training code never mentions.
+
+    Override any event below; only overridden ones are ever dispatched. Callbacks run after the trainer's own method of
+    the same name, by `order`, then by their position in the collection.
+
+    Attributes:
+        order: Lower runs earlier among callbacks. Default 0.
+        main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
+            other ranks would never join them.
+    """
+
+    order: int = 0
+    main_process_only: ClassVar[bool] = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback needs back after a resume: numbers, strings, containers of them. Default: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def pre_launch(self, trainer: AbstractTrainer) -> None:
+        """Before the process group, device and mesh exist."""
+
+    def post_launch(self, trainer: AbstractTrainer) -> None:
+        """`trainer.world` is complete."""
+
+    def pre_configure(self, trainer: AbstractTrainer) -> None:
+        """Before models are built."""
+
+    def post_configure(self, trainer: AbstractTrainer) -> None:
+        """Models are built, on the meta device under SetupMixin."""
+
+    def pre_setup(self, trainer: AbstractTrainer) -> None:
+        """Before models are parallelised and materialised."""
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Models, data, optimizers and schedulers are ready; nothing has been resumed yet."""
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Everything is ready and resumed; training starts."""
+
+    def pre_epoch(self, trainer: AbstractTrainer) -> None:
+        """An epoch starts, or goes on after a resume."""
+
+    def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        """Before `training_step`; the batch is on the device."""
+
+    def pre_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Gradients are reduced and normalised, not yet clipped."""
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """The optimizer has stepped; its gradients are still there."""
+
+    def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """After `training_step`, with its detached result; counters are advanced."""
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """An accumulation window is complete."""
+
+    def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
+        """Validation starts."""
+
+    def pre_val_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        """Before `validation_step`; the batch is on the device."""
+
+    def post_val_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """After `validation_step`, with its result."""
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """Validation is over; `metrics` are exact over all samples and ranks, and equal on every rank."""
+
+    def post_epoch(self, trainer: AbstractTrainer) -> None:
+        """An epoch is complete; `current_epoch` already counts it."""
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Training is over, whether by its limits or by a stop request."""
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
+
+    def on_interrupt(self, trainer: AbstractTrainer) -> None:
+        """A signal (Ctrl-C, SIGTERM) ends the run; all ranks stand at the same step."""
+
+    def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
+        """A checkpoint is committed at `path`."""
+
+    def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
+        """The checkpoint at `path` has been loaded."""
+
+    def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
+        """Metrics were reduced over the window and all ranks, and handed to the loggers."""
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """The trainer closes; release what was opened."""
+
+
+class CallbackCollection:
+    """The callbacks of a run, in order. Several of one class are fine.
+
+    Args:
+        callbacks: The callbacks.
+
+    Raises:
+        TypeError: Something in it is not a Callback.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def __repr__(self) -> str:
+        return f"CallbackCollection({self._callbacks!r})"
+
+    def get(self, cls: type[C]) -> C:
+        """The first callback of class `cls`.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for callback in self._callbacks:
+            if isinstance(callback, cls):
+                return callback
+        names = ", ".join(type(callback).__name__ for callback in self._callbacks) or "none"
+        raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
+
+    def in_order(self) -> list[Callback]:
+        """The callbacks by `order`, then position."""
+        return sorted(self._callbacks, key=lambda callback: callback.order)

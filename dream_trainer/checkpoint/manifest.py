@@ -1,0 +1,216 @@
+"""The manifest: the file that makes a directory a checkpoint, and what it says about the directory's other files.
+
+It is written last, lists every file with size and checksum, and carries a checksum of itself. A directory without a
+valid manifest does not exist for the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.files import content_checksum, named_step, read_file, step_directories, verify_file
+from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.errors import CheckpointError
+
+SCHEMA_VERSION = 1
+"""Raised with every change that an older reader would misread."""
+
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint, as it was written."""
+
+    size: int
+    """Bytes."""
+    xxh3: str
+    """xxh3 of the content, 128 bit, hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds and where it comes from."""
+
+    path: Path
+    """The checkpoint's directory; not stored, so that a checkpoint may be moved."""
+    step: int
+    """Optimizer steps completed (`global_step`)."""
+    epoch: int
+    """Epoch in which it was written, 0-based."""
+    samples_seen: int
+    """Samples consumed by all ranks since the run began."""
+    world_size: int
+    """Number of ranks that wrote it; each has its own rank files."""
+    mesh_shape: dict[str, int]
+    """Size of each mesh dimension at that time."""
+    config: dict[str, Any]
+    """The run's config as plain values."""
+    metrics: dict[str, Any]
+    """Metrics at that step; NaN and missing ones are allowed."""
+    versions: dict[str, str]
+    """Of torch and dream_trainer."""
+    wall_time: float
+    """Seconds since 1970, UTC, when it was written."""
+    files: dict[str, FileEntry]
+    """Every file but the manifest itself."""
+    schema_version: int = SCHEMA_VERSION
+    """Form of the whole directory."""
+
+    def entry(self, name: str) -> FileEntry:
+        """The entry of the file `name`.
+
+        Raises:
+            CheckpointError: The checkpoint has no such file.
+        """
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} has no file {name!r}. Resume from another checkpoint.")
+        return self.files[name]
+
+    def read(self, name: str) -> bytes:
+        """Content of the file `name`, its checksum verified.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
+        entry = self.entry(name)
+        return read_file(self.path / name, entry.size, entry.xxh3)
+
+    def verify(self, name: str) -> None:
+        """Reads the file `name` through and compares its checksum.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
+        entry = self.entry(name)
+        verify_file(self.path / name, entry.size, entry.xxh3)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's content on disk, with its own checksum as the last field."""
+    body = {name: value for name, value in vars(manifest).items() if name != "path"}
+    body["files"] = {name: vars(entry) for name, entry in sorted(manifest.files.items())}
+    return _sealed(body)
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    """The one text that a manifest of these fields has."""
+    text = typed_json.dumps(body, name="manifest")
+    return typed_json.dumps({**body, "xxh3": content_checksum(text.encode())}).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads a checkpoint's manifest and compares the sizes of its files; contents are not read.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: The manifest is missing, empty, damaged or of a newer schema, or a file is missing or has
+            another size. The message names the file and the fault.
+    """
+    path = Path(path)
+    manifest = _parse(path, _body(path / MANIFEST_NAME))
+    if named_step(path) not in (None, manifest.step):
+        raise CheckpointError(
+            f"{path / MANIFEST_NAME} is of step {manifest.step}, which is not the directory's. "
+            "Give the directory its own name back."
+        )
+    for name, entry in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error}. Resume from another checkpoint.") from error
+        if size != entry.size:
+            raise CheckpointError(
+                f"{path / name} has {size} bytes where {entry.size} were written. Resume from another checkpoint."
+            )
+    return manifest
+
+
+def _body(file: Path) -> dict[str, Any]:
+    """The parsed manifest, its schema version and checksum verified."""
+    other = "Resume from another checkpoint."
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing, so {file.parent} is no checkpoint. {other}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {other}") from error
+    if not text:
+        raise CheckpointError(f"{file} is empty. {other}")
+    try:
+        # The version is read as plain JSON: a newer schema may hold types that this reader does not know.
+        plain = json.loads(text)
+        version = plain.get("schema_version") if isinstance(plain, dict) else None
+        if type(version) is not int:
+            raise ValueError("it has no schema version")
+        if version > SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{file} has schema version {version}, and this dream_trainer reads up to {SCHEMA_VERSION}. "
+                "Update dream_trainer."
+            )
+        body: dict[str, Any] = typed_json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}. {other}") from error
+    body.pop("xxh3", None)
+    if _sealed(body) != text:
+        raise CheckpointError(f"{file} is damaged: its own checksum does not fit. {other}")
+    return body
+
+
+def _parse(path: Path, body: dict[str, Any]) -> Manifest:
+    expected = {field.name for field in fields(Manifest)} - {"path"}
+    try:
+        if set(body) != expected:
+            raise ValueError(f"its fields are not those of schema {SCHEMA_VERSION}: {sorted(set(body) ^ expected)}")
+        files = {_plain_name(name): FileEntry(**entry) for name, entry in body["files"].items()}
+        return Manifest(**{**body, "path": path, "files": files})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST_NAME} is damaged: {error}. Resume from another checkpoint.") from error
+
+
+def _plain_name(name: str) -> str:
+    # A manifest is a stranger's file too: it must not lead a reader out of its directory.
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is not a file of its directory")
+    return name
+
+
+def list_checkpoints(root: Path) -> list[Manifest]:
+    """The checkpoints under `root` by step: those with a valid manifest whose files have their sizes.
+
+    Temporary, incomplete and damaged directories are left out. Contents are not read; `verify_checkpoint` does that.
+    """
+    found = []
+    for _, path in step_directories(Path(root)):
+        try:
+            found.append(read_manifest(path))
+        except CheckpointError:
+            continue
+    return found
+
+
+def verify_checkpoint(path: Path, *, world: CheckpointWorld) -> Manifest:
+    """Reads every file of a checkpoint through and compares checksums, the files shared out over the ranks.
+
+    Args:
+        path: The checkpoint's directory.
+        world: The ranks, each of which calls this; `Alone()` for one process.
+
+    Raises:
+        CheckpointError: Something is missing or damaged, the same on all ranks.
+    """
+    path = Path(path)
+
+    def verify() -> Manifest:
+        manifest = read_manifest(path)
+        for name in sorted(manifest.files)[world.rank :: world.world_size]:
+            manifest.verify(name)
+        return manifest
+
+    return on_all_ranks(world, f"verify {path}", verify)

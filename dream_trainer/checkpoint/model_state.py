@@ -1,0 +1,157 @@
+"""Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
+
+Names are those of `state_dict()` under `models.<name>.`, so they do not depend on sharding, compilation or activation
+checkpointing. A tensor with several names (tied weights) is stored once, under the first; loading is in place, so what
+is tied stays tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.checkpoint.files import content_checksum
+from dream_trainer.checkpoint.world import CheckpointWorld
+from dream_trainer.errors import CheckpointError
+
+_EXTRA_STATE = "_extra_state"
+
+
+def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of all models, detached and sharing memory with them.
+
+    FSDP2 modules are resharded by this, as by `state_dict()`.
+
+    Args:
+        models: The models by name.
+
+    Returns:
+        `models.<name>.<fqn>` to the tensor: a DTensor where the parameter is one.
+
+    Raises:
+        CheckpointError: A model's `state_dict()` makes tensors anew, so nothing could be loaded into them in place.
+    """
+    return {name: tensor.detach() for name, tensor in _stored(models)}
+
+
+def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that is stored, as the module holds it, under its first name."""
+    for model_name, model in models.items():
+        state = model.state_dict(keep_vars=True)
+        owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        seen: set[int] = set()
+        for fqn, value in state.items():
+            if fqn.rpartition(".")[2] == _EXTRA_STATE or id(value) in seen:
+                continue
+            if id(value) not in owned:
+                raise CheckpointError(
+                    f"state_dict() of model {model_name!r} gives {fqn!r}, which is none of its parameters or buffers; "
+                    "it could not be loaded in place. Return such values from get_extra_state() instead."
+                )
+            seen.add(id(value))
+            yield f"models.{model_name}.{fqn}", value
+
+
+def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
+    """Each parameter's name as `<model>.<fqn>`: what optimizer state is keyed by. A tied one has its first name."""
+    names: dict[Tensor, str] = {}
+    for name, tensor in _stored(models):
+        if isinstance(tensor, nn.Parameter):
+            names.setdefault(tensor, name.removeprefix("models."))
+    return names
+
+
+def model_extra_state(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """What the models' modules return from `get_extra_state()`, as `{model: {module fqn: value}}`; for typed JSON."""
+    return {
+        name: {
+            fqn: module.get_extra_state()
+            for fqn, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        for name, model in models.items()
+    }
+
+
+def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives each module's extra state back through its `set_extra_state()`.
+
+    Raises:
+        CheckpointError: The modules with extra state are not those of the checkpoint; nothing was set.
+    """
+    here = {(name, fqn) for name, values in model_extra_state(models).items() for fqn in values}
+    saved = {(name, fqn) for name, values in extra_state.items() for fqn in values}
+    if here != saved:
+        raise CheckpointError(
+            f"Modules with extra state differ: only in the checkpoint {sorted(saved - here)}, only here "
+            f"{sorted(here - saved)}. Was a layer added, removed or renamed since?"
+        )
+    for name, values in extra_state.items():
+        for fqn, value in values.items():
+            models[name].get_submodule(fqn).set_extra_state(value)
+
+
+def rank_buffers(models: Mapping[str, nn.Module], *, world: CheckpointWorld) -> dict[str, Tensor]:
+    """The unsharded tensors that this rank holds with other values than rank 0: BatchNorm statistics, for instance.
+
+    `model_tensors` stores one rank's value of a plain tensor. Those that differ go with the rank's own state instead
+    and are given back by `load_rank_buffers` at the same layout. Compared are all persistent plain buffers, and plain
+    parameters of models that are sharded otherwise (FSDP2's `ignored_params` are synchronised by nobody).
+
+    Every rank calls this; one collective of checksums.
+    """
+    candidates = _unsharded(models)
+    differing = differing_names(candidates, world=world)
+    return {name: tensor for name, tensor in candidates.items() if name in differing} if world.rank else {}
+
+
+def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+    for name, model in models.items():
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for key, tensor in _stored({name: model}):
+            if not isinstance(tensor, DTensor) and (sharded or not isinstance(tensor, nn.Parameter)):
+                found[key] = tensor.detach()
+    return found
+
+
+def differing_names(tensors: Mapping[str, Tensor], *, world: CheckpointWorld) -> set[str]:
+    """Names of plain tensors whose values on this rank are not rank 0's. Every rank calls this; one collective."""
+    if world.world_size == 1:
+        return set()
+    mine = {name: _value_checksum(tensor) for name, tensor in tensors.items()}
+    first = world.all_gather_object(mine if world.is_main else None)[0]
+    return {name for name, value in mine.items() if first.get(name) not in (None, value)}
+
+
+def _value_checksum(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return content_checksum(values.view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+
+
+@torch.no_grad()
+def load_rank_buffers(models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor]) -> None:
+    """Gives this rank back what `rank_buffers` took, after the common values were loaded.
+
+    Args:
+        models: The models by name.
+        buffers: From this rank's part of the checkpoint; other names than models' are passed over.
+
+    Raises:
+        CheckpointError: A name is not among the models', or a shape or dtype differs; nothing was written.
+    """
+    here = _unsharded(models)
+    mine = {name: value for name, value in buffers.items() if name.startswith("models.")}
+    for name, value in mine.items():
+        if name not in here or here[name].shape != value.shape or here[name].dtype != value.dtype:
+            raise CheckpointError(
+                f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model. "
+                "Was the layer removed, renamed or changed since?"
+            )
+    for name, value in mine.items():
+        here[name].copy_(value)

@@ -1,0 +1,222 @@
+"""Optimizers' state, keyed by the names of the parameters it belongs to.
+
+Keyed by position, as in `optimizer.state_dict()`, one parameter more shifts every state onto its neighbour. DCP's own
+`get_optimizer_state_dict` has names, but steps an optimizer that never stepped, which leaves Adam's bias correction one
+step off. Here nothing is stepped: tensors are read where they are, and allocated from the checkpoint's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.model_state import differing_names
+from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.errors import CheckpointError
+
+# The parameters themselves, the names that an optimizer built from named parameters keeps for them, and which
+# implementation runs: that is chosen by the machine of today, and the state is the same under each.
+_NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def optimizer_state(
+    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: CheckpointWorld
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What an optimizer holds: its tensors as they are, and everything else for typed JSON.
+
+    An optimizer that never stepped has no tensors and is restored as one that never stepped. Every rank calls this.
+
+    Args:
+        name: The optimizer's name.
+        optimizer: Any whose state belongs to single parameters: all of PyTorch's but LBFGS.
+        fqns: Names of the parameters, from `parameter_fqns`.
+        world: The ranks; state of sharded parameters that is no DTensor is compared between them.
+
+    Returns:
+        `optimizers.<name>.<parameter>.<key>` to the state tensor, and
+        `{"groups": [{"parameters", "options"}], "state": {parameter: {"tensors", "values"}}}`.
+
+    Raises:
+        CheckpointError: A parameter has no name, the state does not belong to parameters, is of a type that cannot be
+            kept, or is a plain tensor that differs between ranks; the same on every rank.
+    """
+    task = f"save optimizer {name!r}"
+    tensors, values = on_all_ranks(world, task, lambda: _collect(name, optimizer, fqns))
+    plain = _plain_state_of_sharded(name, optimizer, fqns)
+    differing = differing_names(plain, world=world)
+    on_all_ranks(world, task, lambda: _refuse(differing))
+    return tensors, values
+
+
+def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _check(optimizer, fqns)
+    tensors: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, held in optimizer.state.items():
+        fqn = fqns[parameter]
+        mine = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+        tensors |= {_tensor_name(name, fqn, key): value.detach() for key, value in mine.items()}
+        state[fqn] = {
+            "tensors": sorted(mine),
+            "values": {key: value for key, value in held.items() if key not in mine},
+        }
+    groups = [
+        {
+            "parameters": [fqns[parameter] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+        }
+        for group in optimizer.param_groups
+    ]
+    values = {"groups": groups, "state": state}
+    # Written and read once more, so that it is a snapshot (schedulers change `lr` tensors in place) and known to fit.
+    return tensors, typed_json.loads(typed_json.dumps(values, name=f"optimizers.{name}"))
+
+
+def _tensor_name(name: str, fqn: str, key: str) -> str:
+    return f"optimizers.{name}.{fqn}.{key}"
+
+
+def _check(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CheckpointError(
+            "LBFGS keeps the history of all parameters in the state of the first, which cannot be sharded or keyed by "
+            "name. Use another optimizer, or leave this one out of the checkpoint."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in fqns:
+                raise CheckpointError(
+                    f"Parameter group {index} of {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that belongs to no model. Assign its module to the trainer in "
+                    "configure_models."
+                )
+    strangers = [key for key in optimizer.state if key not in fqns]
+    if strangers:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds state under {type(strangers[0]).__name__} keys that are no parameters. "
+            "Keep state per parameter, so that it can be restored by name."
+        )
+
+
+def _plain_state_of_sharded(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    return {
+        _tensor_name(name, fqns[parameter], key): value
+        for parameter, held in optimizer.state.items()
+        if isinstance(parameter, DTensor)
+        for key, value in held.items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor)
+    }
+
+
+def _refuse(differing: set[str]) -> None:
+    if differing:
+        raise CheckpointError(
+            f"{', '.join(sorted(differing)[:20])}: plain tensors that differ from rank 0's, though their parameters "
+            "are sharded; one rank's would be kept for all. Make them DTensors with the parameter's placement."
+        )
+
+
+def prepare_optimizer_state(
+    name: str,
+    optimizer: Optimizer,
+    fqns: Mapping[Tensor, str],
+    values: Mapping[str, Any],
+    metadata: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> dict[str, Tensor]:
+    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
+
+    State that the optimizer holds already is dropped. State of the parameter's shape takes its layout (DTensor) and
+    device; other state is a plain tensor, placed as PyTorch's own `load_state_dict` would.
+
+    Args:
+        name: The optimizer's name when it was saved.
+        optimizer: A fresh one, over parameters of any layout.
+        fqns: Names of its parameters.
+        values: The second result of `optimizer_state`.
+        metadata: From `tensor_metadata`.
+
+    Returns:
+        The allocated tensors by name, to be handed to `load_tensors`.
+
+    Raises:
+        CheckpointError: The optimizer's parameters or their grouping are not those of the checkpoint, listed by name,
+            or a state tensor is not in it; nothing was changed.
+    """
+    _check(optimizer, fqns)
+    options = _options_by_group(name, optimizer, fqns, values["groups"])
+    by_name = {fqns[parameter]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]}
+    absent = [
+        tensor_name
+        for fqn, held in values["state"].items()
+        for key in held["tensors"]
+        if (tensor_name := _tensor_name(name, fqn, key)) not in metadata
+    ]
+    if absent:
+        raise CheckpointError(f"The checkpoint has no tensors {', '.join(absent[:20])}, which its state names.")
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        _restore_options(group, saved)
+    optimizer.state.clear()
+    tensors: dict[str, Tensor] = {}
+    for fqn, held in values["state"].items():
+        parameter, group = by_name[fqn]
+        state = dict(held["values"])
+        for key in held["tensors"]:
+            tensor_name = _tensor_name(name, fqn, key)
+            state[key] = tensors[tensor_name] = _allocate(parameter, group, key, *metadata[tensor_name])
+        optimizer.state[parameter] = state
+    return tensors
+
+
+def _options_by_group(
+    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For each group of `optimizer`, the saved options of its parameters' group; none for a group without any."""
+    owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
+    here = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    known = {fqn for group in here for fqn in group}
+    only_saved, only_here = sorted(set(owner) - known), sorted(known - set(owner))
+    if only_saved or only_here:
+        told = [f"only in the checkpoint: {', '.join(only_saved[:20])}"] if only_saved else []
+        told += [f"only here: {', '.join(only_here[:20])}"] if only_here else []
+        raise CheckpointError(
+            f"Optimizer {name!r} has other parameters than the checkpoint's ({'; '.join(told)}). "
+            "Was a layer added, removed, renamed or frozen since?"
+        )
+    chosen = []
+    for index, group in enumerate(here):
+        owners = {owner[fqn] for fqn in group}
+        if len(owners) > 1:
+            raise CheckpointError(
+                f"Parameter group {index} of optimizer {name!r} joins parameters of the checkpoint's groups "
+                f"{sorted(owners)}, whose options may differ. Group them as they were saved."
+            )
+        chosen.append(saved[owners.pop()]["options"] if owners else {})
+    return chosen
+
+
+@torch.no_grad()
+def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        held = group.get(key)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            held.copy_(value)  # a scheduler or a compiled step may hold this very tensor
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _allocate(
+    parameter: nn.Parameter, group: Mapping[str, Any], key: str, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    if key == "step":
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)

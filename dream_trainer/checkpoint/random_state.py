@@ -1,0 +1,58 @@
+"""The states of the process's random generators: python, numpy, torch on the CPU, and torch on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dream_trainer.distributed.torch_compat import default_generator_of
+from dream_trainer.errors import CheckpointError
+
+_PREFIX = "random."
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Reads the global generators without drawing from them.
+
+    Args:
+        device: Where this rank computes. An accelerator's generator is read beside the CPU's.
+
+    Returns:
+        State for typed JSON, and byte tensors by name (`random.cpu`, and `random.cuda` or such).
+    """
+    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    return state, {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
+
+
+def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts the global generators where `random_state` found them: the next draws are the same.
+
+    Args:
+        state: Its first result.
+        tensors: Its second; names of others are passed over.
+        device: Where this rank computes now.
+
+    Raises:
+        CheckpointError: The state was taken on another kind of device. Nothing was set; reseed instead.
+    """
+    generators = _generators(device)
+    saved = {name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
+    if saved != set(generators):
+        raise CheckpointError(
+            f"The random states are of {sorted(saved)}, and this rank draws on {sorted(generators)}. "
+            "Resume on the same kind of device, or reseed."
+        )
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    for kind, generator in generators.items():
+        generator.set_state(tensors[f"{_PREFIX}{kind}"].cpu())
+
+
+def _generators(device: torch.device) -> dict[str, torch.Generator]:
+    cpu = torch.device("cpu")
+    return {kind.type: default_generator_of(kind) for kind in (cpu, device)}

@@ -1,0 +1,226 @@
+"""JSON that gives back exactly what it was given: the types that optimizers, schedulers, callbacks and generators hold.
+
+Plain JSON turns integer keys into strings, tuples into lists and NaN into something no reader agrees on. A restored
+`MultiStepLR` then holds `{"1": 1}` and its decay never fires again, silently. Here every value that plain JSON would
+change is written as an object with one key that names its type:
+
+    {0: (1, nan)}  ->  {"$dict": [[0, {"$tuple": [1, {"$float": "nan"}]}]]}
+
+Kept: None, bool, int, float (also nan and infinities), complex, str, bytes, list, tuple, set, frozenset, dict with any
+of these as keys, Counter, OrderedDict, defaultdict of a built-in type, paths, datetime and timedelta, numpy scalars and
+arrays, tensors (returned on the CPU), torch dtypes and devices. Any other type, subclasses included, is a TypeError
+that names where it sits. Reading builds these types and nothing else: no pickle, no eval, no import by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_ARRAY_BYTES = 1 << 20
+"""Largest tensor or array kept in JSON; larger ones belong among the tensors."""
+
+_TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, Counter)},
+}
+_NUMPY_KINDS = "biufcSUmM"
+
+
+def dumps(obj: Any, *, name: str = "") -> str:
+    """Writes a nested structure as typed JSON.
+
+    Args:
+        obj: The structure.
+        name: What error messages call it; the path inside follows, as in `callbacks.ema.model`.
+
+    Raises:
+        TypeError: A value's type is not among those kept; the message names its path.
+    """
+    return json.dumps(_encode(obj, name), allow_nan=False, ensure_ascii=False)
+
+
+def loads(text: str | bytes) -> Any:
+    """Reads what `dumps` wrote.
+
+    Raises:
+        ValueError: The text is not JSON, or not of this form.
+    """
+    try:
+        return json.loads(text, object_hook=_decode, parse_constant=_refuse_constant)
+    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not typed JSON: {error}") from error
+
+
+def _encode(obj: Any, path: str) -> Any:
+    kind = type(obj)
+    if obj is None or kind in (bool, int, str):
+        return obj
+    if kind is float:
+        return obj if math.isfinite(obj) else {"$float": repr(obj)}
+    if kind is list:
+        return [_encode(value, f"{path}[{index}]") for index, value in enumerate(obj)]
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in obj):
+            return {key: _encode(value, _join(path, key)) for key, value in obj.items()}
+        return {"$dict": _pairs(obj, path)}
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        return encoder(obj, path)
+    if isinstance(obj, np.generic):
+        return {"$numpy": _array(np.asarray(obj), path)}
+    raise TypeError(
+        f"{path or 'the value'}: {kind} cannot be kept in a checkpoint's JSON. "
+        "Save plain values (numbers, strings, lists, dicts, small tensors), and rebuild the object from them on load."
+    )
+
+
+def _join(path: str, key: object) -> str:
+    part = key if isinstance(key, str) else f"[{key!r}]"
+    return f"{path}.{part}" if path and isinstance(key, str) else f"{path}{part}"
+
+
+def _pairs(obj: dict[Any, Any], path: str) -> list[list[Any]]:
+    return [[_encode(key, f"{path}<key>"), _encode(value, _join(path, key))] for key, value in obj.items()]
+
+
+def _items(tag: str) -> Callable[[Any, str], dict[str, Any]]:
+    return lambda obj, path: {tag: [_encode(value, f"{path}[{index}]") for index, value in enumerate(obj)]}
+
+
+def _defaultdict(obj: defaultdict[Any, Any], path: str) -> dict[str, Any]:
+    for name, factory in _FACTORIES.items():
+        if obj.default_factory is factory:
+            return {"$defaultdict": {"factory": name, "items": _pairs(obj, path)}}
+    raise TypeError(
+        f"{path}: a defaultdict's factory must be a built-in type to be kept in a checkpoint, and this one's is "
+        f"{obj.default_factory!r}. Save dict(...) and rebuild it on load."
+    )
+
+
+def _bytes(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _small(size: int, path: str) -> None:
+    if size > MAX_ARRAY_BYTES:
+        raise TypeError(
+            f"{path or 'the value'}: an array of {size} bytes is too large for a checkpoint's JSON (at most "
+            f"{MAX_ARRAY_BYTES}). Put it among the tensors."
+        )
+
+
+def _array(obj: np.ndarray, path: str) -> dict[str, Any]:
+    if obj.dtype.kind not in _NUMPY_KINDS:
+        raise TypeError(f"{path or 'the value'}: a numpy array of {obj.dtype!r} cannot be kept in a checkpoint's JSON.")
+    _small(obj.nbytes, path)
+    return {"dtype": obj.dtype.str, "shape": list(obj.shape), "data": _bytes(obj.tobytes())}
+
+
+def _tensor(obj: torch.Tensor, path: str) -> dict[str, Any]:
+    if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
+        raise TypeError(f"{path or 'the value'}: only dense tensors with values can be kept in a checkpoint's JSON.")
+    _small(obj.nbytes, path)
+    # Conjugate and negative views are resolved: what is stored is the bits that the values have.
+    values = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    return {"dtype": str(obj.dtype), "shape": list(obj.shape), "data": _bytes(content)}
+
+
+def _unordered(tag: str) -> Callable[[Any, str], dict[str, Any]]:
+    # Sorted, because a set of strings has another order in each process and equal states are to give equal text.
+    return lambda obj, path: {tag: sorted((_encode(value, f"{path}<item>") for value in obj), key=json.dumps)}
+
+
+_ENCODERS: dict[type, Callable[[Any, str], dict[str, Any]]] = {
+    tuple: _items("$tuple"),
+    set: _unordered("$set"),
+    frozenset: _unordered("$frozenset"),
+    Counter: lambda obj, path: {"$counter": _pairs(obj, path)},
+    OrderedDict: lambda obj, path: {"$ordered": _pairs(obj, path)},
+    defaultdict: _defaultdict,
+    bytes: lambda obj, path: {"$bytes": _bytes(obj)},
+    complex: lambda obj, path: {"$complex": [_encode(obj.real, path), _encode(obj.imag, path)]},
+    datetime: lambda obj, path: {"$datetime": obj.isoformat()},
+    timedelta: lambda obj, path: {"$timedelta": [obj.days, obj.seconds, obj.microseconds]},
+    np.ndarray: lambda obj, path: {"$ndarray": _array(obj, path)},
+    torch.Tensor: lambda obj, path: {"$tensor": _tensor(obj, path)},
+    torch.dtype: lambda obj, path: {"$dtype": str(obj)},
+    torch.device: lambda obj, path: {"$device": str(obj)},
+    torch.Size: _items("$size"),
+    PosixPath: lambda obj, path: {"$path": str(obj)},
+    WindowsPath: lambda obj, path: {"$path": str(obj)},
+    PurePosixPath: lambda obj, path: {"$purepath": str(obj)},
+}
+
+
+def _decode(obj: dict[str, Any]) -> Any:
+    if len(obj) != 1:
+        return obj
+    ((tag, value),) = obj.items()
+    if not tag.startswith("$"):
+        return obj
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise ValueError(f"not typed JSON: unknown type {tag!r}, perhaps from a newer version")
+    return decoder(value)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"not typed JSON: bare {text}")
+
+
+def _dictionary(pairs: list[list[Any]]) -> dict[Any, Any]:
+    return {key: value for key, value in pairs}  # noqa: C416 (unpacking checks that each is a pair)
+
+
+def _load_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
+    return defaultdict(_FACTORIES[value["factory"]], _dictionary(value["items"]))
+
+
+def _load_array(value: dict[str, Any]) -> np.ndarray:
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"not typed JSON: numpy dtype {value['dtype']!r}")
+    return np.frombuffer(base64.b64decode(value["data"]), dtype).reshape(value["shape"]).copy()
+
+
+def _load_tensor(value: dict[str, Any]) -> torch.Tensor:
+    dtype, content = _TORCH_DTYPES[value["dtype"]], base64.b64decode(value["data"])
+    if not content:
+        return torch.empty(value["shape"], dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(value["shape"])
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$dict": _dictionary,
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$counter": lambda value: Counter(_dictionary(value)),
+    "$ordered": lambda value: OrderedDict(_dictionary(value)),
+    "$defaultdict": _load_defaultdict,
+    "$bytes": base64.b64decode,
+    "$complex": lambda value: complex(*value),
+    "$datetime": datetime.fromisoformat,
+    "$timedelta": lambda value: timedelta(*value),
+    "$ndarray": _load_array,
+    "$numpy": lambda value: _load_array(value)[()],
+    "$tensor": _load_tensor,
+    "$dtype": _TORCH_DTYPES.__getitem__,
+    "$device": torch.device,
+    "$size": torch.Size,
+    "$path": Path,
+    "$purepath": PurePosixPath,
+}

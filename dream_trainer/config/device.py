@@ -1,0 +1,127 @@
+"""Which devices train, and how their ranks divide the work: the five-dimensional mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, get_args
+
+from dream_trainer.config.checks import check_choice, check_integer, check_positive, divisors, spell
+from dream_trainer.errors import ConfigError
+
+DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceParameters:
+    """Device and parallelism of a run. The default fits one process and any `torchrun`.
+
+    Raises:
+        ConfigError: a value cannot work on any machine; what does not fit this world is found by `resolve_mesh`.
+    """
+
+    device: DeviceType = "auto"
+    """Kind of device; "auto" takes the machine's accelerator, else the CPU."""
+    dp_replicate: int | Literal["auto"] = "auto"
+    """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
+    dp_shard: int | Literal["auto"] = "auto"
+    """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without."""
+    start_timeout_seconds: float = 1800.0
+    """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
+    step_timeout_seconds: float = 600.0
+    """Seconds a collective may take after the first step; longer means that a rank is gone."""
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, get_args(DeviceType))
+        for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
+            if value != "auto":
+                check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
+        check_positive("start_timeout_seconds", self.start_timeout_seconds)
+        check_positive("step_timeout_seconds", self.step_timeout_seconds)
+
+    @classmethod
+    def single_device(cls) -> Self:
+        """One process and one device; more ranks are an error."""
+        return cls(dp_replicate=1, dp_shard=1)
+
+    @classmethod
+    def ddp(cls) -> Self:
+        """Every rank has the whole model; gradients are averaged."""
+        return cls(dp_replicate="auto", dp_shard=1)
+
+    @classmethod
+    def fsdp(cls) -> Self:
+        """One copy of the model, sharded over all ranks."""
+        return cls(dp_replicate=1, dp_shard="auto")
+
+    @classmethod
+    def hsdp(cls, dp_shard: int = 8) -> Self:
+        """Groups of `dp_shard` ranks shard a copy each; 8 is the number of GPUs in a common host."""
+        return cls(dp_replicate="auto", dp_shard=dp_shard)
+
+
+class MeshShape(NamedTuple):
+    """Ranks along each mesh dimension, in the mesh's order."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> MeshShape:
+    """Divides `world_size` ranks as `parameters` asks.
+
+    Args:
+        parameters: of the run.
+        world_size: ranks of the job.
+        shard_by_default: whether the trainer can shard (it has FSDPMixin), so that "auto" means sharding.
+
+    Raises:
+        ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
+    """
+    replicate, shard = _data_parallel(parameters, world_size, shard_by_default)
+    if shard > 1 and not shard_by_default:
+        raise ConfigError(
+            f"dp_replicate={parameters.dp_replicate}, dp_shard={parameters.dp_shard} at world_size={world_size} asks "
+            f"for copies sharded over {shard} ranks, which this trainer cannot do. "
+            f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
+        )
+    if replicate * shard != world_size:
+        raise ConfigError(
+            f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
+            f"(pp=1, cp=1, tp=1). {_what_fits(world_size, shard_by_default)}"
+        )
+    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=1)
+
+
+def _data_parallel(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> tuple[int, int]:
+    """`(dp_replicate, dp_shard)` with "auto" filled in."""
+    match parameters.dp_replicate, parameters.dp_shard:
+        case "auto", "auto":
+            return (1, world_size) if shard_by_default else (world_size, 1)
+        case "auto", int(shard):
+            return _left_over("dp_shard", shard, "dp_replicate", world_size), shard
+        case int(replicate), "auto":
+            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size)
+        case replicate, shard:
+            return int(replicate), int(shard)
+
+
+def _left_over(name: str, size: int, other: str, world_size: int) -> int:
+    """Ranks that `other` gets when `name` takes `size`."""
+    if world_size % size != 0:
+        raise ConfigError(
+            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp=1, tp=1 leave '
+            f'{world_size}). Use {name}="auto", or {spell(divisors(world_size))}.'
+        )
+    return world_size // size
+
+
+def _what_fits(world_size: int, can_shard: bool) -> str:
+    if world_size == 1:
+        return "Start it under torchrun with that many processes, or use 1 x 1."
+    if not can_shard:
+        return f'Use dp_replicate="auto" or {world_size}.'
+    pairs = spell(f"{world_size // shard} x {shard}" for shard in divisors(world_size))
+    return f'Use "auto" for one of them, or {pairs}.'

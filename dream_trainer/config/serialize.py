@@ -1,0 +1,173 @@
+"""Configs as plain dicts and back: what checkpoints and loggers record, and how two runs' configs differ."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from functools import cache
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from cattrs import Converter, transform_error
+from cattrs.errors import ForbiddenExtraKeysError
+from cattrs.preconf.json import make_converter
+from cattrs.v import format_exception
+
+from dream_trainer.callbacks.base import Callback, CallbackCollection
+from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.errors import ConfigError
+
+T = TypeVar("T")
+
+_PLAIN = (str, int, float, bool, type(None))
+_ABSENT = "(absent)"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass instance as a dict of plain values.
+
+    Durations become seconds, enums their values, paths and dtypes their names. Functions and classes are recorded by
+    name, callbacks by name together with their plain attributes.
+
+    Raises:
+        ConfigError: a value is of a type that has no plain form.
+    """
+    return cast(dict[str, Any], _converter().unstructure(config))
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Builds a config of class `cls` from what `to_dict` gave; keys that are missing keep their defaults.
+
+    Callbacks hold code and stay at the class's default: pass them again by hand.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or the config's own validation fails.
+    """
+    if issubclass(cls, BaseTrainerConfig):
+        data = {key: value for key, value in data.items() if key != "callbacks"}
+    try:
+        return _converter().structure(data, cls)
+    except ConfigError:
+        raise
+    except Exception as error:
+        problems = "; ".join(transform_error(error, path=cls.__name__, format_exception=_describe))
+        raise ConfigError(f"The data does not fit {cls.__name__}: {problems}.") from error
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two results of `to_dict`, one line a field: `training_parameters.n_epochs: 3 -> 5`."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    return [
+        f"{name}: {before.get(name, _ABSENT)} -> {after.get(name, _ABSENT)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name, _ABSENT) != after.get(name, _ABSENT)
+    ]
+
+
+def _leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and values as text, which is equal for a tuple and the list that JSON made of it."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", repr(list(value) if isinstance(value, tuple) else value)
+
+
+@cache
+def _converter() -> Converter:
+    """cattrs with this module's rules: by the class a value really has, strict in what it takes back."""
+    converter = make_converter(
+        forbid_extra_keys=True,
+        unstructure_fallback_factory=lambda cls: _qualified_name if _is_code(cls) else _refuse,
+        structure_fallback_factory=lambda _: _refuse_to_restore,
+    )
+
+    def fields_of(value: Any) -> dict[str, Any]:
+        return {f.name: converter.unstructure(getattr(value, f.name)) for f in fields(value)}
+
+    def elements_of(values: Any) -> list[Any]:
+        return [converter.unstructure(value) for value in values]
+
+    def callback_record(callback: Callback) -> dict[str, Any]:
+        return {"class": _qualified_name(type(callback)), **{k: v for k, v in vars(callback).items() if _is_plain(v)}}
+
+    # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
+    converter.register_unstructure_hook_func(is_dataclass, fields_of)
+    converter.register_unstructure_hook_func(lambda cls: inspect.isclass(cls) and issubclass(cls, tuple), elements_of)
+    converter.register_unstructure_hook(CallbackCollection, elements_of)
+    converter.register_unstructure_hook(Callback, callback_record)
+    for plain in _PLAIN:
+        converter.register_unstructure_hook(plain, _same)
+    converter.register_unstructure_hook(timedelta, timedelta.total_seconds)
+    converter.register_unstructure_hook(torch.dtype, str)
+
+    for plain in (str, int, bool):
+        converter.register_structure_hook(plain, _strictly(plain))
+    converter.register_structure_hook(float, _strictly(float, int))
+    converter.register_structure_hook(timedelta, lambda value, _: timedelta(seconds=value))
+    converter.register_structure_hook(torch.dtype, _dtype)
+    converter.register_structure_hook(CallbackCollection, _refuse_to_restore)
+    return converter
+
+
+def _strictly(cls: type, *others: type) -> Callable[[Any, Any], Any]:
+    """Takes a value of `cls` as it is: `bool("False")` is True, so nothing may be converted from text."""
+
+    def structure(value: Any, _: Any) -> Any:
+        if type(value) is not cls and type(value) not in others:
+            raise TypeError(f"{value!r} is a {type(value).__name__}, not {_article(cls)}")
+        return value
+
+    return structure
+
+
+def _article(cls: type) -> str:
+    return f"an {cls.__name__}" if cls is int else f"a {cls.__name__}"
+
+
+def _dtype(value: Any, _: Any) -> torch.dtype:
+    names = {str(known): known for known in vars(torch).values() if isinstance(known, torch.dtype)}
+    if value not in names:
+        raise TypeError(f"{value!r} is not a dtype such as 'torch.float32'")
+    return names[value]
+
+
+def _describe(error: BaseException, expected: type | None) -> str:
+    """One problem in words; cattrs knows the place and adds it."""
+    if isinstance(error, ForbiddenExtraKeysError):
+        return f"unknown keys {', '.join(sorted(error.extra_fields))}"
+    if isinstance(error, ConfigError | TypeError):
+        return str(error).rstrip(".")
+    return format_exception(error, expected)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _is_code(cls: type) -> bool:
+    return issubclass(cls, type | FunctionType | BuiltinFunctionType | MethodType)
+
+
+def _refuse(value: Any) -> Any:
+    raise ConfigError(
+        f"{value!r} in a config is a {type(value).__name__}, which has no plain form to record. "
+        "Use numbers, strings, booleans, enums, paths, durations, dtypes, dataclasses or containers of them."
+    )
+
+
+def _refuse_to_restore(value: Any, _: Any) -> Any:
+    raise TypeError(f"{value!r} is only the record of a value that has no plain form; set this field in code instead")
+
+
+def _qualified_name(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(element) for element in value)
+    return isinstance(value, _PLAIN)

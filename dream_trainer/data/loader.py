@@ -1,0 +1,307 @@
+"""The loaders a user hands to the trainer: our own, plain ones rebuilt as ours, and those declared to be per rank.
+
+A plain `DataLoader` knows nothing of ranks and cannot resume, so one whose order is sequential or random is rebuilt as
+a `DistributedDataLoader` with the same options. What cannot be rebuilt (iterable datasets, weighted samplers, own
+loader classes) serves a single data-parallel rank as it is; with more, the user says how it is split.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from dream_trainer.data.order import hash_seed
+from dream_trainer.data.sampler import RankBatchSampler, Sharding
+from dream_trainer.data.seeding import KeyedDataset, WorkerInit
+from dream_trainer.distributed.torch_compat import shutdown_workers
+from dream_trainer.errors import DataError
+
+
+class DistributedDataLoader:
+    """A `DataLoader` over a map-style dataset that serves each rank its own part and resumes at any sample.
+
+    The same samples with the same augmentation make up each optimizer step at any world size, accumulation and number
+    of workers. The trainer tells it rank and seed; iterated by itself it yields the first epoch as a single process
+    sees it.
+
+    Args:
+        dataset: Map-style: `__getitem__` and `__len__`.
+        batch_size: Samples in one micro-batch of one rank.
+        shuffle: Whether each epoch has a random order of its own, from the trainer's seed. Validation is always in the
+            dataset's order.
+        drop_last: Whether training drops the samples at an epoch's end that do not fill a global batch. With False they
+            are split evenly over the ranks, to sizes differing by at most one; pass `weight=` to `backward` then, so
+            that each sample counts alike. Validation never drops any.
+        num_workers: Processes that load ahead; 0 loads in the training process.
+        collate_fn: Turns a list of samples into a batch.
+        pin_memory: Whether batches are copied to page-locked memory, from which they reach a GPU asynchronously.
+        seed_samples: Whether `random`, numpy and torch are seeded before each sample, from (seed, epoch, index). With
+            False random augmentation depends on workers and world size, and draws from the training process's
+            generators if there are no workers.
+        persistent_workers: Whether workers outlive an epoch.
+        prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
+        multiprocessing_context: "fork", "spawn", "forkserver" or a context object.
+        timeout: Seconds to wait for a batch from a worker; 0 is for ever.
+        worker_init_fn: Called with the worker's number when it starts.
+
+    Raises:
+        DataError: The dataset is not map-style or empty, or `batch_size` is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        seed_samples: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            raise DataError(
+                f"{type(dataset).__name__} has no length and no samples by number, so it cannot be dealt to ranks. "
+                "Give a dataset with "
+                "`__len__` and `__getitem__`, or let it yield each rank's own part and wrap its loader in "
+                "PerRankLoader."
+            )
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(
+                f"batch_size={batch_size!r} is not a positive integer. Give the samples of one rank's micro-batch."
+            )
+        if len(dataset) == 0:
+            raise DataError(f"The dataset ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.num_workers = num_workers
+        self.collate_fn = default_collate if collate_fn is None else collate_fn
+        self.pin_memory = pin_memory
+        self.seed_samples = seed_samples
+        self.persistent_workers = persistent_workers
+        self.prefetch_factor = prefetch_factor
+        self.multiprocessing_context = multiprocessing_context
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        reader = ShardReader(self, Sharding(self.batch_size, 0, 1), seed=0, shuffle=self.shuffle)
+        return reader.batches(0, 0, self._single_process_end())
+
+    def __len__(self) -> int:
+        """Batches of one epoch in a single process."""
+        return math.ceil(self._single_process_end() / self.batch_size)
+
+    def _single_process_end(self) -> int:
+        length = len(self.dataset)
+        return length - length % self.batch_size if self.drop_last else length
+
+
+class PerRankLoader:
+    """Declares that `loader` yields this rank's own batches already, different ones on each rank.
+
+    The trainer then uses it as it is at any world size. It needs no length, and ranks may have different numbers of
+    batches: training ends for all of them with the last window that each can fill.
+
+    Args:
+        loader: Any iterable of batches that can be iterated once per epoch.
+
+    Raises:
+        DataError: It is a DistributedDataLoader, which deals samples to ranks itself, or cannot be iterated.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        if isinstance(loader, (DistributedDataLoader, PerRankLoader)):
+            raise DataError(
+                f"A {type(loader).__name__} is made for several ranks already. Use it without PerRankLoader."
+            )
+        if not isinstance(loader, Iterable):
+            raise DataError(
+                f"PerRankLoader got a {type(loader).__name__}, which cannot be iterated. Give an iterable of batches."
+            )
+        self.loader = loader
+
+
+class ShardReader:
+    """Reads one rank's part of a DistributedDataLoader's passes through torch's `DataLoader`, from any sample on.
+
+    Args:
+        loader: What to load and how.
+        sharding: This rank's part.
+        seed: The run's seed.
+        shuffle: Whether passes are in random order.
+    """
+
+    def __init__(self, loader: DistributedDataLoader, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
+        self.seed = seed
+        self.loader = loader
+        self.sampler = RankBatchSampler(len(loader.dataset), sharding, seed=seed, shuffle=shuffle)
+        # DataLoader draws its workers' base seed from the global generator unless it has one of its own, and so would
+        # move the training process's random stream at each epoch (and at each resume).
+        self.generator = torch.Generator(device="cpu")
+        self._torch_loader: DataLoader[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+
+    def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
+        """This rank's batches of the positions from `first` up to `end` in `epoch`'s order. Ends the iterator before
+        it."""
+        if self._torch_loader is None:
+            self._torch_loader = self._build()
+        self.release()
+        self.sampler.start(epoch, first, end)
+        self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
+        self._iterator = iter(self._torch_loader)
+        return self._iterator
+
+    def load(self, epoch: int, indices: list[int]) -> Any:
+        """One batch of the samples at `indices`, loaded in this process."""
+        loader = self.loader
+        dataset = KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
+        return dataset.__getitems__((epoch, indices))
+
+    def release(self) -> None:
+        """Lets go of the last pass's iterator, and so of its workers unless they are persistent."""
+        self._iterator = None
+
+    def close(self) -> None:
+        """Ends worker processes; `batches` starts new ones."""
+        shutdown_workers(self._iterator)
+        self._iterator = None
+        self._torch_loader = None
+
+    def _build(self) -> DataLoader[Any]:
+        loader = self.loader
+        return DataLoader(
+            KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None),
+            batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
+            collate_fn=_as_it_is,
+            generator=self.generator,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
+        )
+
+
+def rebuild(loader: object) -> DistributedDataLoader | None:
+    """A plain `DataLoader` as ours, with all its options; None if its order or its class is the user's own.
+
+    Rebuilt are `DataLoader` and torchdata's `StatefulDataLoader` themselves (no subclasses) over a map-style dataset,
+    with a `BatchSampler` of a `SequentialSampler`, a `RandomSampler` without replacement or a `DistributedSampler`.
+
+    Raises:
+        DataError: The dataset is empty.
+    """
+    if not isinstance(loader, DataLoader) or not _is_exactly(loader, DataLoader, "StatefulDataLoader"):
+        return None
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
+        return None
+    if not isinstance(batches, BatchSampler) or not _is_exactly(batches, BatchSampler, "BatchSampler"):
+        return None
+    shuffle = _shuffles(batches.sampler, len(loader.dataset))
+    if shuffle is None:
+        return None
+    return DistributedDataLoader(
+        loader.dataset,
+        batches.batch_size,
+        shuffle=shuffle,
+        drop_last=batches.drop_last,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def loader_batch_size(loader: object) -> int | None:
+    """Samples in one of the loader's batches, where it says so."""
+    if isinstance(loader, PerRankLoader):
+        return loader_batch_size(loader.loader)
+    if isinstance(loader, DistributedDataLoader):
+        return loader.batch_size
+    if isinstance(loader, DataLoader):
+        return loader.batch_sampler.batch_size if isinstance(loader.batch_sampler, BatchSampler) else loader.batch_size
+    return None
+
+
+def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
+    """The iterable behind a loader that is not ours.
+
+    Raises:
+        DataError: It cannot be iterated, or it would give the same batches to several ranks.
+    """
+    if isinstance(loader, PerRankLoader):
+        return loader.loader
+    if not isinstance(loader, Iterable):
+        raise DataError(f"A data loader must be an iterable of batches, and {type(loader).__name__} is none.")
+    if dp_size > 1:
+        raise DataError(
+            f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
+            "of it. "
+            "Use DistributedDataLoader(dataset, batch_size=...) over a map-style dataset, or, if it yields "
+            "each rank's own batches already, wrap it in PerRankLoader(loader)."
+        )
+    return loader
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _is_exactly(obj: object, torch_class: type, torchdata_name: str) -> bool:
+    """Whether `obj` is of torch's class, or of torchdata's twin of it, and of no subclass."""
+    # Only a process that imported torchdata can hold one of its objects.
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
+    samplers = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    twins = {**(vars(samplers) if samplers else {}), **(vars(torchdata) if torchdata else {})}
+    return type(obj) is torch_class or type(obj) is twins.get(torchdata_name)
+
+
+def _shuffles(sampler: Any, length: int) -> bool | None:
+    """Whether a sampler's order is random; None if it is neither that nor sequential, or not over the whole dataset."""
+    if type(sampler) is SequentialSampler:
+        return False if len(sampler.data_source) == length else None
+    if _is_exactly(sampler, RandomSampler, "RandomSampler"):
+        covers_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source) == length
+        return True if covers_all else None
+    if _is_exactly(sampler, DistributedSampler, "StatefulDistributedSampler"):
+        return bool(sampler.shuffle) if len(sampler.dataset) == length else None
+    return None
+
+
+def _describe(loader: object) -> str:
+    if isinstance(loader, DataLoader):
+        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
+        kind = type(loader.dataset).__name__ if isinstance(loader.dataset, IterableDataset) else type(sampler).__name__
+        return f"A {type(loader).__name__} with a {kind}"
+    return f"A {type(loader).__name__}"

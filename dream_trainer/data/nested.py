@@ -1,0 +1,190 @@
+"""Tensors inside arbitrarily nested batches: moving them, detaching them, counting them, averaging records of them.
+
+A batch may be a tensor, dict, list, tuple, namedtuple, dataclass, any mapping (`defaultdict`, Hugging Face's
+`BatchEncoding`) or an object with its own `.to(device)`; everything else (None, strings, numbers) passes through.
+Containers keep their type and are never changed in place: a part that stays the same is shared with the result, a part
+that changes is rebuilt. Written out by hand because `torch.utils._pytree` is private and costs four times as much (10.4
+against 2.5 us for 4 tensors).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from dream_trainer.errors import DataError
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An object that knows by itself how to get to a device, e.g. `PackedSequence`, `TensorDict`."""
+
+    def to(self, device: torch.device) -> Any:
+        """The object on `device`."""
+
+
+@runtime_checkable
+class NamedTupleLike(Protocol):
+    """What every `collections.namedtuple` has."""
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any], /) -> Self: ...
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Applies `fn` to every tensor in `tree` and returns the same structure; `tree` itself if nothing changed.
+
+    Args:
+        fn: Called once for each tensor.
+        tree: Any nested structure. Objects that are no container known here are left alone, whatever they hold.
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    return _map_container(lambda child: map_tensors(fn, child), tree)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """`tree` with every tensor on `device`; the same object if nothing has to move.
+
+    Tensors in pinned memory are copied with `non_blocking=True`. An object with its own `.to` is asked to move itself,
+    except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in place.
+
+    Args:
+        tree: Any nested structure.
+        device: Where to.
+    """
+    kind = type(tree)
+    if kind is Tensor:
+        return tree if tree.device == device else tree.to(device, non_blocking=tree.is_pinned())
+    # The usual batches, unrolled: a lambda for each level costs more than the checks themselves.
+    if kind is dict:
+        moved = {key: to_device(value, device) for key, value in tree.items()}
+        for key in tree:
+            if moved[key] is not tree[key]:
+                return moved
+        return tree
+    if kind is tuple or kind is list:
+        items = [to_device(value, device) for value in tree]
+        for new, old in zip(items, tree, strict=True):
+            if new is not old:
+                return items if kind is list else tuple(items)
+        return tree
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=tree.is_pinned())
+    if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
+        return tree.to(device)
+    return _map_container(lambda child: to_device(child, device), tree)
+
+
+def detach(tree: Any) -> Any:
+    """`tree` with every tensor detached from its autograd graph, so that keeping it does not keep the graph."""
+    return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, tree)
+
+
+def batch_size(tree: Any) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor that has one.
+
+    Raises:
+        DataError: There is no such tensor.
+    """
+    for part in _leaves(tree):
+        if isinstance(part, PackedSequence):
+            return int(part.batch_sizes[0])
+        if isinstance(part, Tensor) and part.ndim > 0:
+            return part.shape[0]
+    raise DataError(
+        f"Cannot tell how many samples a batch of type {type(tree).__name__} holds: there is no tensor with a "
+        "dimension in it. "
+        "Override `batch_size(self, batch) -> int` in your trainer."
+    )
+
+
+def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Averages nested dicts of numbers key by key.
+
+    Args:
+        records: Dicts of numbers, 0-dim tensors or further such dicts. A key that some of them lack is averaged over
+            those that have it.
+
+    Raises:
+        TypeError: A key holds a number in one record and a dict in another.
+    """
+    columns: dict[str, list[Any]] = {}
+    for record in records:
+        for key, value in record.items():
+            columns.setdefault(key, []).append(value)
+    return {key: _average_column(key, values) for key, values in columns.items()}
+
+
+def _average_column(key: str, values: list[Any]) -> Any:
+    nested = sum(isinstance(value, Mapping) for value in values)
+    if nested == len(values):
+        return average(values)
+    if nested:
+        raise TypeError(
+            f"Key {key!r} holds a dict in {nested} of {len(values)} records and a number in the others. Give them "
+            "one shape."
+        )
+    return sum(values) / len(values)
+
+
+def _map_container(visit: Callable[[Any], Any], tree: Any) -> Any:
+    """Rebuilds one container from its visited children; anything that is no container is returned as it is."""
+    if isinstance(tree, Mapping):
+        changed = {key: new for key, old in tree.items() if (new := visit(old)) is not old}
+        return _with_items(tree, changed) if changed else tree
+    if isinstance(tree, (list, tuple)):
+        items = [visit(value) for value in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if isinstance(tree, tuple) and isinstance(tree, NamedTupleLike):
+            return tree._make(items)
+        return type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values = {field.name: attrgetter(field.name)(tree) for field in dataclasses.fields(tree)}
+        changed = {name: new for name, old in values.items() if (new := visit(old)) is not old}
+        return _with_fields(tree, changed) if changed else tree
+    return tree
+
+
+def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A copy of `mapping` with `changed` values, keeping its class and extras (default factory, encodings)."""
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)({**mapping, **changed})  # type: ignore[call-arg]
+    result = copy.copy(mapping)
+    for key, value in changed.items():
+        result[key] = value
+    return result
+
+
+def _with_fields(record: Any, changed: dict[str, Any]) -> Any:
+    """A copy of a dataclass with `changed` fields; `replace` would rerun `__post_init__` and refuse `init=False`."""
+    result = copy.copy(record)
+    for name, value in changed.items():
+        object.__setattr__(result, name, value)  # frozen ones too
+    return result
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The parts of `tree` that are no container, in order."""
+    if isinstance(tree, PackedSequence):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _leaves(attrgetter(field.name)(tree))
+    else:
+        yield tree

@@ -1,0 +1,105 @@
+"""The part of each epoch that one data-parallel rank loads, as arithmetic.
+
+An epoch is cut into chunks of `batch_size * dp_size` consecutive positions; rank `r` takes the `r`-th slice of each.
+Chunks do not depend on gradient accumulation, so a run may go on with another accumulation, world size or batch size at
+any sample. Only an epoch's last chunk can be smaller; it is split into sizes that differ by at most one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import Sampler
+
+from dream_trainer.data.order import epoch_order
+
+BatchKey = tuple[int, list[int]]
+"""(epoch, indices): one batch of one rank, and all that its samples' random draws depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How samples are dealt to ranks: `batch_size` per micro-batch to each of `dp_size` ranks, seen from `dp_rank`."""
+
+    batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples in one micro-batch of all ranks together."""
+        return self.batch_size * self.dp_size
+
+    def slice_of_chunk(self, size: int) -> tuple[int, int]:
+        """Offset and length of this rank's part of a chunk of `size` samples; the first ranks take one more where it is
+        uneven."""
+        share, extra = divmod(size, self.dp_size)
+        return self.dp_rank * share + min(self.dp_rank, extra), share + (self.dp_rank < extra)
+
+
+def end_without_tail(length: int, consumed: int, global_batch_size: int) -> int:
+    """Where a pass ends that drops what does not fill a global batch.
+
+    Args:
+        length: Samples in the dataset.
+        consumed: Samples of this pass that were consumed before, by all ranks.
+        global_batch_size: Samples of one optimizer step over all ranks.
+    """
+    return length - (length - consumed) % global_batch_size
+
+
+def end_with_tail(length: int, consumed: int, sharding: Sharding) -> int:
+    """Where a pass ends that trains its tail, but for a last chunk with fewer samples than ranks."""
+    last_chunk = (length - consumed) % sharding.chunk_size
+    return length - last_chunk if last_chunk < sharding.dp_size else length
+
+
+class RankBatchSampler(Sampler[BatchKey]):
+    """Yields this rank's batches of one pass, each as (epoch, indices).
+
+    `start` chooses the pass and the samples in it; the next iterator follows it. A position is any number of samples
+    that all ranks consumed together, and starting there costs the same everywhere.
+
+    Args:
+        length: Samples in the dataset.
+        sharding: How they are dealt to ranks.
+        seed: The run's seed.
+        shuffle: Whether each epoch has a random order of its own.
+    """
+
+    def __init__(self, length: int, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
+        self.length = length
+        self.sharding = sharding
+        self.seed = seed
+        self.shuffle = shuffle
+        self._next_pass = (0, 0, length)
+
+    def start(self, epoch: int, first: int, end: int) -> None:
+        """Sets what the next iterator yields: positions `first` to `end` (exclusive) of `epoch`'s order."""
+        self._next_pass = (epoch, first, end)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.
+        return self._batches(*self._next_pass)
+
+    def _batches(self, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+        order = epoch_order(self.seed, epoch, self.length, self.shuffle)
+        sharding = self.sharding
+        num_full, last_chunk = divmod(end - first, sharding.chunk_size)
+        last = first + num_full * sharding.chunk_size
+        full = order[first:last].view(num_full, sharding.dp_size, sharding.batch_size)[:, sharding.dp_rank]
+        for block in range(
+            0, num_full, 64
+        ):  # many batches at a time, since a tensor slice costs as much as a small batch
+            for indices in full[block : block + 64].tolist():
+                yield epoch, indices
+        offset, size = sharding.slice_of_chunk(last_chunk)
+        if size:
+            yield epoch, order[last + offset : last + offset + size].tolist()
+
+    def __len__(self) -> int:
+        """Batches this rank gets from the pass that is set."""
+        _, first, end = self._next_pass
+        full, rest = divmod(end - first, self.sharding.chunk_size)
+        return full + (self.sharding.slice_of_chunk(rest)[1] > 0)

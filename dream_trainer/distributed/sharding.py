@@ -1,0 +1,104 @@
+"""Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps.
+
+Functions of a model, its blocks and a `fully_shard` config. Replication is `fully_shard` over an `(n, 1)` mesh: one code
+path for FSDP, HSDP and replicas, with the same gradient arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn as nn
+
+from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters
+from dream_trainer.errors import ConfigError
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
+
+    A container inside a block (the experts of a mixture) is not looked into: its block is the unit.
+    """
+    children = list(model.children())
+    if isinstance(model, nn.ModuleList | nn.Sequential) and len(children) > 1 and len({type(c) for c in children}) == 1:
+        return [child for child in children if next(child.parameters(), None) is not None]
+    return [block for child in children for block in repeated_blocks(child)]
+
+
+def shard_by_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]) -> None:
+    """Wraps each block, then the root, with `fully_shard`.
+
+    Args:
+        model: The model; its class changes in place.
+        blocks: Modules of `model` that become a group each.
+        config: Keyword arguments of `fully_shard` for the blocks.
+        root: Those for the root.
+
+    Raises:
+        ConfigError: A parameter is shared by two groups.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    _refuse_ties_across(model, blocks)
+    for block in blocks:
+        fully_shard(block, **config)
+    fully_shard(model, **root)
+
+
+def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: dict[int, str] = {}
+    inside = set()
+    for block in blocks:
+        for parameter in block.parameters():
+            other = owner.setdefault(id(parameter), names.get(id(block), type(block).__name__))
+            if other != names.get(id(block), type(block).__name__):
+                raise ConfigError(
+                    f"blocks {other!r} and {names.get(id(block))!r} share a parameter, which two shards cannot. "
+                    "Override model_blocks so that one block holds both, or leaves both out."
+                )
+            inside.add(id(parameter))
+    members = {id(part) for block in blocks for part in block.modules()}
+    for name, module in model.named_modules():
+        if id(module) in members:
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in inside:
+                raise ConfigError(
+                    f"parameter {name}.{parameter_name} outside the blocks is tied to one inside block "
+                    f"{owner[id(parameter)]!r}. Override model_blocks so that the root holds both."
+                )
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that `fully_shard` wrapped, outermost first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def frozen(*models: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs.
+
+    Under `fully_shard` the gathered twins of the parameters keep a `requires_grad` of their own, so both are set.
+    """
+    wrapped = [module for model in models for module in fsdp_modules(model)]
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    parameters |= {id(p): p for module in wrapped for p in sharded_parameters(module)}
+    before = [(p, p.requires_grad) for p in parameters.values()]
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    for module in wrapped:
+        for _, gathered in gathered_twins(module):
+            gathered.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+        for module in wrapped:
+            for sharded, gathered in gathered_twins(module):
+                gathered.requires_grad_(sharded.requires_grad)

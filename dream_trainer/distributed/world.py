@@ -1,0 +1,313 @@
+"""World: which rank this process is, on which device, in which mesh, and how ranks talk outside the step path.
+
+A world is launched once per trainer and torn down in `close`. At world size 1 there is no process group at all, and
+every collective answers from this rank alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.config.device import DeviceParameters, MeshShape
+
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+# How many worlds of this process use the default process group, and the store all launches share. A second
+# `init_process_group` on the agent's store met stale keys in 4 of 7 tries; under a prefix of its own in none.
+_group_users = 0
+_launches = 0
+_owns_group = False
+_store: dist.Store | None = None
+
+
+def environment_ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) in a plain process."""
+    rank = int(os.environ.get("RANK", "0"))
+    return rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        name: "auto" (the accelerator torch finds, else the CPU) or a device type.
+        local_rank: Index of the accelerator on this host.
+
+    Raises:
+        ConfigError: The device is not on this machine, or the host has fewer than `local_rank + 1`.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = accelerator.type if accelerator is not None else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != name:
+        has = "cpu only" if found is None else f"cpu and {found.type}"
+        raise ConfigError(f'device="{name}" is not on this machine ({has}). Use device="auto" or "cpu".')
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no {name} device: this host has {count}. Start torchrun with --nproc_per_node={count}."
+        )
+    if name == "mps":
+        return torch.device("mps")
+    return torch.device(name, local_rank)
+
+
+class World:
+    """This process's place among the ranks.
+
+    Attributes:
+        rank: Global rank, 0-based.
+        local_rank: Rank on this host.
+        world_size: Number of ranks.
+        device: Where this rank computes.
+        mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
+        mesh_shape: Sizes of those dimensions.
+        dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
+        dp_size: Number of data-parallel ranks.
+        cpu_group: A gloo group of its own for agreement beside the step path; None at world size 1.
+    """
+
+    def __init__(self, parameters: DeviceParameters, *, shard_by_default: bool) -> None:
+        """Launches: joins the process group and lays the mesh.
+
+        Args:
+            parameters: Device and mesh as configured.
+            shard_by_default: Whether `"auto"` gives the ranks to dp_shard rather than dp_replicate.
+
+        Raises:
+            ConfigError: The mesh does not fit the world size, or the device is missing.
+        """
+        from dream_trainer.config.device import resolve_mesh
+
+        self.rank, self.local_rank, self.world_size = environment_ranks()
+        self.mesh_shape: MeshShape = resolve_mesh(parameters, self.world_size, shard_by_default=shard_by_default)
+        self.device = choose_device(parameters.device, self.local_rank)
+        self.mesh: DeviceMesh | None = None
+        self.cpu_group: dist.ProcessGroup | None = None
+        self._forbidden: str | None = None
+        self._parameters = parameters
+        if self.device.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(self.device)
+        if self.world_size > 1:
+            self._join()
+        self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
+        self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
+        self._open = True
+
+    def _join(self) -> None:
+        global _group_users, _launches, _owns_group, _store
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
+        _launches += 1
+        if not dist.is_initialized():
+            if _store is None:
+                _store = _connect_store(self.rank, self.world_size, timeout)
+            prefix = f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_launches}"
+            backend = "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(prefix, _store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timeout,
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+            _owns_group = True
+        _group_users += 1
+        self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
+        return f"World(rank={self.rank} of {self.world_size}, device={self.device}, {mesh})"
+
+    # -- collectives beside the step path; all run on the CPU group
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            dist.barrier(group=self.cpu_group)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank. Values are pickled between this job's own ranks."""
+        if not self._may_communicate():
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.cpu_group)
+        return gathered
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Rank `src`'s `value` on every rank."""
+        if not self._may_communicate():
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self.cpu_group)
+        return box[0]
+
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        """Reduces a CPU tensor over all ranks in place and returns it; `op` is "sum", "min" or "max"."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+            dist.all_reduce(values, op=ops[op], group=self.cpu_group)
+        return values
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective."""
+        if not self._may_communicate():
+            return values.unsqueeze(0)
+        import torch.distributed as dist
+
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(gathered, values, group=self.cpu_group)
+        return torch.stack(gathered)
+
+    @contextmanager
+    def without_collectives(self, where: str) -> Iterator[None]:
+        """Makes this world's collectives raise, for code that runs on one rank only."""
+        before, self._forbidden = self._forbidden, where
+        try:
+            yield
+        finally:
+            self._forbidden = before
+
+    def _may_communicate(self) -> bool:
+        if self._forbidden is not None:
+            raise RuntimeError(
+                f"a collective was called in {self._forbidden}: the other ranks would never join it. "
+                "Call it on all ranks, or read what you need in a callback without main_process_only."
+            )
+        return self.world_size > 1
+
+    # -- ends
+
+    def fail(self, exc: BaseException) -> NoReturn:
+        """Ends this rank after an exception, without waiting for anyone.
+
+        The other ranks may be inside any collective, so there is none here: the traceback is printed, `failed` is set
+        in the store for those that look, and the process exits with status 1; its closing sockets free the others.
+        """
+        first = self._first_to_fail()
+        if first == self.rank:
+            text = "".join(traceback.format_exception(exc))
+            sys.stderr.write(f"[rank {self.rank}] failed, the job ends:\n{text}")
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                get_error_handler().record_exception(exc)
+        else:
+            reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
+            sys.stderr.write(f"[rank {self.rank}] stops because rank {first} failed (here: {reason}).\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _first_to_fail(self) -> int:
+        """The rank whose failure came first, by an atomic counter in the store; this rank if the store is gone."""
+        try:
+            if _store is None or _store.add("dream_trainer/failures", 1) == 1:
+                if _store is not None:
+                    _store.set("dream_trainer/failed", str(self.rank))
+                return self.rank
+            return int(_store.get("dream_trainer/failed"))
+        except RuntimeError:
+            return self.rank
+
+    def close(self) -> None:
+        """Leaves the process group; the last world of the process destroys it. Safe to call twice.
+
+        The barrier and the short sleep keep gloo's threads from dropping work while the interpreter finalises, which
+        aborted up to a third of the runs that destroyed the group bare (TORCH.md section 12).
+        """
+        global _group_users, _owns_group
+        if not self._open:
+            return
+        self._open = False
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+
+        _group_users -= 1
+        if _group_users == 0 and _owns_group and dist.is_initialized():
+            dist.barrier(group=self.cpu_group)
+            dist.destroy_process_group()
+            _owns_group = False
+            gc.collect()
+            time.sleep(0.1)
+        self.cpu_group = self.mesh = None
+
+
+def _backend(device_type: str) -> str:
+    import torch.distributed as dist
+
+    return str(dist.get_default_backend_for_device(device_type))
+
+
+def _connect_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    import torch.distributed as dist
+
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0 and not agent_hosts,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+
+
+def close_at_exit(world: World) -> None:
+    """Closes `world` when the interpreter ends, if nobody did before.
+
+    After an uncaught exception there is no orderly way out: the other ranks may never reach the barrier.
+    """
+    if world.world_size == 1:
+        return
+
+    def leave() -> None:
+        if "last_value" in vars(sys):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        world.close()
+
+    atexit.register(leave)

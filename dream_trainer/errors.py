@@ -1,0 +1,36 @@
+"""What the framework raises when a user's code, config, data or checkpoint is wrong.
+
+Every class also derives from the built-in that fits, so `except ValueError` works where one expects it to.
+"""
+
+
+class DreamTrainerError(Exception):
+    """Base of every error that Dream Trainer raises on purpose."""
+
+
+class ConfigError(DreamTrainerError, ValueError):
+    """A config field has a value that cannot work, alone or with this machine."""
+
+
+class HookError(DreamTrainerError, TypeError):
+    """A hook is missing, or returned something of the wrong kind."""
+
+
+class DataError(DreamTrainerError, ValueError):
+    """A data loader is empty, uneven, or cannot be split over ranks."""
+
+
+class InitError(DreamTrainerError, RuntimeError):
+    """A parameter was left uninitialised, or init code did what a meta build cannot replay."""
+
+
+class StepError(DreamTrainerError, RuntimeError):
+    """`backward` or `step` was called where it would train wrong."""
+
+
+class NonFiniteError(DreamTrainerError, FloatingPointError):
+    """The gradient norm was NaN or infinite, and the policy says to stop."""
+
+
+class CheckpointError(DreamTrainerError, RuntimeError):
+    """A checkpoint is damaged, belongs to another run, or cannot be written."""

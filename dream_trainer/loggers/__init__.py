@@ -1,0 +1,26 @@
+"""Where numbers go: the buffer they are collected in, and the loggers they are written to. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "ConsoleLogger": "console",
+    "JSONLLogger": "jsonl",
+    "Logger": "base",
+    "MetricBuffer": "buffer",
+    "Stamp": "base",
+    "read_jsonl": "jsonl",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

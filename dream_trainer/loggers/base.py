@@ -1,0 +1,50 @@
+"""Logger: a place that numbers are written to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Stamp(NamedTuple):
+    """Where in a run a set of metrics belongs."""
+
+    step: int
+    """Optimizer steps completed; the one axis of training and validation alike."""
+    epoch: int
+    """Epochs completed, which is the 0-based number of the running one."""
+    samples: int
+    """Samples consumed by all ranks."""
+    time: float
+    """Wall-clock time in seconds since 1970."""
+
+
+class Logger(ABC):
+    """A place that numbers are written to. It lives on rank 0 alone, and its methods may not run collectives.
+
+    An exception from any of them is reported once and does not stop training.
+    """
+
+    @abstractmethod
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        """Called once before the first `log`, and again after a checkpoint was loaded in the middle of a run.
+
+        Args:
+            run_dir: Where the run keeps its files; it may not exist yet.
+            config: The run's configuration as plain values.
+            resumed_step: Step of the checkpoint that was loaded: what is recorded of later steps will come again, so
+                it is to be dropped. None for a run that starts from nothing.
+        """
+
+    @abstractmethod
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        """Writes `metrics`, which are means (or what was asked for) over all that was logged since the last call.
+
+        Args:
+            metrics: Numbers by name; NaN and infinities among them.
+            stamp: Where they belong.
+        """
+
+    def close(self) -> None:  # noqa: B027 (most loggers have nothing to release)
+        """Releases what `open` took. Default: nothing."""

@@ -1,0 +1,301 @@
+"""MetricBuffer: numbers on their way from `log` to the loggers.
+
+Adding keeps a reference and does nothing on the device. Reducing stacks what came together, copies it to the host once,
+computes in float64 there, and crosses ranks in one collective. So what comes out does not depend on when that happens:
+each value counts once, with its weight, in the order in which it was added.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from dream_trainer.distributed.torch_compat import write_count
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
+
+Reduction = Literal["mean", "sum", "min", "max", "last"]
+Scalar = Tensor | float
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+class Total(NamedTuple):
+    """What is known of one key: for "mean" the weighted sum, else the reduced value itself; and the sum of weights."""
+
+    value: float
+    weight: float
+
+
+_NOTHING = Total(0.0, 0.0)
+# Bytes of the widest scalar. What lies in a larger storage is part of a larger tensor.
+_WIDEST = 8
+
+
+class _Column:
+    """The values of one key since the last flush: those already reduced, and those still on their device."""
+
+    __slots__ = ("reduce", "total", "values", "weights")
+
+    def __init__(self, reduce: str) -> None:
+        self.reduce = reduce
+        self.total = _NOTHING
+        self.values: list[Scalar] = []
+        self.weights: list[Scalar] = []
+
+
+class MetricBuffer:
+    """Collects scalars by name and reduces them over time and ranks.
+
+    - "mean" is `sum(weight * value) / sum(weight)` over everything added on all ranks.
+    - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
+    - "last" is the value added last on the highest rank that added one.
+
+    A value of weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
+    A key keeps its reduction for the buffer's life.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, _Column] = {}
+        # Reductions of all keys ever reduced, in an order that is the same on all ranks.
+        self._agreed: dict[str, str] = {}
+
+    def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
+        """Adds one value. Nothing is computed or waited for.
+
+        Args:
+            name: Key.
+            value: A number or a tensor of one element, on any device. A DTensor that is not replicated is gathered
+                here, so all ranks of its mesh must add it.
+            weight: Non-negative number or tensor of one element.
+            reduce: "mean", "sum", "min", "max" or "last".
+
+        Raises:
+            TypeError: The value or weight is no scalar.
+            ValueError: The reduction is unknown or not the key's, or the weight is negative.
+        """
+        column = self._columns.get(name)
+        if column is None or column.reduce != reduce:
+            column = self._new_column(name, reduce)
+        if type(value) is not float:
+            value = keep(name, value)
+        if type(weight) is not int and type(weight) is not float:
+            weight = keep(f"{name}, as its weight,", weight)
+        elif weight < 0:
+            raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
+        column.values.append(value)
+        column.weights.append(weight)
+
+    def add_result(self, result: Mapping[str, Any], weight: Scalar, prefix: str = "") -> None:
+        """Adds the scalars of a step's result as means; nested dicts as `outer/inner`.
+
+        Anything else in it (logits for a callback, strings) is not for logging and passed over.
+
+        Args:
+            result: What the step returned.
+            weight: Weight of all of it.
+            prefix: Put before each name as it is.
+        """
+        for key, value in result.items():
+            if type(value) is float or is_scalar(value):
+                self.add(f"{prefix}{key}", value, weight)
+            elif isinstance(value, Mapping):
+                self.add_result(value, weight, f"{prefix}{key}/")
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """Reduces and forgets everything added since the last call. Every rank must call it.
+
+        Waits for the device once. Over ranks it costs one collective, and a second one when some rank holds a key that
+        was never reduced before.
+
+        Args:
+            world: The ranks.
+
+        Returns:
+            Values by name, equal on all ranks.
+
+        Raises:
+            ValueError: Ranks added one key with different reductions.
+        """
+        mine = self._take()
+        over_ranks = (
+            _gather(mine, self._agreed, world) if world.world_size > 1 else {k: [t] for k, (_, t) in mine.items()}
+        )
+        self._columns.clear()
+        found = {}
+        for name, totals in over_ranks.items():
+            reduce = self._agreed[name] if name in self._agreed else self._agreed.setdefault(name, mine[name][0])
+            total = _combined(reduce, totals)
+            if total.weight != 0:
+                found[name] = total.value / total.weight if reduce == "mean" else total.value
+        return found
+
+    def state_dict(self, world: World) -> dict[str, Any]:
+        """What was added since the last `reduce`, of all ranks. Every rank must call it."""
+        mine = {name: [reduce, *total] for name, (reduce, total) in self._take().items()}
+        return {"ranks": world.all_gather_object(mine)}
+
+    def load_state_dict(self, state: dict[str, Any], world: World) -> None:
+        """Puts back what `state_dict` gave. At another world size, rank 0 holds it all."""
+        ranks = state["ranks"]
+        if len(ranks) == world.world_size:
+            ranks = [ranks[world.rank]]
+        elif not world.is_main:
+            ranks = []
+        self._columns.clear()
+        for records in ranks:
+            for name, (reduce, value, weight) in records.items():
+                column = self._columns.get(name) or self._new_column(name, reduce)
+                column.total = _combined(reduce, [column.total, Total(value, weight)])
+
+    def _new_column(self, name: str, reduce: str) -> _Column:
+        known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
+        if known != reduce:
+            raise ValueError(
+                f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
+                "Use one of them, or two names."
+            )
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
+        column = self._columns[name] = _Column(reduce)
+        return column
+
+    def _take(self) -> dict[str, tuple[str, Total]]:
+        """Moves all values to the host and into the totals of their keys."""
+        columns = self._columns.values()
+        numbers = iter(
+            _on_host([item for c in columns for item in (*c.values, *c.weights) if isinstance(item, Tensor)])
+        )
+        for column in columns:
+            values = _filled(column.values, numbers)
+            weights = _filled(column.weights, numbers)
+            if column.reduce == "mean":
+                values = [value * weight for value, weight in zip(values, weights, strict=True)]
+            column.total = _combined(column.reduce, [column.total, *map(Total, values, weights)])
+            column.values, column.weights = [], []
+        return {name: (column.reduce, column.total) for name, column in self._columns.items()}
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether `value` is a real number or a real tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def keep(name: str, value: Any) -> Scalar:
+    """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change.
+
+    Copied only where it could change or hold on to much: a parameter, a tensor that was changed in place, or a part of
+    a larger one.
+
+    Raises:
+        TypeError: `value` is no scalar; the message says `name`.
+    """
+    if not isinstance(value, Tensor):
+        if not isinstance(value, Real):
+            raise TypeError(f"metric {name!r} is a {type(value).__name__}. Log a number or a tensor of one element.")
+        return float(value)
+    if type(value) is not Tensor:
+        value = _whole(value)
+    if value.dim() != 0 or value.is_complex():
+        if not is_scalar(value):
+            raise TypeError(
+                f"metric {name!r} is a tensor of shape {tuple(value.shape)} and {value.dtype}. "
+                "Log a real tensor of one element, such as its mean()."
+            )
+        value = value.reshape(())
+    if value.requires_grad:
+        is_parameter, value = value.is_leaf, value.detach()
+        if is_parameter:
+            return value.clone()
+    is_part = value.untyped_storage().nbytes() > _WIDEST
+    return value.clone() if is_part or write_count(value) else value
+
+
+def _whole(value: Tensor) -> Tensor:
+    """The global value of a DTensor; anything else as it is. No DTensor exists unless its module was imported."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _on_host(tensors: list[Tensor]) -> list[float]:
+    """The values of 0-dim tensors, exactly; one stack for each dtype and one copy to the host for each device."""
+    found = [0.0] * len(tensors)
+    devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(index)
+    for groups in devices.values():
+        # Wide dtypes first, so that each part starts at a multiple of its own element size.
+        ordered = sorted(groups.items(), key=lambda group: -group[0].itemsize)
+        stacks = [torch.stack([tensors[index] for index in indices]) for _, indices in ordered]
+        for (_, indices), values in zip(ordered, _copied_together(stacks), strict=True):
+            for index, value in zip(indices, values, strict=True):
+                found[index] = float(value)
+    return found
+
+
+def _copied_together(stacks: list[Tensor]) -> Iterator[list[float]]:
+    """Vectors of several dtypes on one device, in one copy: as bytes, since no common dtype holds them all exactly."""
+    if len(stacks) == 1:
+        yield stacks[0].tolist()
+        return
+    data = torch.cat([stack.view(torch.uint8) for stack in stacks]).cpu()
+    for stack, part in zip(stacks, data.split([stack.nbytes for stack in stacks]), strict=True):
+        yield part.view(stack.dtype).tolist()
+
+
+def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:
+    return [next(numbers) if isinstance(item, Tensor) else item for item in items]
+
+
+def _combined(reduce: str, totals: list[Total]) -> Total:
+    """Totals in order, as one. From left to right, so that it is the same bits however often it was interrupted."""
+    value, weight = _NOTHING
+    for new_value, new_weight in totals:
+        if new_weight == 0:
+            continue
+        if weight == 0 or reduce == "last":
+            value = new_value
+        elif reduce in ("mean", "sum"):
+            value += new_value
+        elif math.isnan(new_value) or (new_value < value if reduce == "min" else new_value > value):
+            value = new_value
+        weight += new_weight
+    return Total(value, weight)
+
+
+def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: World) -> dict[str, list[Total]]:
+    """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
+
+    One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds
+    that are not agreed yet. Only where that is not zero on all ranks, a second exchange names them.
+    """
+    unknown = {name: record for name, record in mine.items() if name not in agreed}
+    vector = [float(len(unknown))]
+    for name in agreed:
+        vector += mine[name][1] if name in mine else _NOTHING
+    rows = world.all_gather(torch.tensor(vector, dtype=torch.float64)).tolist()
+    found = {
+        name: [Total(*row[i : i + 2]) for row in rows] for i, name in zip(range(1, len(vector), 2), agreed, strict=True)
+    }
+    if not any(row[0] for row in rows):
+        return found
+    for records in world.all_gather_object(unknown):
+        for name, (reduce, total) in records.items():
+            if agreed.setdefault(name, reduce) != reduce:
+                raise ValueError(
+                    f"metric {name!r} was logged with reduce={agreed[name]!r} on one rank and {reduce!r} on another. "
+                    "Use one of them."
+                )
+            found.setdefault(name, []).append(total)
+    return found

@@ -1,0 +1,188 @@
+"""What a torch function does to its arguments, told from its name: the tape's only knowledge of PyTorch's surface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+}
+"""Factories whose result holds no values yet."""
+
+FILLED = {
+    *("zeros", "ones", "full", "rand", "randn", "randint", "normal", "eye"),
+    *(
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    ),
+    *("new_zeros", "new_ones", "new_full"),
+}
+"""Factories that are worth deferring when their result is large."""
+
+READS = {
+    *(
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__reduce_ex__",
+        "__dlpack__",
+    ),
+    *(
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+    ),
+    *("equal", "allclose", "is_nonzero", "pin_memory"),
+}
+"""Functions that bring values into Python."""
+
+QUIET_WRITES = {"batch_norm", "instance_norm"}
+"""Functions that write running statistics without counting it as a write, so that they have to run for real."""
+
+METADATA = {
+    *(
+        "requires_grad_",
+        "detach_",
+        "retain_grad",
+        "set_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+    ),
+    *("squeeze_", "unsqueeze_", "as_strided_", "rename_"),
+}
+"""Functions that end in `_` and yet write no values: they change the tensor object, which stays on meta, itself."""
+
+OVERWRITES = {
+    *(
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+    ),
+    *("constant_", "kaiming_uniform_"),
+}
+"""In-place functions whose result does not depend on what their target held before."""
+
+_INPLACE_OPERATORS = {
+    *(
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__imatmul__",
+    ),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
+}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's own name; for a property's getter or setter `__get__` or `__set__`."""
+    return getattr(func, "__name__", "")
+
+
+def property_of(func: Callable[..., Any]) -> str:
+    """Which property a `__get__` or `__set__` belongs to.
+
+    Every access makes a new bound wrapper, so these functions have no identity to compare.
+    """
+    return func.__self__.__name__  # type: ignore[attr-defined]
+
+
+def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes values into, as far as its name tells."""
+    name = name_of(func)
+    if kwargs.get("out") is not None:
+        return list(tensor_leaves(kwargs["out"]))
+    ends_in_place = name.endswith("_") and not name.endswith("__") and name not in METADATA
+    if ends_in_place or name == "__setitem__" or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True:
+        first = args[0] if args else next(iter(kwargs.values()))
+        return list(tensor_leaves(first))
+    return []
+
+
+def tensor_leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch.Size):
+        return
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensor_leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensor_leaves(item)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of nested tuples, lists and dicts with `function` applied to what lies in them."""
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, list):
+        return [map_leaves(function, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([map_leaves(function, item) for item in value])
+    if isinstance(value, dict):
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_leaves(function, item) for item in (value.start, value.stop, value.step)))
+    return function(value)
+
+
+def split_move(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, tuple[Any, ...], dict[str, Any]] | None:
+    """Splits `tensor.to(...)` into the device it names and the rest; None if it asks for meta, which stays a call."""
+    if name == "cpu":
+        return torch.device("cpu"), args[:1], {}
+    rest, kwargs = list(args[1:]), dict(kwargs)
+    other = kwargs.pop("other", None)
+    if other is None and rest and isinstance(rest[0], Tensor):
+        other = rest.pop(0)
+    if other is not None:
+        device = torch.device("cpu") if other.is_meta else other.device
+        return device, (args[0], other.dtype, *rest), kwargs
+    named = kwargs.pop("device", None)
+    if rest and (rest[0] is None or (isinstance(rest[0], (str, int, torch.device)) and not isinstance(rest[0], bool))):
+        named = rest.pop(0)
+    device = None if named is None else torch.device(named)
+    if device is not None and device.type == "meta":
+        return None
+    if rest and rest[0] is None:
+        rest.pop(0)
+    if kwargs.get("dtype", 0) is None:
+        kwargs.pop("dtype")
+    kwargs.pop("non_blocking", None)
+    if rest and not isinstance(rest[0], torch.dtype):
+        rest = []  # only non_blocking and copy can follow
+    return device, (args[0], *rest[:1]), kwargs

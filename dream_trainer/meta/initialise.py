@@ -1,0 +1,81 @@
+"""What `init_weights` does when the user writes none.
+
+The constructors have run on the tape, so what they chose stands: PyTorch's own `reset_parameters`, a constructor's
+`self.apply(init)`, loaded weights. Two things remain, done here in this order, children before parents in each:
+
+1. A module that was built on meta *before* the recording has lost what its constructor computed: a module with
+   untouched parameters or buffers gets its `reset_parameters()`, as its constructor would have done.
+2. A module with an `init_weights()` of its own (callable without arguments) gets it called, so a parent's has the last
+   word over its children's. Left alone are modules with weights that were given rather than drawn: all parameters
+   real, or one of them copied from a real tensor, as `load_state_dict` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from dream_trainer.distributed.torch_compat import reset_attention_parameters
+
+from .tape import Tape
+
+
+@runtime_checkable
+class HasInitWeights(Protocol):
+    """A module that knows how it wants to be initialised, as a whole."""
+
+    def init_weights(self) -> None: ...
+
+
+@runtime_checkable
+class HasResetParameters(Protocol):
+    """A module that draws its own direct parameters, as PyTorch's layers do."""
+
+    def reset_parameters(self) -> None: ...
+
+
+def default_init(model: nn.Module, tape: Tape) -> None:
+    """Initialises what `model`'s constructor left to do (see the module's docstring), on the tape.
+
+    Args:
+        model: Built by this tape, or on meta before it; not yet sharded.
+        tape: Records the calls; it may be recording already.
+    """
+    with torch.no_grad(), tape.recording():
+        for module in _children_first(model):
+            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+            if any(tape.is_untouched(tensor) for tensor in own):
+                _reset(module)
+        for module in _children_first(model):
+            if isinstance(module, HasInitWeights) and _needs_no_arguments(module) and not _is_given(module, tape):
+                module.init_weights()
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    return iter(reversed(list(module.modules())))
+
+
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
+        reset_attention_parameters(module)
+    elif isinstance(module, HasResetParameters):
+        module.reset_parameters()
+
+
+def _needs_no_arguments(module: HasInitWeights) -> bool:
+    """Inner modules often take arguments here (`init_weights(std)`), and are called by their parent."""
+    parameters = inspect.signature(module.init_weights).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in variadic for p in parameters)
+
+
+def _is_given(module: nn.Module, tape: Tape) -> bool:
+    parameters = list(module.parameters())
+    if not parameters:
+        return False
+    return not any(tape.tracks(p) for p in parameters) or any(tape.is_given(p) for p in parameters)

@@ -1,0 +1,276 @@
+"""From meta to real, after sharding: each rank replays one tensor at a time in full and keeps its own part.
+
+`remember` notes, before sharding, which recorded tensor each parameter, buffer and tensor attribute is. `materialize`
+finds the places again, by the module that owns them (wrappers may rename, not replace, modules) or by name (a pipeline
+stage may be a copy), and makes each real. No rank talks to another: all replay the same bits and cut different parts.
+
+Memory on a rank: its parts, plus one full tensor and what making that one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.errors import InitError
+
+from .history import Ref
+from .tape import Tape
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What one tensor on meta is to become, and what it is called in errors."""
+
+    ref: Ref
+    name: str
+    is_parameter: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """What `remember` found: for every meta tensor of the models, how to replay it."""
+
+    tape: Tape
+    by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
+    by_name: dict[str, _Note] = field(default_factory=dict)
+    attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Place:
+    """One tensor object that is on meta now, every slot of a module that holds it, and room for this rank's part."""
+
+    tensor: Tensor
+    note: _Note
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    part: Tensor | None = None
+
+
+def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
+    """Notes which recorded tensor every parameter, buffer and tensor attribute on meta is.
+
+    Called once the models are configured and initialised, before anything shards, splits or wraps them. Tensor
+    attributes are found in modules' `__dict__`, also inside lists, tuples and dicts there, but not in other objects.
+
+    Args:
+        models: Modules by the name under which errors will speak of them.
+        tape: What recorded their construction.
+    """
+    plan = Plan(tape)
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
+            for name, tensor in _named_tensors(module):
+                if tensor.is_meta:
+                    fqn = f"{prefix}.{name}"
+                    note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
+                    plan.by_owner.setdefault((module, name), note)
+                    plan.by_name[_plain(fqn)] = note
+            for name, tensor in _attributes(module):
+                if tensor.is_meta:
+                    note = _Note(
+                        tape.history.ref(tensor),
+                        f"{prefix}.{name}",
+                        isinstance(tensor, nn.Parameter),
+                    )
+                    plan.attributes.append((tensor, note))
+    return plan
+
+
+@torch.no_grad()
+def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.device | str) -> None:
+    """Makes every tensor of the models real, on `device`.
+
+    Recorded tensors are replayed; sharded parameters get this rank's part. Tensors that are real already keep their
+    values and are moved. Parameter objects keep their identity, attributes and ties wherever PyTorch allows it (not
+    where a weak reference to them exists, as in `nn.LSTM`; ties hold there too). Plain tensors that shared memory on
+    meta share it afterwards.
+
+    Args:
+        models: The models given to `remember`, now sharded, or not.
+        plan: What `remember` returned.
+        device: Where everything is to live.
+
+    Raises:
+        InitError: A parameter that nobody initialised, or a tensor on meta that the plan does not know. Every rank
+            sees the whole tensor, so every rank raises.
+    """
+    device = torch.device(device)
+    places = _places(models, plan)
+    by_storage: dict[int, list[_Place]] = {}
+    for place in places:
+        if _is_dtensor(place.tensor):
+            # All parts before any full tensor: interleaved, the heap kept holes worth 25% of the shard.
+            place.part = torch.empty_like(place.tensor, device=device)
+        by_storage.setdefault(place.note.ref.storage, []).append(place)
+    for group in by_storage.values():
+        _fill(group, plan.tape, device)
+    for model in models.values():
+        model.to(device)  # also lets FSDP and recurrent modules take note of their new parameters
+    left = [name for model_name, model in models.items() for name in _still_meta(model_name, model)]
+    if left:
+        raise InitError(
+            f"{', '.join(left[:5])} stayed on the meta device. Make such tensors parameters, buffers or attributes of "
+            "a module in configure_models()."
+        )
+
+
+def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
+    """Every distinct tensor object on meta; non-leaf attributes first, whose graphs would hold on to parameters."""
+    found: dict[int, _Place] = {}
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
+            for name, tensor in _named_tensors(module):
+                if not tensor.is_meta:
+                    continue
+                note = plan.by_owner.get((module, name)) or plan.by_name.get(_plain(f"{prefix}.{name}"))
+                if note is None or note.ref.size != tensor.shape:
+                    raise InitError(
+                        f"{prefix}.{name} is on the meta device and is not what configure_models() left there. "
+                        "Create and reshape parameters in configure_models(); parallelise without replacing them."
+                    )
+                place = found.setdefault(id(tensor), _Place(tensor, note))
+                if (module, name) not in place.slots:
+                    place.slots.append((module, name))
+    attributes: dict[int, _Place] = {}
+    for tensor, note in plan.attributes:
+        if tensor.is_meta and id(tensor) not in found:
+            attributes.setdefault(id(tensor), _Place(tensor, note))
+    plan.attributes.clear()  # a second reference to a tensor would forbid swapping it
+    plan.by_owner.clear()
+    return [*attributes.values(), *found.values()]
+
+
+def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
+    """Replays one storage and gives every tensor that looks at it its values."""
+    storage, used_uninitialised = tape.history.replay(group[0].note.ref)
+    for place in group:
+        _check(place, place.note.ref.view(storage), used_uninitialised, tape)
+    plain = [place for place in group if place.part is None]
+    shared: torch.UntypedStorage | None = None
+    if len(plain) > 1 or (plain and _is_whole(plain[0].note.ref, storage)):
+        shared = storage if device.type == "cpu" else _moved(storage, device)
+    for place in group:
+        full = place.note.ref.view(storage)
+        if place.part is not None:
+            _cut(full, place.part)
+            _put(place, place.part)
+        elif shared is not None:
+            _put(place, place.note.ref.view(shared))
+        else:
+            own = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
+            _put(place, own.copy_(full))
+
+
+def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) -> None:
+    """Refuses parameters (and buffers whose constructor ran outside the tape) that hold no chosen values."""
+    if full.numel() == 0 or not used_uninitialised:
+        return
+    name = place.note.name
+    if place.note.is_parameter:
+        # A sum is NaN if any element is, and needs no memory; infinities of both signs make it NaN too.
+        if tape.history.is_untouched(place.note.ref) or (full.sum().isnan() and full.isnan().any()):
+            raise InitError(
+                f"Parameter {name} has values that nobody initialised. Set all of them in its module's constructor or "
+                "in init_weights()."
+            )
+    elif tape.history.is_foreign(place.note.ref):
+        raise InitError(
+            f"Buffer {name} was computed on the meta device before configure_models(), so its values are lost. "
+            "Build the model inside configure_models(), or fill the buffer in init_weights()."
+        )
+
+
+def _cut(full: Tensor, part: Tensor) -> None:
+    """Copies this rank's part of `full` into the DTensor `part`, whatever its mesh and placements."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(part, DTensor)
+    on_mesh = full.to(part.device_mesh.device_type)
+    cut = distribute_tensor(on_mesh, part.device_mesh, part.placements, src_data_rank=None)
+    local_tensor(part).copy_(local_tensor(cut))
+
+
+def _put(place: _Place, real: Tensor) -> None:
+    """Turns a meta tensor into `real`: the same object if PyTorch can, else the same slots."""
+    old = place.tensor
+    place.tensor, place.part = real, None  # no second reference to either, or they cannot be swapped
+    if isinstance(old, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=old.requires_grad)
+        real.__class__ = old.__class__
+    elif old.is_leaf:
+        real.requires_grad_(old.requires_grad)
+    real.__dict__.update(old.__dict__)
+    try:
+        torch.utils.swap_tensors(old, real)
+    except RuntimeError:
+        if not place.slots:
+            raise InitError(
+                f"{place.note.name} cannot be made real in place: something else refers to it weakly or in a graph. "
+                "Make it a buffer, or detach it."
+            ) from None
+        for module, name in place.slots:
+            setattr(module, name, real)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is sharded; imports nothing for models that are plain."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return flat.to(device).untyped_storage()
+
+
+def _is_whole(ref: Ref, storage: torch.UntypedStorage) -> bool:
+    return ref.size.numel() * ref.dtype.itemsize == storage.nbytes()
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters and buffers."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in the module's other attributes, in lists, tuples and dicts too."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _nested(name, value)
+
+
+def _nested(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _nested(f"{name}[{index}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _nested(f"{name}[{key!r}]", item)
+
+
+def _plain(fqn: str) -> str:
+    """A name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return fqn
+
+
+def _still_meta(model_name: str, model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules(prefix=model_name):
+        for name, tensor in (*_named_tensors(module), *_attributes(module)):
+            if tensor.is_meta:
+                yield f"{prefix}.{name}"

@@ -1,0 +1,318 @@
+"""The recorder: decides, call by call, what runs for real, what runs on meta, and what is appended to the history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dream_trainer.distributed.torch_compat import storage_id, write_count
+from dream_trainer.errors import InitError
+
+from .functions import (
+    EMPTY,
+    FILLED,
+    METADATA,
+    OVERWRITES,
+    QUIET_WRITES,
+    READS,
+    map_leaves,
+    name_of,
+    property_of,
+    split_move,
+    targets,
+    tensor_leaves,
+)
+from .history import GeneratorState, History, Op, Ref
+
+LARGE = 1 << 20
+"""Elements from which on a filled factory's result is deferred: 4 MB in fp32."""
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self.history = history
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [*tensor_leaves(args), *tensor_leaves(kwargs)]
+        if any(_is_opaque(leaf) for leaf in leaves):
+            return func(*args, **kwargs)
+        if name_of(func) in EMPTY or name_of(func) in FILLED:
+            return self._factory(func, args, kwargs)
+        if any(leaf.is_meta for leaf in leaves):
+            return self._tracked(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_meta and ("device" in kwargs or not leaves):
+            self._append(func, args, {**kwargs, "device": "cpu"}, result, [])  # made under torch.device("meta")
+        return result
+
+    def _factory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Defers a factory's result if it is empty or large, and meant for the CPU."""
+        name, like = (
+            name_of(func),
+            next(iter((*tensor_leaves(args), *tensor_leaves(kwargs))), None),
+        )
+        is_tracked = like is not None and like.is_meta
+        device = torch.device(kwargs.get("device") or (torch.get_default_device() if like is None else like.device))
+        is_strided = kwargs.get("layout", torch.strided if like is None else like.layout) is torch.strided
+        takes_values = name in ("normal", "full") and like is not None
+        if takes_values or not is_strided or device.type not in ("cpu", "meta") or kwargs.get("out") is not None:
+            return self._tracked(func, args, kwargs) if is_tracked else func(*args, **kwargs)
+        on_meta = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
+        result = func(
+            *map_leaves(_to_meta, args[:1]),
+            *args[1:],
+            **map_leaves(_to_meta, {**on_meta, "device": "meta"}),
+        )
+        is_asked_for = is_tracked or device.type == "meta"
+        if name in FILLED and result.numel() < LARGE and not is_asked_for:
+            return func(*args, **kwargs)
+        if name in EMPTY:
+            self.history.append_source(result)
+            return result
+        on_cpu = {**kwargs, "device": "cpu"}
+        on_cpu.pop("pin_memory", None)
+        self._append(func, args, self._with_generators(func, args, on_cpu), result, [])
+        return result
+
+    def _tracked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call that some meta tensor takes part in."""
+        name = name_of(func)
+        if name in ("__get__", "__set__"):
+            return self._property(func, args)
+        if name in READS or name in QUIET_WRITES:
+            return self._read(func, args, kwargs)
+        if name in ("to", "cpu") and (moved := split_move(name, args, kwargs)) is not None:
+            device, args, kwargs = moved
+            if not args[0].is_meta or (device is not None and device.type != "cpu"):
+                return self._read(func, (args[0], device, *args[1:]), kwargs)
+            if len(args) == 1 and not kwargs:
+                return args[0]
+        if name == "cuda":
+            return self._read(func, args, kwargs)
+        if name == "__deepcopy__":
+            return self._deepcopy(*args)
+        if name in ("data_ptr", "const_data_ptr"):
+            return storage_id(args[0]) + args[0].storage_offset() * args[0].element_size()
+        if name == "get_device":
+            return -1
+        if name == "backward":
+            raise InitError(
+                "backward() cannot run while a model is built on the meta device. Compute gradient-based initial "
+                "values in `load_pretrained`, where parameters are real."
+            )
+        if name in METADATA:
+            return func(*args, **kwargs)
+        written = targets(func, args, kwargs)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            return self._one_by_one(func, args, kwargs)
+        if any(not target.is_meta for target in written):
+            return self._read(func, args, kwargs, written)
+        return self._record(func, args, kwargs, written)
+
+    def _property(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Properties alias or describe; those of the device tell what the code would see without the tape."""
+        name, tensor = property_of(func), args[0]
+        if name_of(func) == "__set__":
+            if name == "data" and tensor.is_meta != args[1].is_meta:
+                value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
+                return func(tensor, value)
+            return func(*args)
+        if tensor.is_meta:
+            told = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
+            if name in told:
+                return told[name]
+        return func(*args)
+
+    def _given(self, real: Tensor) -> Tensor:
+        """A recorded meta tensor that will replay as a copy of `real`."""
+        result = _to_meta(real.detach())
+        self._append(torch.clone, (real,), {}, result, [])
+        return result
+
+    def _real(self, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_meta):
+            return leaf
+        ref = self.history.ref(leaf)
+        return ref.view(self.history.replay(ref)[0])
+
+    def _read(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[Tensor] = (),
+    ) -> Any:
+        """Runs a call for real, on replayed values; nothing of it is recorded."""
+        if any(target.is_meta for target in written):
+            raise InitError(
+                f"torch.{name_of(func)} writes to a deferred and to a real tensor at once, which cannot be replayed. "
+                "Split it into one call for each."
+            )
+        result = func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        if name_of(func) in ("numpy", "__array__"):
+            result.setflags(write=False)
+        return result
+
+    def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                copied = self._record(torch.Tensor.clone, (tensor,), {}, [])
+            copied.requires_grad_(tensor.requires_grad)
+            vars(copied).update(deepcopy(vars(tensor), memo))
+            memo[id(tensor)] = copied
+        return memo[id(tensor)]
+
+    def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Splits a `_foreach_` call, so that one tensor's replay does not need all the others."""
+        for index in range(len(args[0])):
+
+            def only(value: Any, index: int = index) -> Any:
+                is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])
+                return [value[index]] if is_list else value
+
+            one = tuple(map(only, args))
+            one_kwargs = {key: only(value) for key, value in kwargs.items()}
+            if one[0][0].is_meta:
+                self._record(func, one, one_kwargs, list(one[0]))
+            else:
+                self._read(func, one, one_kwargs)
+
+    def _record(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+    ) -> Any:
+        """Runs a call on meta and appends it, unless it turns out to be a view, a question or a read."""
+        stand_ins: list[Tensor] = []
+
+        def meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return None
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                stand_ins.append(_to_meta(leaf))
+                return stand_ins[-1]
+            return leaf
+
+        tracked = [leaf for leaf in (*tensor_leaves(args), *tensor_leaves(kwargs)) if leaf.is_meta]
+        for leaf in tracked:
+            self.history.ref(leaf)
+        counts = [write_count(leaf) for leaf in tracked]
+        try:
+            result = func(*map_leaves(meta, args), **map_leaves(meta, kwargs))
+        except NotImplementedError:
+            if not written:
+                return self._read(func, args, kwargs)
+            result = None if name_of(func) == "__setitem__" else args[0]
+        except (RuntimeError, TypeError):
+            if written:
+                raise
+            return self._read(func, args, kwargs)  # needs values; a real mistake raises again, in its own words
+        if any(write_count(stand_in) for stand_in in stand_ins) or _aliases(result, stand_ins):
+            return self._read(func, args, kwargs)
+        also = [leaf for leaf, count in zip(tracked, counts, strict=True) if write_count(leaf) != count]
+        writes = [*written, *also]
+        if writes or any(not self.history.knows(leaf) for leaf in tensor_leaves(result) if leaf.is_meta):
+            self._append(func, args, self._with_generators(func, args, kwargs), result, writes)
+        return result
+
+    def _with_generators(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Replaces a user's generator by its state, and advances it as the call would have."""
+        if any(isinstance(value, torch.Generator) for value in args):
+            raise InitError(f"torch.{name_of(func)} got a generator by position. Pass it as `generator=`.")
+        generator = kwargs.get("generator")
+        if generator is None:
+            return kwargs
+        if generator.device.type != "cpu":
+            raise InitError(
+                f"generator= is on {generator.device}, and initial weights are drawn on the CPU. "
+                "Use torch.Generator() so that every device gets the same bits."
+            )
+        state = GeneratorState(generator.get_state())
+        with torch.no_grad():
+            func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        return {**kwargs, "generator": state}
+
+    def _append(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        writes: list[Tensor],
+    ) -> None:
+        new, outputs = [], []
+        for position, leaf in enumerate(tensor_leaves(result)):
+            if leaf.is_meta and not self.history.knows(leaf):
+                new.append(leaf)
+                outputs.append(self.history.output(position, leaf))
+
+        def captured(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self.history.ref(leaf) if leaf.is_meta else leaf.detach().clone()
+
+        args, kwargs = map_leaves(captured, args), map_leaves(captured, kwargs)
+        refs: list[Ref] = []
+        map_leaves(
+            lambda leaf: refs.append(leaf) if isinstance(leaf, Ref) else None,
+            [args, kwargs],
+        )
+        overwrites = _overwritten(func, refs, writes)
+        reads = tuple({ref.storage for ref in refs} - {overwrites})
+        written = tuple({storage_id(target) for target in writes})
+        op = Op(
+            func,
+            args,
+            kwargs,
+            tuple(outputs),
+            written,
+            reads,
+            overwrites,
+            torch.get_default_dtype(),
+        )
+        self.history.append(op, new)
+
+
+def _overwritten(func: Callable[..., Any], refs: list[Ref], writes: list[Tensor]) -> int | None:
+    """The storage that a call fills completely without having read it."""
+    if name_of(func) not in OVERWRITES or len({storage_id(target) for target in writes}) != 1:
+        return None
+    target = writes[0]
+    is_whole = target.is_contiguous() and target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    is_read_too = sum(ref.storage == storage_id(target) for ref in refs) > 1
+    return storage_id(target) if is_whole and not is_read_too else None
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def _aliases(result: Any, stand_ins: list[Tensor]) -> bool:
+    if not stand_ins:
+        return False
+    storages = {storage_id(stand_in) for stand_in in stand_ins}
+    return any(leaf.is_meta and storage_id(leaf) in storages for leaf in tensor_leaves(result))

@@ -1,0 +1,109 @@
+"""The tape: runs model-building code for real, except that large and empty tensors stay on meta and are recorded.
+
+While a recording is on, `torch.empty` and its kin, and large results of `torch.zeros`, `torch.randn` and such, become
+meta tensors. Whatever touches one of them runs on meta and is recorded; everything else runs as always, so tables,
+masks and constants that a constructor computes are real. To the code that runs, the meta tensors look like CPU tensors;
+when it asks one for values, the calls behind it are replayed on the spot.
+
+What cannot be seen at this level, and is therefore not deferred or not replayed:
+
+- `torch.Tensor(n, m)`, the legacy constructor, allocates for real: correct, but not lazy.
+- `torch.manual_seed` inside a recording seeds the real draws after it, not the recorded ones, which have seeds of
+  their own. Pass `generator=` to fix a draw: it is honoured exactly.
+- Storages written behind torch's back (`numpy`, `from_dlpack`): the arrays handed out are read-only.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dream_trainer.distributed.torch_compat import without_torch_function
+
+from .history import History, derive_seed
+from .recorder import Recorder
+
+
+class Tape:
+    """Records how tensors are made, and makes them later, one at a time, the same bits on every rank.
+
+    Args:
+        seed: Random draws, recorded or real, depend on it and on the order of the calls alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.history = History(seed)
+        self._recordings = 0
+        self._is_recording = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Defers and records for the length of the context; may be entered again, also from within.
+
+        Real draws come from the global generators of torch (CPU), `random` and numpy, which are seeded on entry and
+        restored on exit.
+        """
+        if self._is_recording:
+            yield
+            return
+        self._is_recording = True
+        self._recordings += 1
+        try:
+            with (
+                _seeded(derive_seed(self.seed, "recording", self._recordings)),
+                Recorder(self.history),
+            ):
+                yield
+        finally:
+            self._is_recording = False
+
+    def tracks(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a meta tensor that this tape can replay."""
+        with without_torch_function():
+            return tensor.is_meta and self.history.knows(tensor)
+
+    def is_untouched(self, tensor: Tensor) -> bool:
+        """Whether `tensor` was allocated (here, or on meta before the recording) and never written to."""
+        with without_torch_function():
+            return tensor.is_meta and self.history.is_untouched(self.history.ref(tensor))
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether `tensor`'s values were copied from a real tensor, as loading weights does."""
+        with without_torch_function():
+            return self.tracks(tensor) and self.history.is_given(self.history.ref(tensor))
+
+    def replay(self, tensor: Tensor) -> Tensor:
+        """The full real CPU tensor that `tensor` (on meta) stands for; a real tensor is returned as it is.
+
+        Memory: the storage behind `tensor`, plus what the calls that made it hold at once. What nobody wrote is NaN.
+        """
+        with without_torch_function():
+            if not tensor.is_meta:
+                return tensor
+            ref = self.history.ref(tensor)
+            return ref.view(self.history.replay(ref)[0])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the CPU's global generators, and puts their states back at the end."""
+    numpy = sys.modules.get("numpy")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,508 @@
+"""AbstractTrainer: the state everybody may read, the registries, and every hook declared once as a documented no-op.
+
+It runs nothing. `BaseTrainer` brings the loop and calls these hooks at named phases; mixins and users override them.
+Hooks are grouped by who writes them: the user's, the events, and (underscored) those through which mixins cooperate,
+each of which calls `super()` so that mixins compose in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.callbacks.base import Callback, CallbackCollection
+from dream_trainer.data.nested import batch_size, to_device
+from dream_trainer.errors import HookError
+from dream_trainer.trainer import registry
+from dream_trainer.trainer.events import event_table
+from dream_trainer.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.config.base import BaseTrainerConfig
+    from dream_trainer.data.stream import TrainStream
+    from dream_trainer.data.validation import ValidationBatches
+    from dream_trainer.distributed.world import World
+    from dream_trainer.loggers.buffer import MetricBuffer
+    from dream_trainer.trainer.accumulation import Accumulation
+
+C = TypeVar("C", bound=Callback)
+logger = logging.getLogger("dream_trainer")
+
+
+class AbstractTrainer:
+    """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
+
+    Args:
+        config: The run's configuration.
+        *args: Handed on to `super()`.
+        **kwargs: Handed on to `super()`.
+
+    Raises:
+        ConfigError: The config is invalid, or lacks the field of a mixin.
+        HookError: A required hook is not overridden.
+
+    Attributes:
+        config: The run's configuration.
+        world: Rank, device, mesh and collectives; exists from launch on.
+        progress: All counters.
+        accumulation_steps: Micro-batches in a whole accumulation window; known once data is set up.
+        total_steps: Planned optimizer steps of the whole run; None if endless or unknown. Known once data is set up.
+        train_dataloader: The training loader, as configured.
+        val_dataloaders: Validation loaders by name; a single one is named "".
+        training: Whether the trainer trains (True) or validates (False).
+        is_accumulating_gradients: True unless this batch ends its accumulation window.
+        is_padding_batch: Whether this validation batch only keeps collectives company and counts for nothing.
+        val_name: Name of the validation loader at work; "" for a single one.
+        local_batches: Training batches processed since this process started.
+        best: Best value seen of each validation metric asked for (EvalMixin).
+    """
+
+    # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
+    _required_hooks: ClassVar[dict[str, str]] = {}
+    _config_class: ClassVar[type | None] = None
+    # Whether parameters and gradients are kept equal over ranks (SetupMixin) and whether "auto" shards them (FSDPMixin).
+    _keeps_ranks_equal: ClassVar[bool] = False
+    _shards_parameters: ClassVar[bool] = False
+    # Whether a dict of named validation loaders is understood (EvalMixin).
+    _names_validation_loaders: ClassVar[bool] = False
+
+    config: BaseTrainerConfig
+
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
+        from dream_trainer.trainer.checks import check_trainer
+
+        super().__init__(*args, **kwargs)
+        check_trainer(type(self), config)
+        self.config = config
+        self.progress = Progress()
+        self.total_steps: int | None = None
+        self.accumulation_steps = config.training_parameters.gradient_accumulation_steps
+        self.train_dataloader: Any = None
+        self.val_dataloaders: dict[str, Any] = {}
+        self.training = True
+        self.is_accumulating_gradients = False
+        self.is_padding_batch = False
+        self.val_name = ""
+        self.local_batches = 0
+        self._world: World | None = None
+        self._train_stream: TrainStream | None = None
+        self._accumulation: Accumulation | None = None
+        self._val_batches: dict[str, ValidationBatches] = {}
+        self._val_buffer: MetricBuffer | None = None
+        self._val_weight: int = 0
+        self._events = event_table(self, AbstractTrainer, is_main=True)
+        self._stop_reason: str | None = None
+        self._save_requested = False
+        self._said_once: set[str] = set()
+
+    # -- state everybody may read
+
+    @property
+    def world(self) -> World:
+        """Rank, device, mesh and collectives.
+
+        Raises:
+            HookError: Read before launch.
+        """
+        if self._world is None:
+            raise HookError("self.world exists from launch on (fit, evaluate or predict). Do not read it in __init__.")
+        return self._world
+
+    @property
+    def global_step(self) -> int:
+        """Accumulation windows completed with at least one `step()`."""
+        return self.progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed, which is the 0-based number of the running one."""
+        return self.progress.current_epoch
+
+    @property
+    def batch_idx(self) -> int:
+        """Micro-batches of this rank completed in the epoch, which is the 0-based number of the running one."""
+        return self.progress.batch_idx
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples consumed by all ranks since the run began; independent of world size and accumulation."""
+        return self.progress.samples_seen
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far. Reading it waits for the device."""
+        if self._accumulation is not None:
+            self._accumulation.settle()
+        return self.progress.skipped_steps
+
+    @property
+    def callbacks(self) -> CallbackCollection:
+        """The callbacks, as configured."""
+        return self.config.callbacks
+
+    @property
+    def project(self) -> str:
+        """Project name, as configured."""
+        return self.config.project
+
+    @property
+    def group(self) -> str:
+        """Group name, as configured."""
+        return self.config.group
+
+    @property
+    def experiment(self) -> str:
+        """Experiment name, as configured."""
+        return self.config.experiment
+
+    @property
+    def run_dir(self) -> Path:
+        """Where this run keeps its files: `runs/<project>/<group>/<experiment>`."""
+        return self.config.run_dir
+
+    # -- registries
+
+    def named_models(self) -> dict[str, nn.Module]:
+        """Models by attribute name, in order of assignment."""
+        return registry.named_models(self)
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """Optimizers by attribute name, in order of assignment."""
+        return registry.named_optimizers(self)
+
+    def named_schedulers(self) -> dict[str, registry.Scheduler]:
+        """Learning rate schedulers by attribute name, in order of assignment."""
+        return registry.named_schedulers(self)
+
+    def named_metrics(self) -> dict[str, Any]:
+        """torchmetrics objects by attribute name, in order of assignment."""
+        return registry.named_metrics(self)
+
+    def get_module(self, fqn: str) -> nn.Module:
+        """The module at a name such as `"model.layers.0"`, as one would write it after `self.`.
+
+        Raises:
+            AttributeError: There is none.
+        """
+        for name, model in self.named_models().items():
+            if fqn == name:
+                return model
+            if fqn.startswith(f"{name}."):
+                return model.get_submodule(fqn.removeprefix(f"{name}."))
+        raise AttributeError(f"no module {fqn!r}; the models are {list(self.named_models())}.")
+
+    def get_model_by_optimizer(self, optimizer: Optimizer) -> nn.Module:
+        """The model whose parameters `optimizer` updates.
+
+        Raises:
+            KeyError: No model, or more than one, has them.
+        """
+        return registry.model_of(self, optimizer)
+
+    def get_optimizers_by_model(self, model: nn.Module) -> list[Optimizer]:
+        """The optimizers that update parameters of `model`."""
+        return registry.optimizers_of(self, model)
+
+    def get_scheduler_from_optimizer(self, optimizer: Optimizer) -> registry.Scheduler | None:
+        """The scheduler that drives `optimizer`, or None."""
+        return registry.scheduler_of(self, optimizer)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The plain module out of `torch.compile`, DistributedDataParallel and AveragedModel wrappers.
+
+        `fully_shard` does not wrap: it changes the class in place, and names stay as they were.
+        """
+        from dream_trainer.trainer.unwrap import unwrap
+
+        return unwrap(model)
+
+    def get_callback(self, cls: type[C]) -> C:
+        """The first callback of class `cls`.
+
+        Raises:
+            KeyError: There is none.
+        """
+        return self.callbacks.get(cls)
+
+    # -- hooks the user writes
+
+    def configure(self) -> None:
+        """First phase of setup: models are built. SetupMixin calls `configure_models` here under the meta build."""
+
+    def setup(self) -> None:
+        """Second phase: parallelise, materialise, data, optimizers. Without SetupMixin, assign everything to `self` here."""
+
+    def configure_models(self) -> None:
+        """Assign modules to `self`. Runs under the meta build; freeze or add adapters here. Required by SetupMixin."""
+
+    def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of `model`, which sharding follows.
+
+        Default: the children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
+        """
+        from dream_trainer.distributed.sharding import repeated_blocks
+
+        return repeated_blocks(model)
+
+    def apply_fully_shard(self, config: dict[str, Any]) -> None:
+        """Shards every model with `fully_shard(module, **config)`. FSDPMixin's default: by `model_blocks`, then the root."""
+
+    def apply_replicate(self, mesh: DeviceMesh) -> None:
+        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`, then the root."""
+
+    def init_weights(self) -> None:
+        """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
+        `init_weights` or `reset_parameters` where they left something uninitialised."""
+
+    def load_pretrained(self) -> None:
+        """Loads weights into the materialised, sharded models. Default: nothing."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        """Returns `(train, val)`; `val` may be None or a dict of named loaders. Required."""
+        raise HookError(f"{type(self).__name__} does not override configure_dataloaders. Return (train, val) loaders from it.")
+
+    def configure_optimizers(self) -> None:
+        """Assign optimizers to `self`, over real and sharded parameters. `total_steps` is known. Required by SetupMixin."""
+
+    def configure_schedulers(self) -> None:
+        """Assign learning rate schedulers to `self`. Default: none."""
+
+    def configure_metrics(self) -> None:
+        """Assign torchmetrics objects to `self`; they are moved to the device. Default: none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """One micro-batch: forward, `self.backward(loss)`, and at the window's end `self.step(...)`. Required.
+
+        Args:
+            batch: What the loader yielded, on the device.
+            batch_idx: Index of the batch in the epoch.
+
+        Returns:
+            Values to log under `train/`.
+        """
+        raise HookError(f"{type(self).__name__} does not override training_step.")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """One validation batch, without gradients and in eval mode. Optional.
+
+        Returns:
+            Values whose exact mean over all samples and ranks is logged under `val/`.
+        """
+        raise HookError(f"{type(self).__name__} does not override validation_step.")
+
+    def move_batch(self, batch: Any, device: torch.device) -> Any:
+        """The batch on `device`. Default: any nested structure, tensors moved."""
+        return to_device(batch, device)
+
+    def batch_size(self, batch: Any) -> int:
+        """Number of samples in the batch. Default: the first tensor's first dimension.
+
+        Raises:
+            DataError: The batch holds no tensor.
+        """
+        return batch_size(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's own state, equal on all ranks: numbers, strings, small CPU tensors, containers of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The user's state of this rank alone; restored at the same data-parallel layout."""
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `rank_state_dict` gave."""
+
+    # -- what the user calls
+
+    def log(self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
+        """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
+        self._say_once("log", f"{type(self).__name__}.log does nothing: the trainer has no LoggerMixin.")
+
+    def log_dict(self, values: dict[str, Any], *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
+        """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
+            else:
+                self.log(name, value, weight=weight, reduce=reduce)
+
+    def request_stop(self, reason: str = "requested") -> None:
+        """Asks that training end after the running window, on all ranks. Any rank may call it, at any time."""
+        self._stop_reason = reason
+
+    def request_save(self) -> None:
+        """Asks for a checkpoint after the running window (CheckpointMixin). Any rank may call it, at any time."""
+        self._save_requested = True
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self._said_once:
+            self._said_once.add(key)
+            if self._world is None or self._world.is_main:
+                logger.warning(message)
+
+    # -- hooks through which mixins cooperate; every override calls super()
+
+    def _setup_stages(self) -> list[tuple[str, str]]:
+        """The setup order as (stage, reason) pairs, for `describe`."""
+        return []
+
+    def _finish_setup(self) -> None:
+        """Models, data and optimizers are ready; loggers and checkpoints open here."""
+
+    def _resume(self) -> None:
+        """Loads the newest checkpoint, if the config says so."""
+
+    def _sync_gradients(self, enabled: bool) -> None:
+        """Whether the next backward reduces gradients over the data-parallel ranks."""
+
+    def _reshard(self) -> None:
+        """Puts back to shards what a forward left gathered."""
+
+    def _forward_communicates(self) -> bool:
+        """Whether a forward runs collectives, so that all ranks must run as many."""
+        return False
+
+    def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
+        """Takes the result of a training micro-batch."""
+
+    def _window_finished(self, *, is_last: bool) -> None:
+        """After each window and its events: loggers flush when due; `is_last` ends the run."""
+
+    def _validation_context(self) -> AbstractContextManager[None]:
+        """Wraps a whole validation."""
+        return nullcontext()
+
+    def _validated(self, metrics: dict[str, float]) -> None:
+        """Takes the exact metrics of a validation, before `post_val_epoch`."""
+
+    def _metrics_epoch_start(self, name: str) -> None:
+        """A validation loader starts."""
+
+    def _metrics_padding(self) -> AbstractContextManager[None]:
+        """Wraps a padding batch, after which metrics must be as before."""
+        return nullcontext()
+
+    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
+        """A validation loader is done; returns further metrics."""
+        return {}
+
+    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        """Saves a checkpoint when due; between windows, all ranks at the same step."""
+
+    def _mixin_state(self) -> dict[str, Any]:
+        """State of the mixins for checkpoints, by mixin."""
+        return {}
+
+    def _load_mixin_state(self, state: dict[str, Any]) -> None:
+        """Takes back what `_mixin_state` gave."""
+
+    def _close(self) -> None:
+        """Releases what the mixins opened."""
+
+    # -- events: the user's class and callbacks may define any of them; see dream_trainer.callbacks.Callback
+
+    def pre_launch(self) -> None:
+        """Before the process group, device and mesh exist."""
+
+    def post_launch(self) -> None:
+        """`self.world` is complete."""
+
+    def pre_configure(self) -> None:
+        """Before models are built."""
+
+    def post_configure(self) -> None:
+        """Models are built, on the meta device under SetupMixin."""
+
+    def pre_setup(self) -> None:
+        """Before models are parallelised and materialised."""
+
+    def post_setup(self) -> None:
+        """Models, data, optimizers and schedulers are ready; nothing has been resumed yet."""
+
+    def pre_fit(self) -> None:
+        """Everything is ready and resumed; training starts."""
+
+    def pre_epoch(self) -> None:
+        """An epoch starts, or goes on after a resume."""
+
+    def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
+        """Before `training_step`; the batch is on the device."""
+
+    def pre_optimizer_step(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Gradients are reduced and normalised, not yet clipped."""
+
+    def post_optimizer_step(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """The optimizer has stepped; its gradients are still there."""
+
+    def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+        """After `training_step`, with its detached result; counters are advanced."""
+
+    def post_train_step(self) -> None:
+        """An accumulation window is complete."""
+
+    def pre_val_epoch(self) -> None:
+        """Validation starts."""
+
+    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
+        """Before `validation_step`; the batch is on the device."""
+
+    def post_val_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+        """After `validation_step`, with its result."""
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        """Validation is over; `metrics` are exact over all samples and ranks, and equal on every rank."""
+
+    def post_epoch(self) -> None:
+        """An epoch is complete; `current_epoch` already counts it."""
+
+    def post_fit(self) -> None:
+        """Training is over, whether by its limits or by a stop request."""
+
+    def on_exception(self, exc: BaseException) -> None:
+        """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
+
+    def on_interrupt(self) -> None:
+        """A signal ends the run; all ranks stand at the same step."""
+
+    def on_save(self, path: Path) -> None:
+        """A checkpoint is committed at `path`."""
+
+    def on_load(self, path: Path) -> None:
+        """The checkpoint at `path` has been loaded."""
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        """Metrics were reduced over the window and all ranks, and handed to the loggers."""
+
+    def teardown(self) -> None:
+        """The trainer closes; release what was opened."""
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Calls everyone who listens to `event`."""
+        for listener in self._events[event]:
+            listener(*args)
+
+    def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
+        from dream_trainer.distributed.sharding import frozen
+
+        return frozen(*models)
+
+    def _parameterised_models(self) -> Iterator[nn.Module]:
+        return (m for m in self.named_models().values() if next(m.parameters(), None) is not None)
+
+    def _trainable_models(self) -> Iterator[nn.Module]:
+        return (m for m in self.named_models().values() if any(p.requires_grad for p in m.parameters()))

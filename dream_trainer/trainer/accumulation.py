@@ -1,0 +1,268 @@
+"""Accumulation: the arithmetic of one window, from `backward` to the optimizer's step.
+
+Gradients are summed as they come and normalised once, in `step`, by what the window really held: the number of its
+micro-batches, or the sum of their weights over all ranks. So a short window needs no foresight, and unequal counts are
+exact. Derivation and measured error (7.8e-16 after 50 float64 steps): DESIGN section 3, `backward`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dream_trainer.distributed.gradients import (
+    StepPlan,
+    average_unsynced,
+    global_norm,
+    gradients_of,
+    group_sizes,
+    local_norm,
+    plan_step,
+    scale_gradients,
+)
+from dream_trainer.distributed.torch_compat import foreach_clamp_max_, foreach_clamp_min_
+from dream_trainer.errors import StepError
+from dream_trainer.trainer.nonfinite import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Weight = Tensor | float
+
+
+class Accumulation:
+    """State of the running window.
+
+    Args:
+        trainer: Whose world, config and events are used.
+
+    Attributes:
+        size: Micro-batches of the window, agreed over ranks.
+        is_last: Whether the running micro-batch is the window's last.
+        batch_weight: The running micro-batch's backward weight, or None.
+        stepped: Whether `step` ran in the window.
+    """
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        parameters = trainer.config.training_parameters
+        self._trainer = trainer
+        self._world = trainer.world
+        self._clip_norm = parameters.gradient_clip_val
+        self._clip_value = parameters.gradient_clip_value
+        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer)
+        self._plans: dict[tuple[int, ...], StepPlan] = {}
+        self._inverses: dict[int, Tensor] = {}
+        self._before_step = trainer._events["pre_optimizer_step"]
+        self._after_step = trainer._events["post_optimizer_step"]
+        self.size = 1
+        self.is_last = True
+        self.batch_weight: Weight | None = None
+        self.stepped = False
+        self._is_uneven = False
+        self._weighted: bool | None = None
+        self._totals: dict[int, Weight] = {}
+        self._backwards = 0
+        self._batch_backwards = 0
+        self._counted_batches = 0
+
+    def start_window(self, size: int, *, is_uneven: bool) -> None:
+        """A window of `size` micro-batches begins; `is_uneven` if ranks hold different sample counts in it."""
+        self.size = size
+        self.stepped = False
+        self._is_uneven = is_uneven
+        self._weighted = None
+        self._totals.clear()
+        self._backwards = 0
+        self._counted_batches = size
+
+    def start_batch(self, *, is_last: bool) -> None:
+        """A micro-batch begins."""
+        self.is_last = is_last
+        self.batch_weight = None
+        self._batch_backwards = 0
+
+    def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
+        """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
+        if loss is None:
+            self._skip_batch()
+            return
+        if weight is None:
+            if self._weighted:
+                self._refuse_mixture()
+            if self._is_uneven:
+                raise StepError(
+                    "the ranks hold different numbers of samples in this window, so micro-batches do not count alike. "
+                    "Pass backward(loss, weight=number of samples), or use drop_last=True."
+                )
+            self._weighted = False
+        else:
+            if self._weighted is False:
+                self._refuse_mixture()
+            self._weighted = True
+            key = self._total_key(model)
+            self._totals[key] = self._totals[key] + weight if key in self._totals else weight
+            self.batch_weight = weight
+            loss = loss * weight
+        self._backwards += 1
+        self._batch_backwards += 1
+        loss.backward()
+
+    def _refuse_mixture(self) -> None:
+        raise StepError(
+            "backward was called with weight= and without it in one accumulation window. Weight every micro-batch, or none."
+        )
+
+    def _skip_batch(self) -> None:
+        if self._world.dp_size > 1:
+            raise StepError(
+                "backward(None) with several data-parallel ranks would leave the others waiting in a collective. "
+                "Call backward(loss, weight=0) on a batch that has nothing to learn from, and weight the others."
+            )
+        if self._batch_backwards == 0:
+            self._counted_batches -= 1
+
+    def _total_key(self, model: nn.Module | None) -> int:
+        if model is not None:
+            return id(model)
+        trained = list(self._trainer._trainable_models())
+        if len(trained) > 1:
+            names = [name for name, m in self._trainer.named_models().items() if any(m is t for t in trained)]
+            raise StepError(f"several models are trained ({', '.join(names)}): say whose weight it is, backward(loss, weight=..., model=...).")
+        return id(trained[0]) if trained else 0
+
+    def finish_window(self) -> bool:
+        """Closes the window and returns whether it counts as an optimizer step.
+
+        Raises:
+            StepError: Gradients were accumulated and never stepped.
+        """
+        if self._backwards and not self.stepped:
+            raise StepError(
+                "the accumulation window ended with backward() but no step(): its gradients would leak into the next. "
+                "Call self.step(model, optimizer) when `not self.is_accumulating_gradients`."
+            )
+        self._guard.settle_when_full()
+        return self.stepped
+
+    def settle(self) -> None:
+        """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
+        self._guard.settle()
+
+    # -- the step
+
+    def step(self, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any) -> Tensor:
+        """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
+        self._check(scheduler)
+        plan = self._plan(optimizers)
+        if self._counted_batches == 0:
+            return torch.zeros((), dtype=plan.dtype, device=self._world.device)
+        self.stepped = True
+        self._trainer._reshard()
+        with torch.no_grad():
+            norm, empty = self._finish_gradients(model, optimizers, plan)
+            skipped = self._guard.step(optimizers, plan.guards_itself, norm, empty)
+        if not skipped and self._after_step:
+            for optimizer in optimizers:
+                for listener in self._after_step:
+                    listener(model, optimizer)
+        for parameter in plan.parameters:
+            parameter.grad = None
+        if scheduler is not None:
+            scheduler.step()
+        return norm
+
+    def _check(self, scheduler: Any) -> None:
+        if not self.is_last:
+            raise StepError(
+                "step() was called in the middle of an accumulation window. Call it only when `not self.is_accumulating_gradients`."
+            )
+        if self._world.dp_size > 1 and self._backwards and not self._batch_backwards:
+            raise StepError(
+                "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "
+                "Call backward for every batch; weight=0 where there is nothing to learn."
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise StepError("ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead.")
+
+    def _plan(self, optimizers: Sequence[Optimizer]) -> StepPlan:
+        key = tuple([id(optimizer) for optimizer in optimizers])
+        plan = self._plans.get(key)
+        if plan is None or plan.n_groups != group_sizes(optimizers):
+            plan = self._plans[key] = plan_step(optimizers, self._world.world_size)
+            if not plan.guards_itself:
+                self._guard.say_it_reads_the_host(optimizers)
+        return plan
+
+    def _finish_gradients(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
+    ) -> tuple[Tensor, Tensor | bool]:
+        """Normalises and clips in place; returns the norm before clipping and whether the window weighed nothing."""
+        if plan.unsynced:
+            average_unsynced(plan.unsynced, self._world.world_size)
+        weight = self._weight_of(model)
+        norm, total = self._norm(plan, weight)
+        scale, empty = self._scale(weight, total)
+        if self._before_step:
+            if scale is not None:
+                scale_gradients(plan, gradients_of(plan.parameters), scale)
+            for optimizer in optimizers:
+                for listener in self._before_step:
+                    listener(model, optimizer)
+            norm, _ = self._norm(plan, None)
+            scale = None
+        elif scale is not None:
+            norm = norm * scale.to(norm.dtype)
+        factor = scale
+        if self._clip_norm is not None:
+            coefficient = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = coefficient if scale is None else coefficient * scale
+        grads = gradients_of(plan.parameters) if factor is not None or self._clip_value is not None else []
+        if factor is not None:
+            scale_gradients(plan, grads, factor)
+        if self._clip_value is not None and grads:
+            foreach_clamp_min_(grads, -self._clip_value)
+            foreach_clamp_max_(grads, self._clip_value)
+        return norm, empty
+
+    def _weight_of(self, model: nn.Module) -> Weight | None:
+        if not self._weighted:
+            return None
+        for key in (id(model), *(id(part) for part in self._trainer._trainable_models()), 0):
+            if key in self._totals:
+                return self._totals[key]
+        return None
+
+    def _norm(self, plan: StepPlan, weight: Weight | None) -> tuple[Tensor, Weight | None]:
+        if self._world.world_size > 1:
+            return global_norm(plan, weight, self._world.device)
+        return local_norm(plan, gradients_of(plan.parameters), self._world.device), weight
+
+    def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
+        """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
+        device = self._world.device
+        if weight is None or total is None:
+            if self._counted_batches == 1:
+                return None, False
+            if self._counted_batches not in self._inverses:
+                inverse = torch.tensor(1.0 / self._counted_batches, dtype=torch.float64, device=_wide(device))
+                self._inverses[self._counted_batches] = inverse.to(device)
+            return self._inverses[self._counted_batches], False
+        dp_size = self._world.dp_size
+        if isinstance(total, Tensor):
+            empty = total == 0
+            return torch.where(empty, torch.zeros_like(total, dtype=torch.float64), dp_size / total.double()), empty
+        if total == 0 or not math.isfinite(total):
+            return torch.zeros((), device=device), total == 0
+        return torch.tensor(dp_size / total, dtype=torch.float64, device=_wide(device)).to(device), False
+
+
+def _wide(device: torch.device) -> torch.device:
+    """Where a float64 scalar can be made: MPS has none."""
+    return torch.device("cpu") if device.type == "mps" else device

@@ -1,0 +1,399 @@
+"""BaseTrainer: the loop, read top to bottom.
+
+    launch -> configure -> setup -> resume -> sanity validation
+    for each epoch: for each window of batches:
+        to the device -> training_step (backward; step at the window's end) -> counters -> events
+        -> log -> validation when due -> checkpoint when due; never inside a window
+
+It calls hooks at named phases and defines none of them. Everything that ranks must decide alike (stop, save, validate
+by the clock, the last window) is decided after a window's pulse, from numbers that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.data.nested import detach
+from dream_trainer.data.stream import Window
+from dream_trainer.distributed.pulse import Flags, Pulse
+from dream_trainer.distributed.seeds import seed_everything
+from dream_trainer.distributed.signals import Signals, exit_code
+from dream_trainer.distributed.world import World, close_at_exit
+from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.accumulation import Accumulation
+from dream_trainer.trainer.dataflow import connect_data, steps_in_epoch
+from dream_trainer.trainer.describe import describe
+from dream_trainer.trainer.determinism import deterministic
+from dream_trainer.trainer.events import event_table
+from dream_trainer.trainer.feed import WindowFeed
+from dream_trainer.trainer.nonfinite import RetryWindow
+from dream_trainer.trainer.schedule import Cadence
+from dream_trainer.trainer.validation import validate
+
+
+class BaseTrainer(AbstractTrainer):
+    """The training loop: accumulation, validation, limits, events, and agreement between ranks.
+
+    Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
+
+    Example:
+        ```python
+        class Fit(BaseTrainer):
+            def setup(self):
+                self.model = nn.Linear(2, 1)
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+            def configure_dataloaders(self):
+                return [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(4)], None
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = F.mse_loss(self.model(x), y)
+                self.backward(loss)
+                if not self.is_accumulating_gradients:
+                    self.step(self.model, self.optimizer)
+                return {"loss": loss}
+        ```
+    """
+
+    _required_hooks: ClassVar[dict[str, str]] = {
+        "training_step": "the loop calls it with each batch; run forward, self.backward(loss) and self.step(...) there.",
+        "configure_dataloaders": "the loop trains on what it returns; return (train_loader, val_loader or None).",
+    }
+    _config_class: ClassVar[type] = BaseTrainerConfig
+
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._feed: WindowFeed | None = None
+        self._signals = Signals()
+        self._cadence = Cadence(config.training_parameters)
+        self._batch: Any = None
+        self._gradients_sync = True
+        self._window_samples = 0
+        self._stopped = False
+        self._is_closed = False
+
+    # -- what the user calls
+
+    def fit(self) -> None:
+        """Trains until the first limit is reached, a stop is requested, or a signal comes.
+
+        Launches and sets up on the first call. A finished run returns at once.
+
+        Raises:
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code.
+        """
+        self._stopped, self._stop_reason = False, None
+        with self._failing_for_all(), self._signals.handled():
+            self._start()
+            self._train()
+        if self._signals.received is not None:
+            self.close()
+            raise SystemExit(exit_code(self._signals.received))
+
+    def backward(
+        self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None
+    ) -> None:
+        """Accumulates the gradients of `loss`. Use it instead of `loss.backward()`.
+
+        Without `weight` each micro-batch counts alike: the step's gradient is the mean over the window's micro-batches
+        and the data-parallel ranks. With it the gradient is `sum(weight_i * grad_i) / sum(weight_i)` over all
+        micro-batches and ranks, exactly. Never waits for the device.
+
+        Args:
+            loss: Scalar; the micro-batch's mean. None: nothing to learn from this batch (one data-parallel rank only).
+            weight: Number of tokens or samples the mean was taken over; a number or 0-dim tensor.
+            model: Whose weight it is, where several models are trained with weights.
+
+        Raises:
+            StepError: Weighted and unweighted calls mix in one window, or the call cannot be exact.
+        """
+        if self._accumulation is None:
+            raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
+        self._accumulation.backward(loss, weight, model)
+
+    def step(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | None = None
+    ) -> Tensor:
+        """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
+
+        Args:
+            model: The model whose weights the window's `backward` calls gave.
+            optimizer: One optimizer, or several that share one gradient norm.
+            scheduler: Stepped after the optimizer, once per optimizer step.
+
+        Returns:
+            The gradient norm before clipping, over all these optimizers' parameters and ranks; a 0-dim device tensor.
+
+        Raises:
+            StepError: Called in the middle of an accumulation window.
+            NonFiniteError: The norm is not finite and the policy says to raise.
+        """
+        if self._accumulation is None:
+            raise StepError("step() was called outside of training. Call it in training_step, under fit().")
+        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        return self._accumulation.step(model, optimizers, scheduler)
+
+    def describe(self) -> str:
+        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before launch."""
+        text = describe(self)
+        print(text)
+        return text
+
+    def close(self) -> None:
+        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it."""
+        if self._is_closed or self._world is None:
+            return
+        self._is_closed = True
+        self._notify("teardown")
+        self._close()
+        if self._train_stream is not None:
+            self._train_stream.close()
+        for batches in self._val_batches.values():
+            batches.close()
+        self._world.close()
+
+    def __enter__(self) -> BaseTrainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or (self._world is not None and self._world.world_size == 1):
+            self.close()
+
+    # -- launch and setup
+
+    def _start(self) -> None:
+        """Launches, builds and resumes, once."""
+        if self._is_closed:
+            raise StepError("this trainer is closed. Build a new one to train on; it resumes from the checkpoints.")
+        if self._world is not None:
+            return
+        self._notify("pre_launch")
+        self._launch()
+        self._notify("post_launch")
+        self._notify("pre_configure")
+        self.configure()
+        self._notify("post_configure")
+        self._notify("pre_setup")
+        self.setup()
+        if self._train_stream is None:
+            self._place_models()
+            connect_data(self)
+        assert self._train_stream is not None  # connect_data sets it
+        self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
+        self._accumulation = Accumulation(self)
+        self._finish_setup()
+        self._notify("post_setup")
+        # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
+        seed_everything(self.config.seed, self.world.dp_rank)
+        self._resume()
+
+    def _launch(self) -> None:
+        self._world = World(self.config.device_parameters, shard_by_default=self._shards_parameters)
+        if self.world.world_size > 1 and not self._keeps_ranks_equal:
+            raise ConfigError(
+                f"{type(self).__name__} runs on {self.world.world_size} ranks, but nothing in it keeps them equal. "
+                "Add SetupMixin to the trainer (and SetupConfigMixin to its config), or start one process."
+            )
+        close_at_exit(self._world)
+        self._events = event_table(self, AbstractTrainer, is_main=self._world.is_main)
+        seed_everything(self.config.seed)
+
+    def _place_models(self) -> None:
+        for model in self.named_models().values():
+            model.to(self.world.device)
+
+    @contextmanager
+    def _failing_for_all(self) -> Iterator[None]:
+        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised."""
+        try:
+            yield
+        except SystemExit:
+            raise
+        except BaseException as exc:
+            self._notify("on_exception", exc)
+            if self._world is not None and self._world.world_size > 1:
+                self._world.fail(exc)
+            raise
+
+    # -- the loop
+
+    def _train(self) -> None:
+        if self._is_done():
+            return
+        parameters = self.config.training_parameters
+        with deterministic(parameters.deterministic):
+            if parameters.num_sanity_val_steps and self._val_batches:
+                validate(self, self._val_batches, parameters.num_sanity_val_steps)
+            self._cadence.start(self.progress)
+            self._notify("pre_fit")
+            self._pulse = Pulse(self.world, self._speak)
+            while not self._is_done():
+                self._train_epoch()
+            self.settle()
+        if self._signals.received is not None:
+            self._notify("on_interrupt")
+        self._notify("post_fit")
+
+    def _train_epoch(self) -> None:
+        self._notify("pre_epoch")
+        is_over = False
+        while not is_over:
+            window = self._feed.take()
+            if window is None:
+                is_over = steps_in_epoch(self.config.training_parameters, None) is None
+                continue
+            flags = self._run_window(window)
+            is_over = self._epoch_is_over()
+            self._between_windows(flags, epoch_ended=is_over)
+            if self._stopped:
+                return
+        if window is None:
+            self._end_epoch()
+
+    def _run_window(self, window: Window) -> Flags:
+        """Trains one accumulation window and advances the counters; returns what all ranks know after it."""
+        if window.samples is None:
+            window.batches = list(window.batches)
+            window.samples = sum(self.batch_size(batch) for batch in window.batches)
+        self._window_samples = window.samples
+        self._pulse.post()
+        if self.config.training_parameters.nonfinite != "retry":
+            return self._run_batches(window)
+        window.batches = list(window.batches)
+        before = self.progress.batch_idx, self.local_batches
+        while True:
+            try:
+                return self._run_batches(window)
+            except RetryWindow:
+                self.progress.batch_idx, self.local_batches = before
+                for optimizer in self.named_optimizers().values():
+                    optimizer.zero_grad()
+
+    def _run_batches(self, window: Window) -> Flags:
+        accumulation, progress, device = self._accumulation, self.progress, self.world.device
+        before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
+        accumulation.start_window(window.size, is_uneven=window.is_uneven)
+        flags = Flags()
+        for index, batch in enumerate(window.batches, start=1):
+            is_last = index == window.size
+            batch_idx = progress.batch_idx
+            batch = self._batch = self.move_batch(batch, device)
+            if is_last is not self._gradients_sync:
+                self._sync_gradients(is_last)
+                self._gradients_sync = is_last
+            self.is_accumulating_gradients = not is_last
+            accumulation.start_batch(is_last=is_last)
+            for listener in before:
+                listener(batch, batch_idx)
+            result = self.training_step(batch, batch_idx)
+            if not isinstance(result, dict):
+                raise HookError(f"training_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none.")
+            progress.batch_idx += 1
+            self.local_batches += 1
+            if is_last:
+                flags = self._complete_window(window)
+            self._log_step("train", result, accumulation.batch_weight)
+            if after:
+                result = detach(result)
+                for listener in after:
+                    listener(result, batch_idx)
+        for listener in self._events["post_train_step"]:
+            listener()
+        return flags
+
+    def _complete_window(self, window: Window) -> Flags:
+        """The one place where completed work is counted, before anybody is told of it."""
+        stepped = self._accumulation.finish_window()
+        flags = self._pulse.read()
+        if flags.short:
+            self._feed.agree_on_next()
+        samples = window.samples if self._train_stream.is_even else flags.samples
+        self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
+        self.progress.is_pass_over = self._feed.is_pass_over
+        return flags
+
+    def _between_windows(self, flags: Flags, *, epoch_ended: bool) -> None:
+        """After a window: log, validate, end the epoch, save, in this order, on all ranks alike."""
+        self._hear(flags)
+        is_last = self._stopped or self._limit_reached(epochs=self.current_epoch + epoch_ended)
+        self._window_finished(is_last=is_last)
+        if self._val_batches and self._cadence.validation_is_due(
+            self.progress, epoch_ended=epoch_ended, by_the_clock=bool(flags.validate)
+        ):
+            self._validate()
+        if epoch_ended:
+            self._end_epoch()
+        self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=bool(flags.save))
+
+    def _end_epoch(self) -> None:
+        self.progress.finish_epoch()
+        self._notify("post_epoch")
+
+    def _validate(self) -> None:
+        self.settle()
+        metrics = validate(self, self._val_batches, self._cadence.validation_batches)
+        self._cadence.validated()
+        self._validated(metrics)
+        self._notify("post_val_epoch", metrics)
+
+    def settle(self) -> None:
+        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
+
+        Waits for the device. The trainer calls it before a validation, before a save, and at the end.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and a norm was not finite.
+        """
+        if self._accumulation is not None:
+            self._accumulation.settle()
+
+    # -- when training ends
+
+    def _epoch_is_over(self) -> bool:
+        steps = steps_in_epoch(self.config.training_parameters, None)
+        return self._feed.is_pass_over if steps is None else self.progress.epoch_steps >= steps
+
+    def _limit_reached(self, *, epochs: int) -> bool:
+        limits = self.config.training_parameters
+        return (
+            (limits.epoch_limit is not None and epochs >= limits.epoch_limit)
+            or (limits.max_steps is not None and self.global_step >= limits.max_steps)
+            or (limits.max_samples is not None and self.samples_seen >= limits.max_samples)
+            or (limits.fast_dev_run and self.global_step >= 1)
+        )
+
+    def _is_done(self) -> bool:
+        return self._stopped or self._limit_reached(epochs=self.current_epoch)
+
+    def _speak(self) -> Flags:
+        """What this rank contributes to the pulse."""
+        is_main = self.world.is_main
+        return Flags(
+            stop=self._stop_reason is not None,
+            terminate=self._signals.terminated,
+            interrupt=self._signals.interrupted,
+            timeout=self._cadence.time_is_up(),
+            save=self._save_requested,
+            validate=is_main and self._cadence.validation_is_due_by_the_clock(),
+            short=self._feed.is_short,
+            samples=self._window_samples,
+        )
+
+    def _hear(self, flags: Flags) -> None:
+        """Acts on what all ranks now know."""
+        self.progress.elapsed_seconds = self._cadence.elapsed_seconds()
+        if flags.save:
+            self._save_requested = False
+        if flags.ends_run:
+            self._stopped = True
+            self._signals.adopt(terminated=bool(flags.terminate), interrupted=bool(flags.interrupt))

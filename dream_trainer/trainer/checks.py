@@ -1,0 +1,49 @@
+"""What a trainer's constructor checks of its class and config, so that a mistake is named before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.errors import ConfigError, HookError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
+    """Checks that `cls` has the hooks its parts require and `config` the fields they read.
+
+    Raises:
+        ConfigError: The config is invalid or lacks the field of a mixin.
+        HookError: A required hook is not overridden.
+    """
+    from dream_trainer.config.base import check_config
+
+    check_config(config)
+    _check_config_classes(cls, config)
+    _check_hooks(cls)
+
+
+def _parts(cls: type) -> list[type[AbstractTrainer]]:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    return [part for part in cls.__mro__ if issubclass(part, AbstractTrainer)]
+
+
+def _check_config_classes(cls: type, config: Any) -> None:
+    for part in _parts(cls):
+        needed = vars(part).get("_config_class")
+        if needed is not None and not isinstance(config, needed):
+            raise ConfigError(
+                f"{part.__name__} needs {needed.__name__}, which {type(config).__name__} does not inherit. "
+                f"Write `class {type(config).__name__}(BaseTrainerConfig, {needed.__name__})`."
+            )
+
+
+def _check_hooks(cls: type) -> None:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    for part in _parts(cls):
+        for hook, purpose in vars(part).get("_required_hooks", {}).items():
+            if getattr(cls, hook) is getattr(AbstractTrainer, hook):
+                raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")

@@ -1,0 +1,138 @@
+"""From the loaders a user returns to the streams the loop pulls from, with the batch arithmetic they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
+from dream_trainer.data.validation import validation_batches
+from dream_trainer.errors import ConfigError, DataError, HookError
+
+if TYPE_CHECKING:
+    from dream_trainer.config.training import TrainingParameters
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def connect_data(trainer: AbstractTrainer) -> None:
+    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and `total_steps`.
+
+    Raises:
+        HookError: The hook returned something other than `(train, val)`, or validation data without a step.
+        DataError: The data is empty, or cannot be split over the ranks.
+        ConfigError: The batch sizes do not divide.
+    """
+    from dream_trainer.config.training import accumulation_steps
+
+    loaders = trainer.configure_dataloaders()
+    if not isinstance(loaders, tuple) or len(loaders) != 2:
+        raise HookError(
+            f"configure_dataloaders returned {type(loaders).__name__}. Return a pair (train, val); val may be None."
+        )
+    trainer.train_dataloader, val = loaders
+    if trainer.train_dataloader is None:
+        raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
+    parameters, world = trainer.config.training_parameters, trainer.world
+    batch_size = loader_batch_size(trainer.train_dataloader)
+    trainer.accumulation_steps = (
+        accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
+        if parameters.global_batch_size is not None
+        else parameters.gradient_accumulation_steps
+    )
+    if batch_size not in (None, parameters.train_batch_size) and parameters.global_batch_size is None:
+        trainer._say_once(
+            "batch_size",
+            f"the training loader's batch size {batch_size} counts, not train_batch_size={parameters.train_batch_size}.",
+        )
+    stream = _stream(trainer, trainer.train_dataloader)
+    if parameters.overfit_batches:
+        batches = _first_batches(stream, parameters.overfit_batches)
+        stream.close()
+        stream = _stream(trainer, PerRankLoader(batches))
+    trainer._train_stream = stream
+    trainer.total_steps = planned_steps(parameters, stream.steps_per_epoch, global_batch_size(trainer))
+    trainer.val_dataloaders = _named_validation_loaders(trainer, val)
+    trainer._val_batches = {
+        name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
+        for name, loader in trainer.val_dataloaders.items()
+    }
+
+
+def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
+    world = trainer.world
+    return train_stream(
+        loader,
+        accumulation=trainer.accumulation_steps,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        seed=trainer.config.seed,
+    )
+
+
+def _first_batches(stream: TrainStream, count: int) -> list[Any]:
+    """The first `count` batches of the first pass, fewer if it has fewer."""
+    batches: list[Any] = []
+    while len(batches) < count:
+        window = stream.next_window()
+        if window is None:
+            break
+        batches += list(window.batches)
+    return batches[:count]
+
+
+def global_batch_size(trainer: AbstractTrainer) -> int | None:
+    """Samples of one whole optimizer step over all ranks; None if the loader has no batch size."""
+    batch_size = loader_batch_size(trainer.train_dataloader)
+    return None if batch_size is None else batch_size * trainer.accumulation_steps * trainer.world.dp_size
+
+
+def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -> int | None:
+    """Optimizer steps of one epoch; None where only the end of the data tells."""
+    if parameters.fast_dev_run:
+        return 1
+    if parameters.train_steps_per_epoch is not None:
+        return parameters.train_steps_per_epoch
+    return steps_per_pass
+
+
+def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
+    """Optimizer steps until the first limit that can be foreseen; None if there is none.
+
+    Args:
+        parameters: The limits.
+        steps_per_pass: Steps in one pass over the data, if known.
+        batch: Global batch size, if known.
+    """
+    per_epoch = steps_in_epoch(parameters, steps_per_pass)
+    plans = [parameters.max_steps]
+    if parameters.fast_dev_run:
+        plans.append(1)
+    if parameters.epoch_limit is not None and per_epoch is not None:
+        plans.append(parameters.epoch_limit * per_epoch)
+    if parameters.max_samples is not None and batch is not None:
+        plans.append(-(-parameters.max_samples // batch))
+    return min((plan for plan in plans if plan is not None), default=None)
+
+
+def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, Any]:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    has_step = type(trainer).validation_step is not AbstractTrainer.validation_step
+    if val is None:
+        if has_step:
+            trainer._say_once("no-val", "validation_step is never called: configure_dataloaders returned no validation loader.")
+        return {}
+    if not has_step:
+        raise HookError(
+            "configure_dataloaders returned a validation loader, but validation_step is not overridden. "
+            "Write validation_step, or return (train, None)."
+        )
+    if not isinstance(val, Mapping):
+        return {"": val}
+    if not trainer._names_validation_loaders:
+        raise ConfigError(
+            f"configure_dataloaders returned {len(val)} named validation loaders, which needs EvalMixin. "
+            "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
+        )
+    return dict(val)

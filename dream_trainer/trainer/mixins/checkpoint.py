@@ -1,0 +1,176 @@
+"""CheckpointMixin: when a checkpoint is saved, and from which one a run goes on.
+
+It acts between windows, on all ranks at the same step: after a window's validation, so that the checkpoint carries its
+metrics, and never inside a window. How a checkpoint lies on disk is dream_trainer.checkpoint's; what it holds of the
+trainer is in trainer/saved_state.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.config.serialize import difference, to_dict
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.trainer import saved_state
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+logger = logging.getLogger("dream_trainer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointParameters:
+    """When to save, and what to resume.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    save_every_n_steps: int | None = None
+    """Optimizer steps between checkpoints; None does not count steps."""
+    save_every_n_epochs: int | None = 1
+    """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
+    save_at_end: bool = True
+    """Whether the last step is saved, also when a signal or a stop request ends the run."""
+    resume: str | int | None = "auto"
+    """"auto": the newest whole checkpoint of this run if there is one; a step; a checkpoint's path; None: start anew,
+    an error if the run directory has checkpoints already."""
+
+    def __post_init__(self) -> None:
+        for name, value in {"save_every_n_steps": self.save_every_n_steps, "save_every_n_epochs": self.save_every_n_epochs}.items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r} is not a positive integer. Use one, or None to turn it off.")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfigMixin:
+    """Config of CheckpointMixin."""
+
+    checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
+    """When to save, and what to resume."""
+
+
+class CheckpointMixin(AbstractTrainer):
+    """Saves the whole run and resumes it exactly: the same command starts and restarts."""
+
+    _config_class: ClassVar[type] = CheckpointConfigMixin
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._last_metrics: dict[str, float] = {}
+        self._resumed_from: Path | None = None
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where this run's checkpoints are."""
+        return self.run_dir / "checkpoints"
+
+    def checkpoints(self) -> list[Manifest]:
+        """The run's whole checkpoints, oldest first."""
+        return list_checkpoints(self.checkpoint_dir)
+
+    def save_checkpoint(self) -> Path:
+        """Saves the run as it is now; between windows, called by every rank.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
+            NonFiniteError: A gradient norm was not finite and the policy says to raise.
+        """
+        self.settle()
+        path = saved_state.write(self, self.checkpoint_dir, self._last_metrics)
+        self._notify("on_save", path)
+        return path
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Loads the checkpoint at `path` into this trainer; called by every rank, after setup.
+
+        Raises:
+            CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
+        """
+        manifest = verify_checkpoint(Path(path), world=self.world)
+        saved_state.restore(self, manifest)
+        self._resumed_from = manifest.path
+        self._last_metrics = dict(manifest.metrics)
+        self._say_what_changed(manifest)
+        self._notify("on_load", manifest.path)
+
+    # -- resume
+
+    def _resume(self) -> None:
+        super()._resume()
+        if self.config.training_parameters.fast_dev_run:
+            return
+        resume = self.config.checkpoint_parameters.resume
+        if resume == "auto":
+            self._resume_newest()
+        elif resume is None:
+            self._refuse_used_directory()
+        elif isinstance(resume, int):
+            self.load_checkpoint(self._path_of_step(resume))
+        else:
+            self.load_checkpoint(resume)
+
+    def _resume_newest(self) -> None:
+        """Loads the newest checkpoint that is whole, chosen by rank 0; says which damaged ones it passes over."""
+        candidates = [path for _, path in step_directories(self.checkpoint_dir)] if self.world.is_main else []
+        for path in reversed(self.world.broadcast_object(candidates)):
+            try:
+                verify_checkpoint(path, world=self.world)
+            except CheckpointError as error:
+                if self.world.is_main:
+                    logger.warning("passing over a damaged checkpoint: %s", error)
+                continue
+            self.load_checkpoint(path)
+            return
+
+    def _refuse_used_directory(self) -> None:
+        found = self.world.broadcast_object(len(step_directories(self.checkpoint_dir)) if self.world.is_main else 0)
+        if found:
+            raise ConfigError(
+                f"resume=None starts anew, but {self.checkpoint_dir} holds {found} checkpoints of an earlier run. "
+                'Use another experiment name, resume="auto", or move them away.'
+            )
+
+    def _path_of_step(self, step: int) -> Path:
+        found = {manifest.step: manifest.path for manifest in self.checkpoints()}
+        if step not in found:
+            raise CheckpointError(f"{self.checkpoint_dir} has no whole checkpoint of step {step}. There are {sorted(found)}.")
+        return found[step]
+
+    def _say_what_changed(self, manifest: Manifest) -> None:
+        if not self.world.is_main:
+            return
+        logger.info("resumed from %s at step %d", manifest.path, self.global_step)
+        changed = difference(manifest.config, to_dict(self.config))
+        if changed:
+            logger.warning("the config differs from the checkpoint's: %s", "; ".join(changed))
+
+    # -- save
+
+    def _validated(self, metrics: dict[str, float]) -> None:
+        super()._validated(metrics)
+        self._last_metrics = dict(metrics)
+
+    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        super()._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=requested)
+        parameters = self.config.checkpoint_parameters
+        if self.config.training_parameters.fast_dev_run:
+            return
+        every, epochs = parameters.save_every_n_steps, parameters.save_every_n_epochs
+        due = (
+            requested
+            or (is_last and parameters.save_at_end)
+            or (every is not None and self.global_step % every == 0)
+            or (epoch_ended and epochs is not None and self.current_epoch % epochs == 0)
+        )
+        if due:
+            self.save_checkpoint()

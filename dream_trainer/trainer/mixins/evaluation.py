@@ -1,0 +1,172 @@
+"""EvalMixin: named validation loaders, torchmetrics, best values, `evaluate()` and `predict()`.
+
+The validation loop itself is BaseTrainer's; this mixin adds what happens around each loader and after the whole. It saves
+the best values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from dream_trainer.data.nested import detach, to_device
+from dream_trainer.data.validation import validation_batches
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.registry import is_metric
+from dream_trainer.trainer.validation import in_step, validate, validation_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalParameters:
+    """What to remember of validations.
+
+    Raises:
+        ConfigError: A mode is not known.
+    """
+
+    best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
+    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is better."""
+
+    def __post_init__(self) -> None:
+        for name, mode in self.best_metrics.items():
+            if mode not in ("min", "max"):
+                raise ConfigError(f"best_metrics[{name!r}]={mode!r} is not known. Use 'min' or 'max'.")
+
+
+@dataclass(kw_only=True)
+class EvalConfigMixin:
+    """Config of EvalMixin."""
+
+    eval_parameters: EvalParameters = field(default_factory=EvalParameters)
+    """What to remember of validations."""
+
+
+class EvalMixin(AbstractTrainer):
+    """Validation beyond a single loader's means.
+
+    Attributes:
+        best: Best value so far by metric name; NaN is never best.
+    """
+
+    _config_class: ClassVar[type] = EvalConfigMixin
+    _names_validation_loaders: ClassVar[bool] = True
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.best: dict[str, float] = {}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
+        raise HookError(f"{type(self).__name__} does not override predict_step. Return the prediction for a batch from it.")
+
+    def evaluate(self, dataloader: Any = None) -> dict[str, float]:
+        """Runs `validation_step` over `dataloader`, or over the configured validation loaders, and returns the metrics.
+
+        Launches and sets up on the first call, a resume included, so that it evaluates the newest checkpoint. Nothing is
+        logged. Metrics are exact over all samples and ranks.
+
+        Args:
+            dataloader: Any loader that `configure_dataloaders` could return for validation.
+
+        Raises:
+            HookError: There is no validation_step, or nothing to evaluate on.
+        """
+        with self._failing_for_all():
+            self._start()
+            if type(self).validation_step is AbstractTrainer.validation_step:
+                raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
+            if dataloader is None:
+                if not self._val_batches:
+                    raise HookError("there is no validation loader. Pass evaluate(dataloader), or return one from configure_dataloaders.")
+                return validate(self, self._val_batches, self.config.training_parameters.val_steps_per_epoch)
+            return validate(self, {"": self._batches_of(dataloader)}, None)
+
+    def predict(self, dataloader: Any) -> list[Any]:
+        """Runs `predict_step` over `dataloader` and returns the results on the CPU, in the data's order, on every rank.
+
+        Args:
+            dataloader: A DistributedDataLoader or plain DataLoader; its samples are split over the ranks.
+
+        Returns:
+            One entry per batch of each rank; concatenated, they follow the dataset's order on any world size.
+        """
+        with self._failing_for_all():
+            self._start()
+            mine: list[Any] = []
+            with validation_mode(self), self._validation_context():
+                for batch_idx, (batch, is_padding) in enumerate(in_step(self, self._batches_of(dataloader), None)):
+                    result = self.predict_step(self.move_batch(batch, self.world.device), batch_idx)
+                    if not is_padding:
+                        mine.append(to_device(detach(result), torch.device("cpu")))
+            ranks = self.world.all_gather_object(mine)
+            longest = max(len(results) for results in ranks)
+            return [results[index] for index in range(longest) for results in ranks if index < len(results)]
+
+    def _batches_of(self, dataloader: Any) -> Any:
+        return validation_batches(
+            dataloader, dp_rank=self.world.dp_rank, dp_size=self.world.dp_size, seed=self.config.seed
+        )
+
+    # -- around each loader
+
+    def _metrics_epoch_start(self, name: str) -> None:
+        super()._metrics_epoch_start(name)
+        for metric in self.named_metrics().values():
+            metric.reset()
+
+    @contextmanager
+    def _metrics_padding(self) -> Iterator[None]:
+        """Metrics see copies of themselves inside, so that a padding batch counts for nothing."""
+        with super()._metrics_padding():
+            originals = {name: value for name, value in vars(self).items() if _holds_metric(value)}
+            try:
+                for name, value in originals.items():
+                    setattr(self, name, copy.deepcopy(value))
+                yield
+            finally:
+                for name, value in originals.items():
+                    setattr(self, name, value)
+
+    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
+        found = super()._metrics_epoch_end(name)
+        for metric_name, metric in self.named_metrics().items():
+            # Every rank computes, also one without a sample: compute is a collective.
+            value = metric.compute()
+            values = value if isinstance(value, Mapping) else {metric_name: value}
+            found |= {key: float(item) for key, item in values.items() if torch.as_tensor(item).numel() == 1}
+        return found
+
+    # -- after a validation
+
+    def _validated(self, metrics: dict[str, float]) -> None:
+        super()._validated(metrics)
+        for name, mode in self.config.eval_parameters.best_metrics.items():
+            if name not in metrics or math.isnan(metrics[name]):
+                continue
+            value, best = metrics[name], self.best.get(name)
+            if best is None or (value < best if mode == "min" else value > best):
+                self.best[name] = value
+
+    def _mixin_state(self) -> dict[str, Any]:
+        return super()._mixin_state() | {"evaluation": {"best": dict(self.best)}}
+
+    def _load_mixin_state(self, state: dict[str, Any]) -> None:
+        super()._load_mixin_state(state)
+        self.best = dict(state.get("evaluation", {}).get("best", {}))
+
+
+def _holds_metric(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(is_metric(item) for item in value)
+    if isinstance(value, dict):
+        return any(is_metric(item) for item in value.values())
+    return is_metric(value)

@@ -1,0 +1,61 @@
+"""FSDPMixin: shards parameters, gradients and optimizer state over the ranks with FSDP2's `fully_shard`.
+
+With it `dp_shard="auto"` means all ranks that `dp_replicate` leaves. `dp_replicate` > 1 beside `dp_shard` > 1 is HSDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dream_trainer.distributed.sharding import shard_by_blocks
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPParameters:
+    """How models are sharded.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    reshard_after_forward: bool | int = True
+    """Whether blocks give their gathered parameters back after forward: True saves memory, False saves a second gather
+    in backward, an int keeps them sharded over that many ranks of a host."""
+
+    def __post_init__(self) -> None:
+        value = self.reshard_after_forward
+        if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
+            raise ConfigError(f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1.")
+
+
+@dataclass(kw_only=True)
+class FSDPConfigMixin:
+    """Config of FSDPMixin."""
+
+    fsdp_parameters: FSDPParameters = field(default_factory=FSDPParameters)
+    """How models are sharded."""
+
+
+class FSDPMixin(AbstractTrainer):
+    """Sharded training. Override `apply_fully_shard` to wrap by hand, or `model_blocks` to name the blocks."""
+
+    _config_class: ClassVar[type] = FSDPConfigMixin
+    _shards_parameters: ClassVar[bool] = True
+
+    config: Any
+
+    def apply_fully_shard(self, config: dict[str, Any]) -> None:
+        """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.
+
+        The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default.
+
+        Args:
+            config: Keyword arguments of `fully_shard`; the mesh.
+        """
+        super().apply_fully_shard(config)
+        blocks = config | {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward}
+        for model in self._parameterised_models():
+            shard_by_blocks(model, self.model_blocks(model), blocks, config)

@@ -1,0 +1,135 @@
+"""SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
+
+The order is one list, `STAGES`, with the reason for each place; `describe()` prints it. Models are built on the meta
+device: the constructor's computation runs for real, parameters do not exist until each rank cuts its own shard from a
+full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin replicates; FSDPMixin shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn as nn
+
+from dream_trainer.distributed.sharding import fsdp_modules, shard_by_blocks
+from dream_trainer.errors import HookError
+from dream_trainer.meta import Tape, default_init, materialize, remember
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.dataflow import connect_data
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(kw_only=True)
+class SetupConfigMixin:
+    """Config of SetupMixin. It has no field of its own: the mesh is in `device_parameters`."""
+
+
+STAGES: tuple[tuple[str, str], ...] = (
+    ("configure_models", "first, so that every later stage has modules; parameters stay on the meta device"),
+    ("init_weights", "recorded while tensors are whole, so that initial weights do not depend on the mesh"),
+    ("fully_shard / replicate", "before anything is real, so that no rank ever holds more than its shard and one tensor"),
+    ("materialise", "each rank replays one full tensor at a time and keeps its own part"),
+    ("load_pretrained", "over initialised weights, so that a partial load leaves nothing undefined"),
+    ("configure_dataloaders", "before optimizers and schedulers, which may need total_steps"),
+    ("configure_optimizers", "over real, sharded parameters, which they will update in place"),
+    ("configure_schedulers", "over the optimizers, with total_steps known"),
+    ("configure_metrics", "before a resume, which may restore them"),
+    ("resume", "last, over everything it restores"),
+)
+
+
+class SetupMixin(AbstractTrainer):
+    """Builds and parallelises everything a trainer trains, on any number of ranks.
+
+    Override `configure_models` and `configure_optimizers`; `init_weights`, `configure_schedulers`, `configure_metrics`,
+    `load_pretrained`, `model_blocks` and `apply_replicate` where the defaults do not fit.
+    """
+
+    _required_hooks: ClassVar[dict[str, str]] = {
+        "configure_models": "assign your modules to self there.",
+        "configure_optimizers": "assign your optimizers to self there.",
+    }
+    _config_class: ClassVar[type] = SetupConfigMixin
+    _keeps_ranks_equal: ClassVar[bool] = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._tape: Tape | None = None
+        self._wrapped: list[nn.Module] = []
+
+    def configure(self) -> None:
+        """Builds the models and records their initialisation; nothing is on a device yet."""
+        super().configure()
+        self._tape = Tape(self.config.seed)
+        with self._tape.recording():
+            self.configure_models()
+        models = self.named_models()
+        if not models:
+            raise HookError("configure_models assigned no module with parameters to self.")
+        if type(self).init_weights is AbstractTrainer.init_weights:
+            for model in models.values():
+                default_init(model, self._tape)
+        else:
+            with torch.no_grad(), self._tape.recording():
+                self.init_weights()
+
+    def setup(self) -> None:
+        """Runs the stages after `configure`, up to but without the resume."""
+        super().setup()
+        models = self.named_models()
+        plan = remember(models, self._tape)
+        if self.world.world_size > 1:
+            self._shard_or_replicate()
+        materialize(models, plan, self.world.device)
+        self._tape = None
+        self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
+        self.load_pretrained()
+        connect_data(self)
+        self._reshard()
+        self.configure_optimizers()
+        if not self.named_optimizers():
+            raise HookError("configure_optimizers assigned no optimizer to self.")
+        self.configure_schedulers()
+        self.configure_metrics()
+        for metric in self.named_metrics().values():
+            metric.to(self.world.device)
+
+    def _shard_or_replicate(self) -> None:
+        mesh = self.world.mesh
+        assert mesh is not None  # at world size > 1 there is one
+        shape = self.world.mesh_shape
+        if shape.dp_shard == 1:
+            self.apply_replicate(mesh["dp_replicate", "dp_shard"])
+            return
+        dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
+        self.apply_fully_shard({"mesh": mesh[dims]})
+
+    def apply_replicate(self, mesh: DeviceMesh) -> None:
+        """Keeps every model whole on every rank and reduces its gradients, block by block.
+
+        Args:
+            mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
+        """
+        super().apply_replicate(mesh)
+        for model in self._trainable_models():
+            shard_by_blocks(model, self.model_blocks(model), {"mesh": mesh}, {"mesh": mesh})
+
+    def _setup_stages(self) -> list[tuple[str, str]]:
+        return [*super()._setup_stages(), *STAGES]
+
+    def _sync_gradients(self, enabled: bool) -> None:
+        super()._sync_gradients(enabled)
+        for module in self._wrapped:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+
+    def _reshard(self) -> None:
+        super()._reshard()
+        for module in self._wrapped:
+            module.reshard()
+
+    def _forward_communicates(self) -> bool:
+        return super()._forward_communicates() or self.world.mesh_shape.dp_shard > 1

@@ -1,0 +1,154 @@
+"""What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
+
+Fused optimizers take a `found_inf` tensor and then leave weights and state untouched, so the guard costs no host sync:
+the norms are kept and looked at every `SETTLE_EVERY` steps, before a validation, before a save and at the end. Under
+"raise" the guard latches, so that between the bad step and its being noticed no further step changes anything.
+Other optimizers cannot skip on the device; for them the norm is read at each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+SETTLE_EVERY = 50
+_EMPTY = -1.0
+
+
+class RetryWindow(Exception):  # noqa: N818 - control flow between step() and the loop, never seen by users
+    """The window's gradients were not finite and the policy is to run it again."""
+
+
+class NonFiniteGuard:
+    """Watches the gradient norms of a run.
+
+    Args:
+        policy: "raise", "skip" or "retry".
+        limit: How many bad steps in a row "skip" and "retry" put up with.
+        trainer: Whose counters are advanced.
+    """
+
+    def __init__(self, policy: str, limit: int, trainer: AbstractTrainer) -> None:
+        self._policy = policy
+        self._limit = limit
+        self._trainer = trainer
+        device = trainer.world.device
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._latch = torch.zeros((), dtype=torch.float32, device=device)
+        self._norms: list[Tensor] = []
+        self._steps: list[int] = []
+        self._in_a_row = 0
+
+    def say_it_reads_the_host(self, optimizers: Sequence[Optimizer]) -> None:
+        """Tells once that these optimizers cost a host read per step."""
+        names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        if self._trainer.world.device.type != "cpu":
+            self._trainer._say_once(
+                f"host-{names}",
+                f"{names} cannot skip a step on the device, so the gradient norm is read at each step. Pass fused=True where the optimizer has it.",
+            )
+
+    def step(self, optimizers: Sequence[Optimizer], guards_itself: bool, norm: Tensor, empty: Tensor | bool) -> bool:
+        """Steps the optimizers unless the norm is not finite or the window weighed nothing.
+
+        Returns:
+            Whether it is known on the host that the step was skipped.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and the norm was read.
+            RetryWindow: The policy is "retry" and the norm is not finite.
+        """
+        if empty is True:
+            self._trainer.progress.skipped_steps += 1
+            return True
+        if self._policy == "retry" or not guards_itself:
+            return self._step_by_host(optimizers, norm, empty)
+        self._step_by_device(optimizers, norm, empty)
+        return False
+
+    def _step_by_device(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> None:
+        # 0 * x is NaN exactly for the infinite and NaN x, and NaN != 0: two kernels instead of isfinite's four.
+        torch.ne(norm * 0, 0, out=self._found)
+        seen = norm
+        if isinstance(empty, Tensor):
+            torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
+            seen = torch.where(empty, _EMPTY, norm)
+        found = self._found
+        if self._policy == "raise":
+            bad = torch.ne(norm * 0, 0).to(self._latch.dtype) if isinstance(empty, Tensor) else self._found
+            torch.maximum(self._latch, bad, out=self._latch)
+            found = self._latch if bad is self._found else torch.maximum(self._latch, self._found)
+        self._norms.append(seen)
+        self._steps.append(self._trainer.progress.global_step)
+        for optimizer in optimizers:
+            optimizer.found_inf = found  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _step_by_host(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> bool:
+        if isinstance(empty, Tensor) and bool(empty):
+            self._trainer.progress.skipped_steps += 1
+            return True
+        value = float(norm)
+        if math.isfinite(value):
+            self._in_a_row = 0
+            for optimizer in optimizers:
+                optimizer.step()
+            return False
+        if self._policy == "retry":
+            self._count_bad(value, self._trainer.progress.global_step, "runs of one window")
+            raise RetryWindow
+        self._judge(value, self._trainer.progress.global_step)
+        return True
+
+    def settle_when_full(self) -> None:
+        """Looks at the kept norms once there are `SETTLE_EVERY` of them."""
+        if len(self._norms) >= SETTLE_EVERY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Looks at the kept norms now; waits for the device.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and one was not finite, or more than the limit in a row were not.
+        """
+        if not self._norms:
+            return
+        values, steps = torch.stack(self._norms).tolist(), self._steps
+        self._norms, self._steps = [], []
+        for value, step in zip(values, steps, strict=True):
+            if value == _EMPTY:
+                self._trainer.progress.skipped_steps += 1
+            elif math.isfinite(value):
+                self._in_a_row = 0
+            else:
+                self._judge(value, step)
+
+    def _judge(self, value: float, step: int) -> None:
+        if self._policy == "raise":
+            raise NonFiniteError(
+                f"the gradient norm of optimizer step {step} is {value}; the weights are those before that step. "
+                'Lower the learning rate, clip gradients, look at the batch, or set nonfinite="skip".'
+            )
+        self._trainer.progress.skipped_steps += 1
+        self._count_bad(value, step, "steps")
+
+    def _count_bad(self, value: float, step: int, what: str) -> None:
+        self._in_a_row += 1
+        if self._in_a_row > self._limit:
+            raise NonFiniteError(
+                f"the gradient norm was {value} at step {step}, for more than max_nonfinite={self._limit} {what} in a row. "
+                "Lower the learning rate, clip gradients, or look at the data."
+            )

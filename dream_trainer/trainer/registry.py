@@ -1,0 +1,137 @@
+"""What a trainer holds, derived from its attributes by type, in order of assignment.
+
+Nothing is registered by `__setattr__`: the registries read `vars(trainer)` when asked, so what one sees is what one
+assigned.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dream_trainer.errors import HookError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `value` is a torchmetrics object, without importing torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
+
+
+def _public_attributes(trainer: AbstractTrainer) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in list(vars(trainer).items()) if not name.startswith("_"))
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _candidates(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in _public_attributes(trainer):
+        if is_metric(value):
+            continue
+        if isinstance(value, nn.ModuleList):
+            yield from ((f"{name}.{index}", child) for index, child in enumerate(value))
+        elif isinstance(value, nn.ModuleDict):
+            yield from ((f"{name}.{key}", child) for key, child in value.items())
+        elif isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, list | tuple | set | dict):
+            _refuse_hidden_modules(name, value)
+
+
+def _refuse_hidden_modules(name: str, container: Any) -> None:
+    items = container.values() if isinstance(container, dict) else container
+    for item in items:
+        if isinstance(item, nn.Module) and not is_metric(item) and _has_state(item):
+            kind = "nn.ModuleDict" if isinstance(container, dict) else "nn.ModuleList"
+            raise HookError(
+                f"self.{name} is a plain {type(container).__name__} that holds a {type(item).__name__}: the trainer would "
+                f"neither shard nor save it. Use {kind}."
+            )
+
+
+def named_models(trainer: AbstractTrainer) -> dict[str, nn.Module]:
+    """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one.
+
+    Raises:
+        HookError: A plain list, tuple, set or dict hides a module.
+    """
+    models: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in _candidates(trainer):
+        if id(module) in seen or not _has_state(module):
+            continue
+        models[name] = module
+        seen.update(id(part) for part in module.modules())
+    return models
+
+
+def _named_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in _public_attributes(trainer):
+        if isinstance(value, kinds):
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
+        elif isinstance(value, list | tuple):
+            found.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
+    return found
+
+
+def named_optimizers(trainer: AbstractTrainer) -> dict[str, Optimizer]:
+    """Optimizers by attribute name; those in lists and dicts as `name.key`."""
+    return _named_by_type(trainer, Optimizer)
+
+
+def named_schedulers(trainer: AbstractTrainer) -> dict[str, Scheduler]:
+    """Learning rate schedulers by attribute name; those in lists and dicts as `name.key`."""
+    return _named_by_type(trainer, Scheduler)
+
+
+def named_metrics(trainer: AbstractTrainer) -> dict[str, Any]:
+    """torchmetrics objects by attribute name; those in lists and dicts as `name.key`."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    return _named_by_type(trainer, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def optimizers_of(trainer: AbstractTrainer, model: nn.Module) -> list[Optimizer]:
+    """The optimizers that update at least one parameter of `model`."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return [
+        optimizer
+        for optimizer in named_optimizers(trainer).values()
+        if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def model_of(trainer: AbstractTrainer, optimizer: Optimizer) -> nn.Module:
+    """The model whose parameters `optimizer` updates.
+
+    Raises:
+        KeyError: No model, or more than one, has them.
+    """
+    owners = [name for name, model in named_models(trainer).items() if optimizer in optimizers_of(trainer, model)]
+    if len(owners) != 1:
+        raise KeyError(f"{type(optimizer).__name__} updates parameters of {len(owners)} models {owners}; expected one.")
+    return named_models(trainer)[owners[0]]
+
+
+def scheduler_of(trainer: AbstractTrainer, optimizer: Optimizer) -> Scheduler | None:
+    """The first scheduler that drives `optimizer`, or None."""
+    for scheduler in named_schedulers(trainer).values():
+        if scheduler.optimizer is optimizer:
+            return scheduler
+    return None

@@ -1,0 +1,177 @@
+"""Everything a checkpoint holds of a trainer: gathered from its owners to be written, and given back to them.
+
+    shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
+    rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
+    tensors: parameters, buffers and optimizer state, sharded as they are
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.model_state import (
+    load_model_extra_state,
+    load_rank_buffers,
+    model_extra_state,
+    model_tensors,
+    parameter_fqns,
+    rank_buffers,
+)
+from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
+from dream_trainer.checkpoint.random_state import random_state, set_random_state
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
+from dream_trainer.checkpoint.world import on_all_ranks
+from dream_trainer.config.serialize import to_dict
+from dream_trainer.distributed.seeds import seed_everything
+from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.errors import CheckpointError
+from dream_trainer.trainer.dataflow import global_batch_size
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+logger = logging.getLogger("dream_trainer")
+
+
+def write(trainer: AbstractTrainer, root: Path, metrics: dict[str, float]) -> Path:
+    """Writes the trainer's whole state as the checkpoint of its step; a collective.
+
+    Args:
+        trainer: Between two windows, the same step on every rank.
+        root: Directory of the run's checkpoints.
+        metrics: The last validation's, for the manifest.
+
+    Raises:
+        CheckpointError: Some rank could not write; the same on every rank, and nothing was published.
+    """
+    world, models = trainer.world, trainer.named_models()
+    tensors, fqns = model_tensors(models), parameter_fqns(models)
+    optimizers: dict[str, Any] = {}
+    for name, optimizer in trainer.named_optimizers().items():
+        found, optimizers[name] = optimizer_state(name, optimizer, fqns, world=world)
+        tensors |= found
+    shared = {
+        "progress": trainer.progress.state_dict(),
+        "global_batch_size": global_batch_size(trainer),
+        "seed": trainer.config.seed,
+        "optimizers": optimizers,
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()},
+        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
+        "mixins": trainer._mixin_state(),
+        "extra_state": model_extra_state(models),
+        "user": trainer.state_dict(),
+    }
+    random, random_tensors = random_state(world.device)
+    rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
+    description = {
+        "epoch": trainer.current_epoch,
+        "samples_seen": trainer.samples_seen,
+        "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+        "config": to_dict(trainer.config),
+        "metrics": metrics,
+    }
+    return write_checkpoint(
+        root,
+        trainer.global_step,
+        tensors=tensors,
+        shared=shared,
+        rank_state=rank_state,
+        rank_tensors=random_tensors | rank_buffers(models, world=world),
+        manifest=description,
+        world=world,
+    )
+
+
+def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
+    """Gives a checkpoint's state back, onto any mesh and world size; a collective.
+
+    Random states, and what else belongs to single ranks, come back at the same layout; at another one every rank is
+    seeded anew from (seed, step, rank), which is said.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another model, seed or global batch; the same on every rank.
+    """
+    path, world = manifest.path, trainer.world
+    shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
+    _refuse_other_run(trainer, shared, path)
+    models = trainer.named_models()
+    fqns = parameter_fqns(models)
+
+    def prepare() -> dict[str, Any]:
+        tensors, metadata = model_tensors(models), tensor_metadata(path)
+        saved, here = shared["optimizers"], trainer.named_optimizers()
+        if set(saved) != set(here):
+            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(here)}.")
+        for name, optimizer in here.items():
+            tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata)
+        return tensors
+
+    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world)
+    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared))
+    same_layout = manifest.mesh_shape == dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
+    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
+
+
+def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path) -> None:
+    here = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
+    for name, value in here.items():
+        if shared[name] != value:
+            raise CheckpointError(
+                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step would "
+                f"no longer be the same. Set {name} back, or start another experiment."
+            )
+
+
+def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any]) -> None:
+    trainer.progress.load_state_dict(shared["progress"])
+    load_model_extra_state(trainer.named_models(), shared["extra_state"])
+    schedulers = trainer.named_schedulers()
+    if set(schedulers) != set(shared["schedulers"]):
+        raise CheckpointError(f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}.")
+    for name, scheduler in schedulers.items():
+        scheduler.load_state_dict(shared["schedulers"][name])
+    _restore_callbacks(trainer, shared["callbacks"])
+    trainer._load_mixin_state(shared["mixins"])
+    trainer.load_state_dict(shared["user"])
+
+
+def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]]) -> None:
+    """Matches callbacks by class and by their order within it, so that adding or removing one shifts no other."""
+    left = list(saved)
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        match = next((entry for entry in left if entry["class"] == name), None)
+        if match is None:
+            if callback.state_dict():
+                logger.warning("the checkpoint has no state of callback %s; it starts anew.", name)
+            continue
+        left.remove(match)
+        callback.load_state_dict(match["state"])
+    lost = [entry["class"] for entry in left if entry["state"]]
+    if lost and trainer.world.is_main:
+        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
+
+
+def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
+    world, progress = trainer.world, trainer.progress
+    if same_layout:
+        state, tensors = read_rank(path, world.rank)
+        load_rank_buffers(trainer.named_models(), tensors)
+        trainer.load_rank_state_dict(state["user"])
+        data = state["data"]
+    else:
+        data = None
+        if world.is_main:
+            logger.warning(
+                "resumed at another layout than the checkpoint's: weights, optimizers and sample order are exact; random "
+                "layers go on from a new seed."
+            )
+    trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)
+    # Last, so that nothing above moves the streams.
+    if same_layout:
+        set_random_state(state["random"], tensors, world.device)
+    else:
+        seed_everything(trainer.config.seed, "resumed", progress.global_step, world.dp_rank)

@@ -1,0 +1,145 @@
+"""The validation loop: exact means over ragged data, and training left exactly as it was.
+
+Batches are weighted by their size unless the step logs a weight of its own; a rank that ran out of batches while others
+still have some repeats its last one with weight 0, and only where the forward runs collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+from dream_trainer.distributed.seeds import preserved_random_state, seed_everything
+from dream_trainer.errors import DataError, HookError
+from dream_trainer.loggers.buffer import MetricBuffer
+
+if TYPE_CHECKING:
+    from dream_trainer.data.validation import ValidationBatches
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_NOTHING = object()
+
+
+def validate(trainer: AbstractTrainer, loaders: dict[str, ValidationBatches], max_batches: int | None) -> dict[str, float]:
+    """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
+
+    Args:
+        trainer: The trainer; its modes, random state, gradients and counters are as before when this returns.
+        loaders: Batches of this rank by loader name.
+        max_batches: Batches per rank and loader; None for all.
+
+    Raises:
+        HookError: The step returned no dict.
+        DataError: A rank has no batch at all to keep company with.
+    """
+    metrics: dict[str, float] = {}
+    with validation_mode(trainer), trainer._validation_context():
+        trainer._notify("pre_val_epoch")
+        for name, batches in loaders.items():
+            trainer.val_name = name
+            prefix = f"val/{name}/" if name else "val/"
+            trainer._metrics_epoch_start(name)
+            buffer = trainer._val_buffer = MetricBuffer()
+            _run_loader(trainer, batches, max_batches, buffer)
+            found = buffer.reduce(trainer.world) | trainer._metrics_epoch_end(name)
+            metrics |= {prefix + key: value for key, value in found.items()}
+    return metrics
+
+
+@contextmanager
+def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
+    """Eval mode, no gradients and random numbers of its own inside; everything as it was outside, whatever happened.
+
+    Every module's own mode comes back, so one that the user keeps in eval mode stays there.
+    """
+    modes = [(module, module.training) for model in trainer.named_models().values() for module in model.modules()]
+    trainer.training = False
+    try:
+        with torch.no_grad(), preserved_random_state(trainer.world.device):
+            seed_everything(trainer.config.seed, "validation", trainer.world.dp_rank)
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        trainer._reshard()
+        trainer._val_buffer = None
+        trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
+
+
+def _run_loader(
+    trainer: AbstractTrainer, batches: ValidationBatches, max_batches: int | None, buffer: MetricBuffer
+) -> None:
+    before, after = trainer._events["pre_val_batch"], trainer._events["post_val_batch"]
+    for batch_idx, (batch, is_padding) in enumerate(in_step(trainer, batches, max_batches)):
+        moved = trainer.move_batch(batch, trainer.world.device)
+        if is_padding:
+            _keep_company(trainer, moved, batch_idx, buffer)
+            continue
+        for listener in before:
+            listener(moved, batch_idx)
+        trainer._val_weight = trainer.batch_size(moved)
+        result = trainer.validation_step(moved, batch_idx)
+        if not isinstance(result, dict):
+            raise HookError(
+                f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
+            )
+        buffer.add_result(result, trainer._val_weight)
+        for listener in after:
+            listener(result, batch_idx)
+
+
+def _keep_company(trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer) -> None:
+    """Runs the step for its collectives alone: what it logs and counts is thrown away."""
+    trainer._val_buffer, trainer._val_weight, trainer.is_padding_batch = MetricBuffer(), 0, True
+    try:
+        with trainer._metrics_padding():
+            trainer.validation_step(batch, batch_idx)
+    finally:
+        trainer._val_buffer, trainer.is_padding_batch = buffer, False
+
+
+def in_step(
+    trainer: AbstractTrainer, batches: ValidationBatches, max_batches: int | None
+) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches, then padding while another rank still has some and the forward needs company."""
+    iterator = iter(batches)
+    if trainer.world.world_size == 1 or not trainer._forward_communicates():
+        yield from ((batch, False) for batch in islice(iterator, max_batches))
+        return
+    lengths = trainer.world.all_gather(torch.tensor([_length(batches)])).flatten().tolist()
+    known = max(lengths) if min(lengths) >= 0 else None
+    count, batch = 0, None
+    while count != max_batches and count != known:
+        fresh = next(iterator, _NOTHING)
+        if known is None and not trainer.world.all_reduce(torch.tensor([int(fresh is not _NOTHING)]), "max").item():
+            return
+        if fresh is not _NOTHING:
+            batch = fresh
+        elif count == 0:
+            batch = _any_batch(trainer, batches)
+        yield batch, fresh is _NOTHING
+        count += 1
+
+
+def _length(batches: ValidationBatches) -> int:
+    try:
+        return len(batches)
+    except TypeError:
+        return -1
+
+
+def _any_batch(trainer: AbstractTrainer, batches: ValidationBatches) -> Any:
+    batch = batches.any_batch()
+    if batch is None:
+        raise DataError(
+            f"rank {trainer.world.rank} has no validation batch while others do, and the sharded forward needs all ranks. "
+            "Give every rank at least one batch, or use a DistributedDataLoader."
+        )
+    return batch

@@ -1,0 +1,140 @@
+"""Trains a byte-level GPT on the Python standard library's own source.
+
+    python examples/gpt/train.py
+    torchrun --nproc-per-node=2 examples/gpt/train.py --training-parameters.max-steps 600
+
+The same file runs on one CPU and on many GPUs. Started again under the same name it resumes; `--help` lists everything
+that the command line can change. The tables of the config decide the scale, this class holds the algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from corpus import load_corpus
+from model import GPT, GPTConfig, generate
+from plot import plot_loss, read_metrics
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from dream_trainer import DreamTrainer, DreamTrainerConfig, TrainingParameters
+from dream_trainer.config.command_line import parse
+
+PROMPT = b"def "
+
+
+@dataclass(kw_only=True)
+class GPTTrainerConfig(DreamTrainerConfig):
+    """A run of this example; the defaults take about a minute and a half on two CPU cores."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """Shape of the model."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW; a model this small bears a high one."""
+    warmup_steps: int = 15
+    """Optimizer steps until the learning rate peaks; it then follows a cosine to 2% of it."""
+    sample_bytes: int = 400
+    """Bytes of text to generate at the end; 0 generates none."""
+
+
+class GPTTrainer(DreamTrainer):
+    """Next-byte prediction."""
+
+    config: GPTTrainerConfig
+
+    def configure_models(self) -> None:
+        self.model = GPT(self.config.model)
+
+    def init_weights(self) -> None:
+        self.model.init_weights()
+
+    def configure_dataloaders(self) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+        corpus = load_corpus(self.config.model.window)
+        self.unigram_entropy = corpus.validation.unigram_entropy()
+        parameters = self.config.training_parameters
+        return (
+            DataLoader(corpus.train, batch_size=parameters.train_batch_size, shuffle=True, drop_last=True),
+            DataLoader(corpus.validation, batch_size=parameters.val_batch_size),
+        )
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+
+    def configure_schedulers(self) -> None:
+        warmup, total = self.config.warmup_steps, self.total_steps
+
+        def factor(step: int) -> float:
+            warm = min(1.0, (step + 1) / max(1, warmup))
+            done = min(1.0, step / total) if total else 0.0
+            return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+
+        self.scheduler = LambdaLR(self.optimizer, factor)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        loss = self.loss(batch)
+        self.backward(loss)
+        if self.is_accumulating_gradients:
+            return {"loss": loss}
+        return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": self.loss(batch)}
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Mean nats per byte of windows [batch, window + 1], uint8: each byte predicts the next."""
+        tokens = batch.long()
+        logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def sample(self) -> str:
+        """Text that the model writes; every rank calls it, since a sharded model needs all of them."""
+        self.model.eval()
+        length = self.config.sample_bytes
+        text = generate(self.model, PROMPT, length, window=self.config.model.window, device=self.world.device)
+        return text.decode(errors="replace")
+
+
+def report(trainer: GPTTrainer, text: str) -> None:
+    """Prints what was learned, and draws it; for one rank to call."""
+    metrics_file = trainer.run_dir / "metrics.jsonl"
+    steps, losses = read_metrics(metrics_file, "val/loss")
+    print(f"\nThe model writes:\n{text}\n")
+    print(f"byte-unigram entropy of the validation text: {trainer.unigram_entropy:.3f} nats per byte")
+    if losses:
+        ratio = losses[-1] / trainer.unigram_entropy
+        print(f"validation loss at step {steps[-1]}: {losses[-1]:.3f} nats per byte, {ratio:.0%} of that")
+    picture = trainer.run_dir / "loss.png"
+    plot_loss(metrics_file, picture, trainer.unigram_entropy)
+    print(f"loss curve: {picture}")
+
+
+def main() -> None:
+    """Trains from the command line, then shows what came of it."""
+    defaults = GPTTrainerConfig(
+        project="examples",
+        group="gpt",
+        experiment="stdlib",
+        training_parameters=TrainingParameters(
+            max_steps=250,
+            train_batch_size=16,
+            val_batch_size=32,
+            gradient_clip_val=1.0,
+            val_every_n_steps=50,
+            val_every_n_epochs=None,
+        ),
+    )
+    with GPTTrainer(parse(defaults)) as trainer:
+        trainer.fit()
+        text = trainer.sample()
+        if trainer.world.is_main:
+            report(trainer, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Every damage is found before it is used, and named: file and fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dream_trainer.checkpoint.manifest import SCHEMA_VERSION, list_checkpoints, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import save, some_tensors
+
+FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip(file: Path, at: float = 0.5) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save(tmp_path, 1)
+    return save(tmp_path, 2, shared={"a": 1}, rank_state={"b": 2}, rank_tensors={"c": torch.ones(3)})
+
+
+def read_all(path: Path) -> None:
+    read_shared(path)
+    read_rank(path, 0)
+    load_tensors(path, some_tensors(), world=Alone())
+
+
+@pytest.mark.parametrize("damage", [truncate, lengthen, empty, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_size_or_none_takes_the_checkpoint_off_the_list(
+    path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(path / name)
+    with pytest.raises(CheckpointError, match=re.escape(str(path / name))):
+        read_manifest(path)
+    assert [manifest.step for manifest in list_checkpoints(path.parent)] == [1]
+
+
+@pytest.mark.pitfall(68)
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found_wherever_it_is(path: Path, name: str, at: float) -> None:
+    flip(path / name, at)
+    fault = rf"{re.escape(str(path / name))} is damaged: its checksum"
+    with pytest.raises(CheckpointError, match=fault):
+        verify_checkpoint(path, world=Alone())
+    with pytest.raises(CheckpointError, match=fault):
+        read_all(path)
+
+
+@pytest.mark.pitfall(68)
+def test_a_damaged_shard_is_found_before_anything_is_written_from_it(path: Path) -> None:
+    flip(path / "__0_0.distcp")
+    tensors = {name: torch.zeros_like(value) for name, value in some_tensors().items()}
+    with pytest.raises(CheckpointError):
+        load_tensors(path, tensors, world=Alone())
+    assert not any(value.any() for value in tensors.values())
+
+
+def test_a_manifest_that_is_missing_empty_or_no_json_is_named(path: Path) -> None:
+    manifest = path / "manifest.json"
+    for content in (b"", b"{", b"[]", b"{}", b"\xff\xfe", manifest.read_bytes()[:-30]):
+        manifest.write_bytes(content)
+        with pytest.raises(CheckpointError, match=re.escape(str(manifest))):
+            read_manifest(path)
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        read_manifest(path)
+
+
+def test_any_character_of_a_manifest_that_is_changed_is_noticed(path: Path) -> None:
+    manifest = path / "manifest.json"
+    whole = manifest.read_bytes()
+    for index in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[index] ^= 1
+        manifest.write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            read_manifest(path)
+
+
+def test_a_newer_schema_is_named_even_if_it_holds_unknown_types(path: Path) -> None:
+    manifest = path / "manifest.json"
+    newer = {**json.loads(manifest.read_text()), "schema_version": SCHEMA_VERSION + 1, "novel": {"$novel": 1}}
+    manifest.write_text(json.dumps(newer))
+    with pytest.raises(CheckpointError, match=rf"schema version {SCHEMA_VERSION + 1}.*Update dream_trainer"):
+        read_manifest(path)
+
+
+def test_a_directory_under_another_steps_name_is_named(path: Path) -> None:
+    moved = path.rename(path.with_name("step_00000009"))
+    with pytest.raises(CheckpointError, match=r"is of step 2, which is not the directory's"):
+        read_manifest(moved)

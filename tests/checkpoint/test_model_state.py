@@ -1,0 +1,133 @@
+"""Models go into a checkpoint and come back by name, in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.checkpoint.model_state import (
+    load_model_extra_state,
+    load_rank_buffers,
+    model_extra_state,
+    model_tensors,
+    parameter_fqns,
+    rank_buffers,
+)
+from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import save
+
+
+class Language(nn.Module):
+    """Tied weights, a persistent and a transient buffer, BatchNorm, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.randn(3))
+        self.register_buffer("table", torch.randn(3), persistent=False)
+        self.seen: dict[int, str] = {}
+
+    def get_extra_state(self) -> dict[int, str]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[int, str]) -> None:
+        self.seen = state
+
+
+def fresh(seed: int) -> dict[str, nn.Module]:
+    torch.manual_seed(seed)
+    return {"language": Language(), "head.a": nn.Linear(2, 2)}
+
+
+def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: Path) -> None:
+    models, others = fresh(0), fresh(1)
+    models["language"].norm(torch.randn(5, 4))
+    path = save(tmp_path, 1, tensors=model_tensors(models))
+    assert "models.language.head.weight" not in tensor_metadata(path)
+
+    table = others["language"].table.clone()
+    load_tensors(path, model_tensors(others), world=Alone())
+    for name, model in models.items():
+        for key, value in model.state_dict().items():
+            if isinstance(value, Tensor):
+                assert torch.equal(others[name].state_dict()[key], value), key
+    assert others["language"].head.weight is others["language"].embedding.weight
+    assert others["language"].norm.num_batches_tracked == 1
+    assert torch.equal(others["language"].table, table)
+
+
+def test_extra_state_comes_back_with_its_types(tmp_path: Path) -> None:
+    models, others = fresh(0), fresh(1)
+    models["language"].seen = {3: "three"}
+    path = save(tmp_path, 1, shared={"extra": model_extra_state(models)})
+    load_model_extra_state(others, read_shared(path)["extra"])
+    assert others["language"].seen == {3: "three"}
+
+
+def test_extra_state_of_other_modules_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint \[\('language', 'gone'\)\]"):
+        load_model_extra_state(fresh(0), {"language": {"": {}, "gone": {}}, "head.a": {}})
+
+
+@pytest.mark.pitfall(38)
+def test_a_renamed_layer_is_an_error_naming_both_names(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, tensors=model_tensors({"net": nn.ModuleDict({"old": nn.Linear(2, 2)})}))
+    renamed = {"net": nn.ModuleDict({"new": nn.Linear(2, 2)})}
+    before = renamed["net"]["new"].weight.clone()
+    with pytest.raises(CheckpointError, match=r"has no models\.net\.new\.bias, models\.net\.new\.weight"):
+        load_tensors(path, model_tensors(renamed), world=Alone())
+    assert torch.equal(renamed["net"]["new"].weight, before)
+
+
+def test_parameters_are_named_once_by_model_and_name() -> None:
+    models = fresh(0)
+    names = parameter_fqns(models)
+    assert names[models["language"].head.weight] == "language.embedding.weight"
+    assert set(names.values()) == {
+        *("language.embedding.weight", "language.norm.weight", "language.norm.bias"),
+        *("head.a.weight", "head.a.bias"),
+    }
+
+
+def test_names_do_not_change_by_compilation_or_activation_checkpointing() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = list(model_tensors({"net": plain}))
+    plain[0] = checkpoint_wrapper(plain[0])
+    plain.compile()
+    assert list(model_tensors({"net": plain})) == expected
+    assert [f"models.{name}" for name in parameter_fqns({"net": plain}).values()] == expected
+
+
+def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
+    class Halved(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {name: value.half() for name, value in super().state_dict(*args, **kwargs).items()}
+
+    with pytest.raises(CheckpointError, match=r"gives 'weight', which is none of its parameters or buffers"):
+        model_tensors({"net": Halved(2, 2)})
+
+
+def test_alone_no_buffer_differs_between_ranks() -> None:
+    assert rank_buffers(fresh(0), world=Alone()) == {}
+
+
+def test_a_rank_buffer_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
+    models = fresh(0)
+    mean = models["language"].norm.running_mean
+    good, bad = "models.language.norm.running_mean", "models.language.norm.gone"
+    with pytest.raises(CheckpointError, match=bad):
+        load_rank_buffers(models, {good: torch.ones(4), bad: torch.ones(4)})
+    assert not mean.any()
+    load_rank_buffers(models, {good: torch.ones(4), "random.cpu": torch.ones(1)})
+    assert mean.all()

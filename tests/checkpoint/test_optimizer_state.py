@@ -1,0 +1,241 @@
+"""Optimizers come back by name: the next step is the one that would have been made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dream_trainer.checkpoint.model_state import model_tensors, parameter_fqns
+from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
+from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import save
+
+Build = Callable[[list[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "muon": lambda p: torch.optim.Muon([value for value in p if value.ndim == 2], lr=0.1),
+}
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def train(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def write(root: Path, model: nn.Module, optimizer: Optimizer) -> Path:
+    models = {"net": model}
+    tensors, values = optimizer_state("main", optimizer, parameter_fqns(models), world=Alone())
+    return save(root, 1, tensors={**model_tensors(models), **tensors}, shared={"optimizer": values})
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    models = {"net": model}
+    values = read_shared(path)["optimizer"]
+    tensors = prepare_optimizer_state("main", optimizer, parameter_fqns(models), values, tensor_metadata(path))
+    load_tensors(path, {**model_tensors(models), **tensors}, world=Alone())
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Equal in value, type, dtype and device, all the way down."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert (left.dtype, left.device, left.shape) == (right.dtype, right.device, right.shape)
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_restored_optimizer_goes_on_bit_for_bit(tmp_path: Path, build: Build) -> None:
+    model, other = net(0), net(1)
+    optimizer, fresh = build(list(model.parameters())), build(list(other.parameters()))
+    train(model, optimizer, 0, 3)
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert_equal(fresh.state_dict(), optimizer.state_dict())
+    train(model, optimizer, 3, 5)
+    train(other, fresh, 3, 5)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert_equal(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_an_optimizer_that_never_stepped_is_restored_as_one(tmp_path: Path, build: Build) -> None:
+    model, other = net(0), net(1)
+    optimizer, fresh = build(list(model.parameters())), build(list(other.parameters()))
+    state_before = {id(key): dict(value) for key, value in optimizer.state.items()}
+    path = write(tmp_path, model, optimizer)
+    assert {id(key): dict(value) for key, value in optimizer.state.items()} == state_before
+    restore(path, other, fresh)
+    train(model, optimizer, 0, 2)
+    train(other, fresh, 0, 2)
+    assert_equal(fresh.state_dict(), optimizer.state_dict())
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    matrices = [value for value in model.parameters() if value.ndim == 2]
+    vectors = [value for value in model.parameters() if value.ndim == 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "lr": 0.01}], lr=0.1)
+
+
+def test_options_of_each_group_come_back_with_their_types(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer, fresh = (
+        two_groups(model),
+        torch.optim.AdamW([{"params": list(other.parameters())[::2]}, {"params": list(other.parameters())[1::2]}]),
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, 0, 1)
+    scheduler.step()
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert [group["initial_lr"] for group in fresh.param_groups] == [0.1, 0.01]
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.5, 0.01]
+    assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_groups_in_another_order_get_their_own_options_and_state(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer = two_groups(model)
+    train(model, optimizer, 0, 2)
+    parameters = list(other.parameters())
+    fresh = torch.optim.AdamW([{"params": [parameters[3], parameters[1]]}, {"params": [parameters[2], parameters[0]]}])
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    train(model, optimizer, 2, 4)
+    train(other, fresh, 2, 4)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_tensor_learning_rate_stays_the_tensor_that_others_hold(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    rate = torch.tensor(1.0)
+    fresh = torch.optim.AdamW(other.parameters(), lr=rate)
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert fresh.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25
+
+
+def test_saved_options_do_not_follow_later_changes() -> None:
+    model = net(0)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    _, values = optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+    rate.fill_(0.1)
+    assert values["groups"][0]["options"]["lr"].item() == 0.5
+
+
+@pytest.mark.pitfall(39)
+def test_another_parameter_in_front_is_an_error_and_shifts_nothing(tmp_path: Path) -> None:
+    model = net(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 0, 1)
+    path = write(tmp_path, model, optimizer)
+    wider = net(1)
+    wider.insert(0, nn.Linear(3, 3))
+    fresh = torch.optim.AdamW(wider.parameters(), lr=0.7)
+    with pytest.raises(CheckpointError, match=r"only here: net\.1\.bias, net\.1\.weight, net\.3"):
+        restore(path, wider, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.7
+    assert not fresh.state
+
+
+@pytest.mark.pitfall(39)
+def test_the_same_layers_in_another_order_keep_their_own_state(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (model["a"].weight.sum() * 2 + model["b"].weight.sum() * 5).backward()
+    optimizer.step()
+    other = nn.ModuleDict({"b": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
+    fresh = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert fresh.state[other["a"].weight]["momentum_buffer"].tolist() == [[2, 2], [2, 2]]
+    assert fresh.state[other["b"].weight]["momentum_buffer"].tolist() == [[5, 5], [5, 5]]
+
+
+def test_a_frozen_or_removed_layer_is_an_error_listing_its_names(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 0, 1)
+    path = write(tmp_path, model, optimizer)
+    fresh = torch.optim.AdamW(other[2].parameters())
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: net\.0\.bias, net\.0\.weight\).*frozen"):
+        restore(path, other, fresh)
+
+
+def test_groups_that_were_joined_since_are_an_error(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    path = write(tmp_path, model, two_groups(model))
+    with pytest.raises(CheckpointError, match=r"joins parameters of the checkpoint's groups \[0, 1\]"):
+        restore(path, other, torch.optim.AdamW(other.parameters()))
+
+
+def test_a_parameter_of_no_model_is_an_error() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"Parameter group 0 of SGD has a parameter of shape \(3, 2\)"):
+        optimizer_state("main", optimizer, {}, world=Alone())
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    model = net(0)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(CheckpointError, match="LBFGS keeps the history of all parameters in the state of the first"):
+        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+
+
+def test_state_of_a_type_that_cannot_be_kept_is_an_error_naming_it() -> None:
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight]["history"] = object()
+    with pytest.raises(
+        CheckpointError, match=r"optimizers\.main\.state\.net\.0\.weight\.values\.history: <class 'object'>"
+    ):
+        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+
+
+def test_a_state_left_from_before_is_dropped(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    path = write(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    used = torch.optim.AdamW(other.parameters())
+    train(other, used, 0, 1)
+    restore(path, other, used)
+    assert not used.state

@@ -1,0 +1,76 @@
+"""Random generators go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.checkpoint.random_state import random_state, set_random_state
+from dream_trainer.checkpoint.store import read_rank
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import save
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _generators_left_as_found() -> Iterator[None]:
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+def draws() -> list[float]:
+    # gauss, standard_normal and randn each keep a second draw in hand, which is part of the state.
+    return [
+        *(random.random(), random.gauss(0, 1)),
+        *(float(np.random.rand()), float(np.random.standard_normal())),
+        *(torch.rand(()).item(), *torch.randn(3).tolist(), float(torch.randperm(10)[0])),
+    ]
+
+
+@pytest.mark.pitfall(32)
+def test_the_draws_after_a_restore_are_those_after_the_save(tmp_path: Path) -> None:
+    for seed in (0, 1234):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        draws()
+        state, tensors = random_state(CPU)
+        path = save(tmp_path, seed, rank_state={"random": state}, rank_tensors=tensors)
+        expected = draws() + draws()
+        saved, saved_tensors = read_rank(path, 0)
+        set_random_state(saved["random"], saved_tensors, CPU)
+        assert draws() + draws() == expected
+
+
+def test_reading_the_state_draws_nothing() -> None:
+    torch.manual_seed(0)
+    expected = draws()
+    torch.manual_seed(0)
+    random_state(CPU)
+    assert draws()[4:] == expected[4:]
+
+
+def test_the_state_of_another_kind_of_device_is_an_error_and_sets_nothing() -> None:
+    state, tensors = random_state(CPU)
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=r"\['cpu', 'cuda'\], and this rank draws on \['cpu'\]"):
+        set_random_state(state, {**tensors, "random.cuda": tensors["random.cpu"]}, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_devices_generator_goes_on_too() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    state, tensors = random_state(device)
+    expected = torch.randn(8, device=device).tolist()
+    set_random_state(state, tensors, device)
+    assert torch.randn(8, device=device).tolist() == expected

@@ -1,0 +1,348 @@
+"""Several ranks write one checkpoint, any number of them reads it, and all come to one outcome."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensors, parameter_fqns, rank_buffers
+from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
+from dream_trainer.checkpoint.world import Alone, CheckpointWorld
+from dream_trainer.config.device import DeviceParameters
+from dream_trainer.distributed.world import World
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import DESCRIPTION, save, some_tensors
+from tests.worlds import run_world
+
+Bits = dict[str, np.ndarray]
+
+
+class Net(nn.Module):
+    """Dimensions that no world size divides, tied weights, and BatchNorm statistics that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.second = nn.Linear(7, 3)
+        self.tied = nn.Linear(3, 7)
+        self.tied.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.tied(self.second(self.norm(self.first(inputs)).tanh()))
+
+
+def build(seed: int, mesh: DeviceMesh | None) -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
+    """Two models of their own optimizers, sharded if there is a mesh."""
+    torch.manual_seed(seed)
+    models: dict[str, nn.Module] = {"net": Net(), "critic": nn.Linear(7, 1)}
+    if mesh is not None:
+        for model in models.values():
+            fully_shard(model, mesh=mesh)
+    matrices = [value for value in models["net"].parameters() if value.ndim == 2]
+    vectors = [value for value in models["net"].parameters() if value.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return models, {
+        "net": torch.optim.AdamW(groups, lr=0.05, amsgrad=True, fused=True),
+        "critic": torch.optim.SGD(models["critic"].parameters(), lr=0.05, momentum=0.9),
+    }
+
+
+def train(models: dict[str, nn.Module], optimizers: dict[str, Optimizer], rank: int) -> None:
+    for step in range(3):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        models["critic"](models["net"](inputs)).square().mean().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def all_tensors(
+    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: CheckpointWorld
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, values = model_tensors(models), {}
+    for name, optimizer in optimizers.items():
+        state, values[name] = optimizer_state(name, optimizer, parameter_fqns(models), world=world)
+        tensors |= state
+    return tensors, values
+
+
+def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: CheckpointWorld) -> None:
+    tensors, values, metadata = model_tensors(models), read_shared(path)["optimizers"], tensor_metadata(path)
+    for name, optimizer in optimizers.items():
+        tensors |= prepare_optimizer_state(name, optimizer, parameter_fqns(models), values[name], metadata)
+    load_tensors(path, tensors, world=world)
+
+
+def bits(tensors: dict[str, Tensor]) -> Bits:
+    """The full values of all tensors; every rank must ask for them."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone().numpy()
+        for name, value in tensors.items()
+    }
+
+
+def assert_bits_equal(left: Bits, right: Bits) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.tobytes() == right[name].tobytes(), name
+
+
+def open_world() -> World:
+    return World(DeviceParameters(device="cpu"), shard_by_default=True)
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except CheckpointError as error:
+        return str(error)
+    return "ok"
+
+
+# -- what the ranks of a world of two do
+
+
+def save_two(root: Path) -> dict[str, Any]:
+    world = open_world()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    models, optimizers = build(0, mesh)
+    train(models, optimizers, world.rank)
+    tensors, values = all_tensors(models, optimizers, world)
+    buffers = rank_buffers(models, world=world)
+    mean = models["net"].norm.running_mean
+    path = write_checkpoint(
+        root / "checkpoints",
+        3,
+        tensors=tensors,
+        shared={"optimizers": values},
+        rank_state={"position": world.rank + 10},
+        rank_tensors=buffers,
+        manifest=DESCRIPTION,
+        world=world,
+    )
+    report: dict[str, Any] = {"path": path, "bits": bits(tensors), "buffers": sorted(buffers), "mean": mean.tolist()}
+
+    again, fresh = build(1, mesh)
+    restore(path, again, fresh, world)
+    state, mine = read_rank(path, world.rank)
+    load_rank_buffers(again, mine)
+    report |= {"position": state["position"], "mean again": again["net"].norm.running_mean.tolist()}
+    train(models, optimizers, world.rank)
+    train(again, fresh, world.rank)
+    report["went on"] = bits(all_tensors(models, optimizers, world)[0])
+    report["went on again"] = bits(all_tensors(again, fresh, world)[0])
+    report["faults"] = faults(root / "faults", path, world)
+    world.close()
+    return report
+
+
+def faults(root: Path, good: Path, world: World) -> dict[str, Any]:
+    """Each fault is on rank 1 only; what each rank was told, and what is left in the directory."""
+    second = world.rank == 1
+    told: dict[str, Any] = {}
+    save(root, 1, world=world)
+    told["state"] = outcome(lambda: save(root, 2, rank_state={"x": object() if second else 1}, world=world))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if second:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    sharded = DTensor.from_local(torch.zeros(1 << 17), init_device_mesh("cpu", (2,)))
+    tensors = {"sharded": sharded.redistribute(placements=[torch.distributed.tensor.Shard(0)])}
+    told["shard"] = outcome(lambda: save(root, 2, tensors=tensors, world=world))
+    rank_tensors = {"noise": torch.zeros(1 << 17)}
+    told["rank file"] = outcome(lambda: save(root, 2, rank_tensors=rank_tensors, world=world))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    world.barrier()
+    told["left"] = sorted(entry.name for entry in root.iterdir())
+    told["later"] = outcome(lambda: save(root, 2, world=world))
+
+    wrong = some_tensors() if not second else {**some_tensors(), "models.net.steps": torch.tensor(1.0)}
+    told["dtype"] = outcome(lambda: load_tensors(root / "step_00000002", wrong, world=world))
+    named = {f"stage{world.rank}": torch.full((2,), float(world.rank))}
+    pipeline = save(root, 4, tensors=named, world=world)
+    loaded = {name: torch.full_like(value, -1) for name, value in named.items()}
+    told["pipeline"] = outcome(lambda: load_tensors(pipeline, loaded, world=world))
+    told["stage"] = loaded[f"stage{world.rank}"].tolist()
+    told["unused"] = outcome(lambda: load_tensors(pipeline, {"stage0": torch.zeros(2)}, world=world))
+    return told
+
+
+def optimizer_with_rank_state(world: World) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    models, optimizers = build(0, mesh)
+    optimizers["critic"].state[models["critic"].weight]["trust"] = torch.tensor(float(world.rank))
+    return outcome(lambda: optimizer_state("critic", optimizers["critic"], parameter_fqns(models), world=world))
+
+
+def refuse_rank_state() -> str:
+    world = open_world()
+    told = optimizer_with_rank_state(world)
+    world.close()
+    return told
+
+
+def damage_on_four(path: Path, damaged: Path, expected: Bits) -> dict[str, str]:
+    """Loads onto FSDP over four and HSDP 2x2, then a checkpoint of which one shard is damaged."""
+    world = open_world()
+    meshes = {
+        "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
+        "hsdp": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
+    }
+    told = {}
+    for name, mesh in meshes.items():
+        models, optimizers = build(2, mesh)
+        restore(path, models, optimizers, world)
+        assert_bits_equal(bits(all_tensors(models, optimizers, world)[0]), expected)
+        moment = optimizers["net"].state[models["net"].first.weight]["exp_avg"]
+        assert isinstance(moment, DTensor)
+        assert moment.placements == models["net"].first.weight.placements
+        assert models["net"].tied.weight is models["net"].first.weight
+        told[name] = "ok"
+    told["verify"] = outcome(lambda: verify_checkpoint(damaged, world=world))
+    told["load"] = outcome(lambda: restore(damaged, models, optimizers, world))
+    world.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the two ranks of one world report, who saved with FSDP2."""
+    return run_world(save_two, 2, tmp_path_factory.mktemp("two"))
+
+
+def test_all_ranks_write_one_checkpoint(saved: list[dict[str, Any]]) -> None:
+    path = saved[0]["path"]
+    manifest = verify_checkpoint(path, world=Alone())
+    assert manifest.world_size == 2
+    assert {"__0_0.distcp", "__1_0.distcp", "rank_00000.json", "rank_00001.json"} < set(manifest.files)
+    assert saved[1]["path"] == path
+
+
+def test_a_run_restored_at_its_layout_goes_on_bit_for_bit(saved: list[dict[str, Any]]) -> None:
+    for report in saved:
+        assert_bits_equal(report["went on again"], report["went on"])
+
+
+@pytest.mark.pitfall(33)
+def test_each_rank_gets_its_own_state_back(saved: list[dict[str, Any]]) -> None:
+    assert [report["position"] for report in saved] == [10, 11]
+
+
+def test_statistics_that_differ_between_ranks_come_back_to_each(saved: list[dict[str, Any]]) -> None:
+    assert saved[0]["mean"] != saved[1]["mean"]
+    assert [report["mean again"] for report in saved] == [report["mean"] for report in saved]
+    assert [report["buffers"] for report in saved] == [
+        [],
+        ["models.net.norm.running_mean", "models.net.norm.running_var"],
+    ]
+
+
+def load_alone(path: Path, mesh: DeviceMesh | None) -> Bits:
+    models, optimizers = build(3, mesh)
+    restore(path, models, optimizers, Alone())
+    return bits(all_tensors(models, optimizers, Alone())[0])
+
+
+def test_two_sharded_ranks_load_onto_one_plain_process(saved: list[dict[str, Any]]) -> None:
+    assert_bits_equal(load_alone(saved[0]["path"], None), saved[0]["bits"])
+
+
+def test_two_sharded_ranks_load_onto_one_sharded_rank(saved: list[dict[str, Any]]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_bits_equal(load_alone(saved[0]["path"], init_device_mesh("cpu", (1,))), saved[0]["bits"])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.pitfall(68)
+def test_two_sharded_ranks_load_onto_four_and_onto_hsdp_and_damage_is_told_alike(
+    saved: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = saved[0]["path"]
+    damaged = tmp_path / path.name
+    damaged.mkdir()
+    for name in [*read_manifest(path).files, "manifest.json"]:
+        (damaged / name).write_bytes((path / name).read_bytes())
+    content = bytearray((path / "__1_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 4
+    (damaged / "__1_0.distcp").write_bytes(content)
+    told = run_world(damage_on_four, 4, path, damaged, saved[0]["bits"])
+    assert told == [told[0]] * 4
+    assert told[0]["fsdp"] == told[0]["hsdp"] == "ok"
+    for fault in (told[0]["verify"], told[0]["load"]):
+        assert f"{damaged / '__1_0.distcp'} is damaged" in fault
+
+
+def test_a_fault_on_one_rank_is_told_alike_on_all_and_leaves_nothing(saved: list[dict[str, Any]]) -> None:
+    first, second = (report["faults"] for report in saved)
+    assert {**first, "stage": None} == {**second, "stage": None}
+    assert "rank 1: TypeError: x: <class 'object'> cannot be kept" in first["state"]
+    assert "rank 1: OSError: [Errno 27] File too large" in first["shard"]
+    assert "rank 1: OSError: [Errno 27] File too large" in first["rank file"]
+    assert first["left"] == ["step_00000001"]
+    assert first["later"] == "ok"
+    assert "rank 1: shapes or dtypes differ: models.net.steps" in first["dtype"]
+
+
+def test_ranks_may_hold_different_names_as_under_a_pipeline(saved: list[dict[str, Any]]) -> None:
+    first, second = (report["faults"] for report in saved)
+    assert first["pipeline"] == "ok"
+    assert (first["stage"], second["stage"]) == ([0.0, 0.0], [1.0, 1.0])
+    assert "it holds stage1, which this run does not have" in first["unused"]
+
+
+@pytest.mark.pitfall(63)
+def test_plain_state_of_a_sharded_parameter_that_differs_is_an_error_on_all_ranks() -> None:
+    told = run_world(refuse_rank_state, 2)
+    assert told[0] == told[1]
+    assert "optimizers.critic.critic.weight.trust: plain tensors that differ from rank 0's" in told[0]
+
+
+# -- one rank is killed
+
+
+def save_until_killed(root: Path, call: int) -> None:
+    world = open_world()
+    save(root, 1, world=world)
+    if world.rank == 1:
+        count, fsync = 0, os.fsync
+
+        def killing(descriptor: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            fsync(descriptor)
+
+        os.fsync = killing
+    save(root, 2, world=world)
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_rank_killed_in_a_save_leaves_the_earlier_checkpoint_and_an_error_on_the_others(
+    tmp_path: Path, call: int
+) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 of 2 failed"):
+        run_world(save_until_killed, 2, tmp_path, call, timeout=60)
+    assert [manifest.step for manifest in list_checkpoints(tmp_path)] == [1]
+    verify_checkpoint(tmp_path / "step_00000001", world=Alone())
+    save(tmp_path, 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]

@@ -1,0 +1,179 @@
+"""A checkpoint that was made to run code on loading is refused, and runs none: one is planted in every kind of file.
+
+The attacker is thorough: sizes and checksums in the manifest are made to fit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dream_trainer.checkpoint.files import checksum
+from dream_trainer.checkpoint.manifest import FileEntry, encode_manifest, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.safe_dcp import parse_metadata
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import save, some_tensors
+
+pytestmark = pytest.mark.pitfall(43)
+
+
+class Payload:
+    """Pickles to a call that leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def by_way_of_an_allowed_module(trace: Path, protocol: int = 4) -> bytes:
+    """A pickle that asks DCP's own metadata module, which imports `os`, for `os.mkdir`."""
+    module, name, path = b"torch.distributed.checkpoint.metadata", b"os.mkdir", str(trace).encode()
+    text = lambda value: b"\x8c" + bytes([len(value)]) + value  # noqa: E731
+    return b"\x80\x04" + text(module) + text(name) + b"\x93" + text(path) + b"\x85R."
+
+
+def reseal(path: Path) -> None:
+    """Makes the manifest fit the files as they are now."""
+    manifest = read_manifest_unchecked(path)
+    entries = {}
+    for name in manifest.files:
+        size, xxh3 = checksum(path / name)
+        entries[name] = FileEntry(size=size, xxh3=xxh3)
+    (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=entries)))
+    verify_checkpoint(path, world=Alone())
+
+
+_sealed: dict[Path, Any] = {}
+
+
+def read_manifest_unchecked(path: Path) -> Any:
+    return _sealed[path]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = save(tmp_path / "checkpoints", 1, rank_tensors={"c": torch.ones(3)})
+    _sealed[path] = read_manifest(path)
+    return path
+
+
+def read_all(path: Path) -> None:
+    read_shared(path)
+    read_rank(path, 0)
+    tensor_metadata(path)
+    load_tensors(path, some_tensors(), world=Alone())
+
+
+def metadata_payload(trace: Path) -> bytes:
+    return pickle.dumps(Payload(trace))
+
+
+def metadata_hidden_payload(trace: Path) -> bytes:
+    return pickle.dumps(dcp.Metadata({}, planner_data=Payload(trace), storage_data={}))
+
+
+@pytest.mark.parametrize(
+    "make", [metadata_payload, metadata_hidden_payload, by_way_of_an_allowed_module], ids=lambda make: make.__name__
+)
+def test_code_in_the_metadata_is_refused_by_name(path: Path, make: Callable[[Path], bytes], tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    (path / ".metadata").write_bytes(make(trace))
+    reseal(path)
+    for read in (tensor_metadata, read_all):
+        with pytest.raises(CheckpointError, match=r"\.metadata asks for \S*mkdir"):
+            read(path)
+    assert not trace.exists()
+    pickle.loads(make(trace))
+    assert trace.exists()  # the payload works
+
+
+def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    content = io.BytesIO()
+    torch.save(Payload(trace), content)
+    shard = path / "__0_0.distcp"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        location.offset, location.length = 0, len(content.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    shard.write_bytes(content.getvalue())
+    reseal(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tensors(path, some_tensors(), world=Alone())
+    assert not trace.exists()
+    torch.load(shard, weights_only=False)
+    assert trace.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    dcp.save({"w": torch.ones(1), "x": Payload(trace)}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+        parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path / "dcp" / ".metadata")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["shared.json", "rank_00000.json", "rank_00000.safetensors", "manifest.json"])
+def test_pickles_in_place_of_the_other_files_are_not_run(path: Path, name: str, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    (path / name).write_bytes(pickle.dumps(Payload(trace)))
+    if name != "manifest.json":
+        reseal(path)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read_all(path)
+    assert not trace.exists()
+
+
+def test_torch_archives_in_place_of_safetensors_are_not_run(path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    torch.save({"c": Payload(trace)}, path / "rank_00000.safetensors")
+    assert zipfile.is_zipfile(path / "rank_00000.safetensors")
+    reseal(path)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        read_rank(path, 0)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])
+def test_a_manifest_cannot_lead_out_of_its_directory(path: Path, name: str) -> None:
+    manifest = _sealed[path]
+    outside = {**manifest.files, name: FileEntry(size=1, xxh3="0")}
+    (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=outside)))
+    with pytest.raises(CheckpointError, match="is not a file of its directory"):
+        read_manifest(path)
+
+
+def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        location.relative_path = "../../outside"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    with pytest.raises(CheckpointError, match="has no file"):
+        load_tensors(path, some_tensors(), world=Alone())
+
+
+def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    others = (torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+    written = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (*floats, *others, torch.int64)}
+    path = save(tmp_path, 1, tensors=written)
+    read = {name: torch.zeros_like(value) for name, value in written.items()}
+    load_tensors(path, read, world=Alone())
+    for name, value in written.items():
+        assert torch.equal(read[name].view(torch.uint8), value.view(torch.uint8)), name

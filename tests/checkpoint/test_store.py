@@ -1,0 +1,276 @@
+"""A checkpoint is published whole or not at all, and what is read back is what was written."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.checkpoint import files
+from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import DESCRIPTION, save, some_tensors
+
+
+def steps(root: Path) -> list[int]:
+    return [manifest.step for manifest in list_checkpoints(root)]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    shared = {"schedule": {1: (2, math.inf)}, "name": "run"}
+    rank_state = {"position": 7, "noise": np.arange(3)}
+    rank_tensors = {"random.cpu": torch.get_rng_state(), "buffer": torch.randn(2, 3).T}
+    path = save(tmp_path / "checkpoints", 1000, shared=shared, rank_state=rank_state, rank_tensors=rank_tensors)
+
+    assert path == tmp_path / "checkpoints" / "step_00001000"
+    assert read_shared(path) == shared
+    state, tensors = read_rank(path, 0)
+    assert state["position"] == 7
+    assert (state["noise"] == np.arange(3)).all()
+    assert {name: value.tolist() for name, value in tensors.items()} == {
+        name: value.tolist() for name, value in rank_tensors.items()
+    }
+    loaded = {name: torch.zeros_like(value) for name, value in some_tensors().items()}
+    load_tensors(path, loaded, world=Alone())
+    assert all(torch.equal(loaded[name], value) for name, value in some_tensors(1000).items())
+    assert tensor_metadata(path) == {name: (value.shape, value.dtype) for name, value in loaded.items()}
+
+
+@pytest.mark.pitfall(36)
+def test_the_manifest_says_what_the_checkpoint_is_whatever_the_metrics(tmp_path: Path) -> None:
+    metrics = {"loss": math.nan, "gain": -1.5, "zero": 0.0, "missing": None, "val/acc": math.inf}
+    path = save(tmp_path, 3, description={**DESCRIPTION, "metrics": metrics, "config": {"betas": (0.9, 0.95)}})
+    manifest = read_manifest(path)
+    assert path.name == "step_00000003"
+    assert (manifest.step, manifest.epoch, manifest.samples_seen, manifest.world_size) == (3, 1, 64, 1)
+    assert manifest.config == {"betas": (0.9, 0.95)}
+    assert repr(manifest.metrics) == repr(metrics)
+    assert manifest.versions["torch"] == torch.__version__
+    assert set(manifest.files) == {path.name for path in path.iterdir()} - {"manifest.json"}
+
+
+def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "absent") == []
+    for step in (20, 3, 100_000_000):
+        save(tmp_path, step)
+    (tmp_path / "step_00000004").mkdir()
+    (tmp_path / "step_00000005").write_text("a file")
+    (tmp_path / "best").mkdir()
+    assert steps(tmp_path) == [3, 20, 100_000_000]
+
+
+def test_a_moved_checkpoint_is_still_one(tmp_path: Path) -> None:
+    moved = save(tmp_path / "a", 1).rename(tmp_path / "kept_for_good")
+    assert verify_checkpoint(moved, world=Alone()).path == moved
+    assert read_shared(moved) == {"step": 1}
+
+
+def test_saving_a_step_again_changes_nothing(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    before = content(path)
+    assert save(tmp_path, 1, shared={"another": 1}) == path
+    assert content(path) == before
+
+
+def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    shard = path / "__0_0.distcp"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    assert save(tmp_path, 1) == path
+    verify_checkpoint(path, world=Alone())
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_save_removes_what_killed_jobs_left_and_nothing_of_the_users(tmp_path: Path) -> None:
+    left = files.make_temporary(tmp_path, 7)
+    (left / "__0_0.distcp").write_text("half")
+    for name in (".step_7.tmp", "step_00000009", "notes", ".step_00000001.tmp-mine"):
+        (tmp_path / name).mkdir()
+    save(tmp_path, 8)
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        *(".step_7.tmp", "step_00000009", "notes", ".step_00000001.tmp-mine"),
+        "step_00000008",
+    }
+
+
+@pytest.mark.pitfall(38)
+def test_names_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    weight = torch.zeros(3, 4)
+    with pytest.raises(CheckpointError, match=r"has no models\.net\.renamed"):
+        load_tensors(path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=Alone())
+    with pytest.raises(CheckpointError, match=r"it holds models\.net\.steps, which this run does not have"):
+        load_tensors(path, {"models.net.weight": weight}, world=Alone())
+    assert not weight.any()
+
+
+@pytest.mark.parametrize("target", [torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.float64), torch.zeros(12)])
+def test_shapes_and_dtypes_must_be_the_saved_ones(tmp_path: Path, target: torch.Tensor) -> None:
+    path = save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"models\.net\.weight \(saved \(3, 4\) torch\.float32, here"):
+        load_tensors(path, {"models.net.weight": target, "models.net.steps": torch.tensor(0)}, world=Alone())
+    assert not target.any()
+
+
+def test_parameters_that_require_gradients_are_loaded_in_place(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, tensors={"w": torch.ones(3)})
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    load_tensors(path, {"w": parameter}, world=Alone())
+    assert parameter.tolist() == [1, 1, 1]
+    assert parameter.requires_grad
+
+
+def test_the_state_of_a_rank_that_did_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="written by 1 ranks and has no state of rank 1"):
+        read_rank(save(tmp_path, 1), 1)
+
+
+@pytest.mark.parametrize("kind", ["shared", "rank_state"])
+def test_state_that_cannot_be_kept_is_an_error_naming_its_place(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(CheckpointError, match=r"callbacks\.ema: <class 'torch\.nn\.modules\.linear\.Linear'>"):
+        save(tmp_path, 1, **{kind: {"callbacks": {"ema": torch.nn.Linear(1, 1)}}})
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- when it cannot be written
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def large(nbytes: int) -> dict[str, torch.Tensor]:
+    return {"large": torch.zeros(nbytes, dtype=torch.uint8)}
+
+
+def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay_whole(small_disk: Path) -> None:
+    first = save(small_disk, 1)
+    before = content(first)
+    for argument in ("tensors", "rank_tensors"):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(small_disk, 2, **{argument: large(2 << 20)})
+    assert [entry.name for entry in small_disk.iterdir()] == [first.name]
+    assert content(first) == before
+    save(small_disk, 3)
+    assert steps(small_disk) == [1, 3]
+
+
+def test_a_read_only_disk_is_an_error_and_stays_readable(small_disk: Path) -> None:
+    save(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(small_disk, 2)
+    assert steps(small_disk) == [1]
+    assert read_shared(small_disk / "step_00000001") == {"step": 1}
+
+
+def test_a_file_in_the_directorys_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        save(tmp_path / "checkpoints", 1)
+    assert (tmp_path / "checkpoints").read_text() == "mine"
+
+
+def test_a_limit_on_file_sizes_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save(tmp_path, 1, tensors=large(4 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- when it is killed
+
+
+def killed_at(root: Path, call: int) -> bool:
+    """Saves step 2 in a child that kills itself at its `call`-th file-system call; False if it had fewer."""
+    child = os.fork()
+    if child == 0:
+        try:
+            count = 0
+
+            def counted(name: str) -> None:
+                original = getattr(os, name)
+
+                def wrapper(*args: object, **kwargs: object) -> object:
+                    nonlocal count
+                    count += 1
+                    if count == call:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return original(*args, **kwargs)
+
+                setattr(os, name, wrapper)
+
+            for name in ("mkdir", "rename", "fsync", "unlink", "rmdir"):
+                counted(name)
+            save(root, 2)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.pitfall(29)
+def test_killed_at_any_point_of_a_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    seen: set[tuple[int, ...]] = set()
+    call = 0
+    killed = True
+    while killed:
+        call += 1
+        root = tmp_path / str(call)
+        first = save(root, 1)
+        before = content(first)
+        killed = killed_at(root, call)
+        seen.add(tuple(steps(root)))
+        for manifest in list_checkpoints(root):
+            verify_checkpoint(manifest.path, world=Alone())
+        assert content(first) == before
+        assert save(root, 2).name in {entry.name for entry in root.iterdir()}
+        assert steps(root) == [1, 2]
+        assert len(list(root.iterdir())) == 2
+    assert seen == {(1,), (1, 2)}
+    assert call > 10
+
+
+@pytest.mark.pitfall(29)
+def test_killed_while_a_damaged_checkpoint_is_replaced_leaves_the_others_whole(tmp_path: Path) -> None:
+    call = 0
+    killed = True
+    while killed:
+        call += 1
+        root = tmp_path / str(call)
+        save(root, 1)
+        (save(root, 2) / "manifest.json").write_text("")
+        killed = killed_at(root, call)
+        assert steps(root) in ([1], [1, 2])
+        save(root, 2)
+        assert steps(root) == [1, 2]
+        assert len(list(root.iterdir())) == 2

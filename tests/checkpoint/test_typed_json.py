@@ -1,0 +1,185 @@
+"""Typed JSON gives back the types and bits that it was given, refuses the rest by name, and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.checkpoint import typed_json
+
+PLAIN_VALUES = [
+    None,
+    True,
+    -(10**40),
+    0.1,
+    -0.0,
+    1e-320,
+    math.inf,
+    -math.inf,
+    "naïve\n",
+    b"\x00\xff",
+    2 + 3j,
+    [1, [2]],
+    (1, (2, [3])),
+    (),
+    {1, 2},
+    frozenset({"a"}),
+    {1: "a", 2.5: "b", None: "c", (1, 2): "e", "1": "f"},
+    {"$tuple": [1], "plain": 2},
+    {"$dict": 1},
+    {},
+    Counter({3: 2}),
+    OrderedDict([("b", 1), ("a", 2)]),
+    Path("/a/b"),
+    datetime(2026, 11, 21, 4, 5, 6, 7),
+    timedelta(days=-1, microseconds=3),
+    torch.bfloat16,
+    torch.device("cuda", 3),
+    torch.Size([2, 3]),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN_VALUES, ids=repr)
+def test_a_value_comes_back_equal_and_of_its_own_type(value: Any) -> None:
+    text = typed_json.dumps(value)
+    json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    back = typed_json.loads(text)
+    assert back == value
+    assert repr(back) == repr(value)
+    assert type(back) is type(value)
+
+
+def test_nan_comes_back_as_nan() -> None:
+    assert math.isnan(typed_json.loads(typed_json.dumps({"loss": math.nan}))["loss"])
+
+
+def test_a_defaultdict_keeps_its_factory() -> None:
+    back = typed_json.loads(typed_json.dumps(defaultdict(list, {0: [1]})))
+    assert back == {0: [1]}
+    assert back["new"] == []
+
+
+@pytest.mark.pitfall(54)
+def test_a_restored_multistep_schedule_still_decays() -> None:
+    def build() -> torch.optim.lr_scheduler.MultiStepLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 2, 2, 5], gamma=0.5)
+
+    def run_on(scheduler: torch.optim.lr_scheduler.MultiStepLR, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            scheduler.optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+        return rates
+
+    straight = run_on(build(), 6)
+    first, second = build(), build()
+    run_on(first, 1)
+    second.load_state_dict(typed_json.loads(typed_json.dumps(first.state_dict())))
+    second.optimizer.param_groups[0]["lr"] = first.optimizer.param_groups[0]["lr"]
+    assert type(second.milestones) is Counter
+    assert run_on(second, 5) == straight[1:]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_a_tensor_keeps_shape_dtype_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.randn(shape) * 3).to(dtype)
+    back = typed_json.loads(typed_json.dumps(value))
+    assert back.dtype == dtype
+    assert back.shape == value.shape
+    assert torch.equal(back, value)
+
+
+def test_a_nan_with_a_payload_keeps_its_bits_in_tensors_and_arrays() -> None:
+    bits = struct.pack("<I", 0x7FC12345)
+    array = np.frombuffer(bits, np.float32)
+    assert typed_json.loads(typed_json.dumps(array)).tobytes() == bits
+    assert typed_json.loads(typed_json.dumps(torch.tensor(array.copy()))).numpy().tobytes() == bits
+
+
+def test_a_strided_view_keeps_its_values() -> None:
+    view = torch.arange(6).reshape(2, 3).T
+    assert torch.equal(typed_json.loads(typed_json.dumps(view)), view)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2026-01-01")])
+def test_a_numpy_scalar_stays_one(value: np.generic) -> None:
+    back = typed_json.loads(typed_json.dumps([value]))[0]
+    assert type(back) is type(value)
+    assert back == value
+
+
+def test_a_numpy_array_keeps_dtype_shape_and_byte_order() -> None:
+    value = np.arange(6, dtype=">u4").reshape(2, 3)
+    back = typed_json.loads(typed_json.dumps(value))
+    assert back.dtype == value.dtype
+    assert (back == value).all()
+    back[0, 0] = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.Linear(1, 1),
+        torch.nn.Parameter(torch.zeros(1)),
+        lambda: 1,
+        Point(1, 2),
+        np.array([object()]),
+        np.zeros(1, dtype=[("a", "i4")]),
+        torch.zeros(1, device="meta"),
+        torch.zeros(2).to_sparse(),
+        defaultdict(lambda: 1),
+        int,
+        torch.zeros(typed_json.MAX_ARRAY_BYTES // 4 + 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_type_that_cannot_be_kept_is_an_error_naming_its_place(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"callbacks\.ema\[0\]\[3\]\.model"):
+        typed_json.dumps({"ema": [{3: {"model": value}}]}, name="callbacks")
+
+
+def test_equal_sets_give_equal_text() -> None:
+    one = typed_json.dumps({str(number) for number in range(50)})
+    assert typed_json.dumps({str(number) for number in reversed(range(50))}) == one
+
+
+@pytest.mark.pitfall(43)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "NaN",
+        '{"$eval": "1"}',
+        '{"$dtype": "torch.load"}',
+        '{"$dtype": ["os"]}',
+        '{"$defaultdict": {"factory": "eval", "items": []}}',
+        '{"$ndarray": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}}',
+        '{"$ndarray": {"dtype": "<f4", "shape": [2], "data": "AAAA"}}',
+        '{"$tensor": {"dtype": "torch.float32", "shape": [7], "data": "AAAAAA=="}}',
+        '{"$tensor": 3}',
+        '{"$set": [[]]}',
+        '{"$float": "x"}',
+        "[" * 100_000,
+    ],
+)
+def test_text_of_another_making_is_a_value_error_and_runs_nothing(text: str) -> None:
+    with pytest.raises(ValueError):
+        typed_json.loads(text)

@@ -1,0 +1,165 @@
+"""BaseTrainerConfig and the check from outside, which a subclass cannot switch off by accident."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.callbacks.base import CallbackCollection
+from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, check_config
+from dream_trainer.errors import ConfigError
+
+NAMES = {"project": "mnist", "group": "baseline", "experiment": "run-001"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShelfParameters:
+    size: int = 1
+
+
+@dataclass(kw_only=True)
+class ShelfConfigMixin:
+    shelf_parameters: ShelfParameters = field(default_factory=ShelfParameters)
+
+
+@dataclass
+class PlainConfig(BaseTrainerConfig, ShelfConfigMixin):
+    learning_rate: float = 1e-3
+    hidden_size: int = 128
+
+
+def test_a_plain_dataclass_may_inherit_it_together_with_a_mixin() -> None:
+    config = PlainConfig(0.1, **NAMES, training_parameters=TrainingParameters(n_epochs=10))
+    check_config(config)
+    assert (config.learning_rate, config.hidden_size, config.seed) == (0.1, 128, 42)
+    assert config.training_parameters.n_epochs == 10
+    assert config.device_parameters == DeviceParameters()
+    assert len(config.callbacks) == 0
+    assert config.run_dir == Path("runs/mnist/baseline/run-001")
+
+
+@pytest.mark.pitfall(28)
+@pytest.mark.parametrize("missing", list(NAMES))
+def test_no_part_of_the_run_directory_has_a_default(missing: str) -> None:
+    with pytest.raises(TypeError, match=missing):
+        BaseTrainerConfig(**{name: value for name, value in NAMES.items() if name != missing})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+@pytest.mark.parametrize("value", ["", "  ", ".", "..", "a/b", "a\\b", "a\nb", None, 3])
+def test_a_name_that_cannot_be_a_directory_is_an_error(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}="):
+        BaseTrainerConfig(**{**NAMES, name: value})
+
+
+@pytest.mark.pitfall(7)
+def test_seed_zero_is_a_seed() -> None:
+    config = BaseTrainerConfig(**NAMES, seed=0)  # type: ignore[arg-type]
+    check_config(config)
+    assert config.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": None}, "seed=None"),
+        ({"seed": 2**64}, "63 bits"),
+        ({"training_parameters": {"n_epochs": 3}}, r"Use TrainingParameters\("),
+        ({"device_parameters": TrainingParameters()}, r"Use DeviceParameters\("),
+        ({"callbacks": []}, r"Use CallbackCollection\("),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BaseTrainerConfig(**NAMES, **values)
+
+
+@pytest.mark.pitfall(67)
+def test_a_post_init_without_super_does_not_switch_validation_off() -> None:
+    @dataclass
+    class Careless(BaseTrainerConfig):
+        def __post_init__(self) -> None:
+            self.own = 1
+
+    config = Careless(**NAMES, seed=-1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="seed=-1"):
+        check_config(config)
+
+
+@pytest.mark.pitfall(67)
+def test_a_validate_without_super_does_not_switch_validation_off() -> None:
+    @dataclass
+    class Careless(BaseTrainerConfig):
+        def validate(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match="project"):
+        check_config(Careless(project="", group="g", experiment="e"))
+
+
+@pytest.mark.pitfall(67)
+def test_a_forgotten_dataclass_is_found_with_the_fields_it_loses() -> None:
+    class Forgotten(BaseTrainerConfig):
+        learning_rate: float = 1e-3
+
+    with pytest.raises(ConfigError, match=r"learning_rate.*Put @dataclass above class Forgotten"):
+        check_config(Forgotten(**NAMES))  # type: ignore[arg-type]
+
+
+@pytest.mark.pitfall(67)
+def test_a_forgotten_dataclass_is_found_below_a_proper_one() -> None:
+    class Forgotten(PlainConfig):
+        dropout: float = 0.1
+
+    with pytest.raises(ConfigError, match="dropout"):
+        check_config(Forgotten(**NAMES))
+
+
+def test_a_default_overridden_without_a_type_is_found() -> None:
+    @dataclass
+    class Untyped(BaseTrainerConfig):
+        seed = 7  # type: ignore[misc]
+
+    with pytest.raises(ConfigError, match="seed is assigned without a type"):
+        check_config(Untyped(**NAMES))  # type: ignore[arg-type]
+
+
+def test_a_subclass_with_methods_only_needs_no_dataclass() -> None:
+    class Methods(PlainConfig):
+        def double(self) -> int:
+            return 2 * self.hidden_size
+
+    check_config(Methods(**NAMES))
+
+
+def test_values_assigned_after_the_config_was_built_are_checked() -> None:
+    config = PlainConfig(**NAMES)
+    config.shelf_parameters = {"size": 2}  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"Use ShelfParameters\("):
+        check_config(config)
+
+
+def test_an_own_init_that_leaves_fields_out_is_found() -> None:
+    class Handmade(BaseTrainerConfig):
+        def __init__(self) -> None:
+            self.project = "p"
+
+    with pytest.raises(ConfigError, match="no value for group"):
+        check_config(Handmade())
+
+
+def test_something_that_is_no_config_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="BaseTrainerConfig"):
+        check_config({"project": "p"})
+
+
+@pytest.mark.pitfall(53)
+def test_validation_changes_nothing() -> None:
+    config = PlainConfig(**NAMES, callbacks=CallbackCollection())
+    before = dict(vars(config))
+    check_config(config)
+    assert vars(config) == before

@@ -1,0 +1,88 @@
+"""Configs on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+
+from dream_trainer.callbacks.base import Callback, CallbackCollection
+from dream_trainer.config import BaseTrainerConfig, TrainingParameters
+from dream_trainer.config.command_line import parse
+
+
+@dataclass
+class LineConfig(BaseTrainerConfig):
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+
+
+def given() -> LineConfig:
+    return LineConfig(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=TrainingParameters(n_epochs=2, train_batch_size=8),
+        callbacks=CallbackCollection([Callback()]),
+    )
+
+
+def test_arguments_change_what_they_name_and_leave_the_rest_as_given() -> None:
+    config = given()
+    parsed = parse(config, ["--training-parameters.n-epochs", "3", "--learning-rate", "0.1", "--seed", "0"])
+    assert isinstance(parsed, LineConfig)
+    assert (parsed.training_parameters.n_epochs, parsed.training_parameters.train_batch_size) == (3, 8)
+    assert (parsed.learning_rate, parsed.seed, parsed.project) == (0.1, 0, "p")
+    assert parsed.callbacks is config.callbacks
+    assert config.training_parameters.n_epochs == 2
+
+
+def test_a_class_requires_what_has_no_default() -> None:
+    parsed = parse(LineConfig, ["--project", "a", "--group", "b", "--experiment", "c"])
+    assert (parsed.project, parsed.learning_rate, len(parsed.callbacks)) == ("a", 1e-3, 0)
+    with pytest.raises(SystemExit) as raised:
+        parse(LineConfig, ["--project", "a"])
+    assert raised.value.code == 2
+
+
+def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
+    parsed = parse(
+        given(),
+        "--device-parameters.dp-shard 4 --training-parameters.fast-dev-run --training-parameters.max-time 90 "
+        "--training-parameters.n-epochs None".split(),
+    )
+    assert (parsed.device_parameters.dp_shard, parsed.device_parameters.dp_replicate) == (4, "auto")
+    assert parsed.training_parameters.fast_dev_run is True
+    assert parsed.training_parameters.max_time == timedelta(seconds=90)
+    assert parsed.training_parameters.n_epochs is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--training-parameters.n-epoch", "3"], "Unrecognized"),
+        (["--training-parameters.n-epochs", "three"], "three"),
+        (["--training-parameters.train-batch-size", "0"], "train_batch_size=0 is too small"),
+        (["--project", "a/b"], "project='a/b'"),
+        (["--callbacks", "x"], "Unrecognized"),
+    ],
+)
+def test_a_wrong_argument_ends_with_code_2_and_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(given(), arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(given(), ["--help"])
+    assert raised.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Peak learning rate." in text
+    assert "Optimizer steps over the whole run; None sets no limit." in text
+    assert "(default: 8)" in text
+    assert "--callbacks" not in text

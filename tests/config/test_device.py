@@ -1,0 +1,87 @@
+"""DeviceParameters: presets shard and replicate what their names say, and a mesh that does not fit is explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from dream_trainer.config import DeviceParameters, MeshShape, resolve_mesh
+from dream_trainer.errors import ConfigError
+
+
+def shape(parameters: DeviceParameters, world_size: int, *, fsdp: bool = True) -> tuple[int, int]:
+    mesh = resolve_mesh(parameters, world_size, shard_by_default=fsdp)
+    assert (mesh.pp, mesh.cp, mesh.tp) == (1, 1, 1)
+    return mesh.dp_replicate, mesh.dp_shard
+
+
+def test_the_mesh_names_its_dimensions_in_order() -> None:
+    assert MeshShape._fields == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_default_shards_over_all_ranks_with_fsdp_and_replicates_without(world_size: int) -> None:
+    assert shape(DeviceParameters(), world_size, fsdp=True) == (1, world_size)
+    assert shape(DeviceParameters(), world_size, fsdp=False) == (world_size, 1)
+
+
+@pytest.mark.pitfall(22)
+def test_presets_do_what_their_names_say() -> None:
+    assert shape(DeviceParameters.fsdp(), 4) == (1, 4)
+    assert shape(DeviceParameters.ddp(), 4) == (4, 1)
+    assert shape(DeviceParameters.ddp(), 4, fsdp=False) == (4, 1)
+    assert shape(DeviceParameters.hsdp(dp_shard=2), 8) == (4, 2)
+    assert shape(DeviceParameters.hsdp(), 16) == (2, 8)
+    assert shape(DeviceParameters.single_device(), 1) == (1, 1)
+
+
+@pytest.mark.pitfall(22)
+def test_presets_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def presets() -> list[DeviceParameters]:
+        make = DeviceParameters
+        return [make.single_device(), make.ddp(), make.fsdp(), make.hsdp()]
+
+    expected = presets()
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert presets() == expected
+
+
+def test_auto_takes_the_ranks_that_are_left() -> None:
+    assert shape(DeviceParameters(dp_replicate=2), 8) == (2, 4)
+    assert shape(DeviceParameters(dp_shard=4), 8) == (2, 4)
+    assert shape(DeviceParameters(dp_replicate=4, dp_shard=2), 8) == (4, 2)
+
+
+def test_a_size_that_does_not_divide_is_answered_with_the_valid_ones() -> None:
+    expected = (
+        'dp_shard=3 does not divide world_size=8 (pp=1, dp_replicate="auto", cp=1, tp=1 leave 8). '
+        'Use dp_shard="auto", or 1, 2, 4 or 8.'
+    )
+    with pytest.raises(ConfigError) as raised:
+        shape(DeviceParameters(dp_shard=3), 8)
+    assert str(raised.value) == expected
+
+
+def test_sizes_that_do_not_make_the_world_are_answered_with_the_pairs_that_do() -> None:
+    with pytest.raises(ConfigError, match="makes 4 ranks, but world_size=6 .*6 x 1, 3 x 2, 2 x 3 or 1 x 6"):
+        shape(DeviceParameters(dp_replicate=2, dp_shard=2), 6)
+
+
+def test_more_ranks_than_a_single_device_preset_has_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="makes 1 ranks, but world_size=2"):
+        shape(DeviceParameters.single_device(), 2)
+
+
+@pytest.mark.parametrize("parameters", [DeviceParameters(dp_shard=2), DeviceParameters.fsdp()])
+def test_sharding_without_fsdp_mixin_is_an_error_that_names_it(parameters: DeviceParameters) -> None:
+    with pytest.raises(ConfigError, match="FSDPMixin"):
+        shape(parameters, 2, fsdp=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"device": "tpu"}, {"dp_shard": 0}, {"dp_replicate": "all"}, {"step_timeout_seconds": 0}, {"dp_shard": True}],
+)
+def test_a_value_that_works_on_no_machine_is_an_error(values: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        DeviceParameters(**values)

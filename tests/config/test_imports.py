@@ -1,0 +1,20 @@
+"""What importing configs costs: nothing that is not used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.pitfall(51)
+def test_building_a_config_imports_no_library_of_its_own() -> None:
+    program = (
+        "import sys\n"
+        "from dream_trainer.config import BaseTrainerConfig, check_config\n"
+        "check_config(BaseTrainerConfig(project='p', group='g', experiment='e'))\n"
+        "print(sorted({'tyro', 'cattrs', 'rich', 'wandb', 'torchmetrics'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

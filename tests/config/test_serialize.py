@@ -1,0 +1,156 @@
+"""Configs to plain dicts and back, and the difference of two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dream_trainer.callbacks.base import Callback, CallbackCollection
+from dream_trainer.config import (
+    BaseTrainerConfig,
+    DeviceParameters,
+    TrainingParameters,
+    difference,
+    from_dict,
+    to_dict,
+)
+from dream_trainer.errors import ConfigError
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Watcher(Callback):
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.model = torch.nn.Linear(1, 1)
+
+
+@dataclass
+class RichConfig(BaseTrainerConfig):
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    widths: list[int] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+    data: Path | None = None
+    colour: Colour = Colour.RED
+    anything: Any = None
+
+
+def rich(**values: Any) -> RichConfig:
+    return RichConfig(**{"project": "p", "group": "g", "experiment": "e", **values})
+
+
+def test_a_config_survives_json() -> None:
+    config = rich(
+        learning_rate=3,
+        widths=[1, 2],
+        dtype=torch.bfloat16,
+        data=Path("a/b"),
+        seed=0,
+        training_parameters=TrainingParameters(max_time=timedelta(minutes=90), max_steps=0, val_every_minutes=1.5),
+        device_parameters=DeviceParameters.hsdp(dp_shard=2),
+    )
+    data = json.loads(json.dumps(to_dict(config)))
+    again = from_dict(RichConfig, data)
+    assert difference(to_dict(again), data) == []
+    assert again.training_parameters == config.training_parameters
+    assert again.device_parameters == config.device_parameters
+    assert (again.betas, again.widths, again.dtype) == ((0.9, 0.95), [1, 2], torch.bfloat16)
+    assert (again.data, again.colour, again.seed) == (Path("a/b"), Colour.RED, 0)
+
+
+def test_a_duration_becomes_seconds() -> None:
+    data = to_dict(rich(training_parameters=TrainingParameters(max_time=timedelta(minutes=2))))
+    assert data["training_parameters"]["max_time"] == 120.0
+
+
+def test_callbacks_are_recorded_by_class_and_plain_fields_and_stay_at_their_default_on_the_way_back() -> None:
+    data = to_dict(rich(callbacks=CallbackCollection([Watcher(3), Watcher(5)])))
+    assert [(entry["class"].rsplit(".", 1)[-1], entry["every"]) for entry in data["callbacks"]] == [
+        ("Watcher", 3),
+        ("Watcher", 5),
+    ]
+    assert "model" not in data["callbacks"][0]
+    assert len(from_dict(RichConfig, data).callbacks) == 0
+
+
+def test_a_config_class_inside_a_function_can_be_recorded() -> None:
+    @dataclass
+    class Inner:
+        size: int = 2
+
+    @dataclass
+    class Local(BaseTrainerConfig):
+        inner: Inner = field(default_factory=Inner)
+
+    assert to_dict(Local(project="p", group="g", experiment="e"))["inner"] == {"size": 2}
+
+
+def test_a_nested_subclass_keeps_its_own_fields() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class More(TrainingParameters):
+        warmup_steps: int = 7
+
+    assert to_dict(rich(training_parameters=More()))["training_parameters"]["warmup_steps"] == 7
+
+
+@dataclass
+class CodeConfig:
+    activation: Callable[..., Any] = torch.relu
+    layer: type = torch.nn.Linear
+
+
+def test_code_is_recorded_by_name_and_not_restored() -> None:
+    data = to_dict(CodeConfig(activation=math.sqrt))
+    assert data == {"activation": "math.sqrt", "layer": "torch.nn.modules.linear.Linear"}
+    with pytest.raises(ConfigError, match="set this field in code instead"):
+        from_dict(CodeConfig, data)
+    assert from_dict(CodeConfig, {}).layer is torch.nn.Linear
+
+
+def test_a_value_without_a_plain_form_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no plain form"):
+        to_dict(rich(anything=torch.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rat": 1}, "unknown keys learning_rat"),
+        ({"training_parameters": {"n_epoch": 1}}, "unknown keys n_epoch.*training_parameters"),
+        ({"seed": "3"}, "'3' is a str, not an int.*seed"),
+        ({"training_parameters": {"fast_dev_run": "False"}}, "not a bool"),
+        ({"training_parameters": {"n_epochs": -1}}, "n_epochs=-1 is too small"),
+        ({"dtype": "float99"}, "not a dtype"),
+        ({"project": ""}, "names nothing"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_dict(RichConfig, {"project": "p", "group": "g", "experiment": "e", **change})
+
+
+@pytest.mark.pitfall(56)
+def test_the_difference_names_changed_fields_by_their_path() -> None:
+    old = to_dict(rich(training_parameters=TrainingParameters(n_epochs=3)))
+    new = to_dict(rich(training_parameters=TrainingParameters(n_epochs=5), learning_rate=1e-4))
+    assert difference(old, new) == ["training_parameters.n_epochs: 3 -> 5", "learning_rate: 0.001 -> 0.0001"]
+
+
+def test_the_difference_names_fields_that_only_one_side_has() -> None:
+    assert difference({"a": 1, "b": None}, {"b": None, "c": [1]}) == ["a: 1 -> (absent)", "c: (absent) -> [1]"]
+
+
+def test_a_tuple_equals_the_list_that_json_made_of_it() -> None:
+    assert difference({"betas": (0.9, 0.95)}, {"betas": [0.9, 0.95]}) == []

@@ -1,0 +1,94 @@
+"""TrainingParameters: what is valid, what a limit of zero means, and how accumulation is derived."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from dream_trainer.config import TrainingParameters, accumulation_steps
+from dream_trainer.errors import ConfigError
+
+
+def test_a_run_without_any_limit_stops_after_one_epoch() -> None:
+    assert TrainingParameters().epoch_limit == 1
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 5}, {"max_time": timedelta(hours=1)}, {"max_samples": 9}])
+def test_another_limit_alone_leaves_epochs_unlimited(limit: dict[str, Any]) -> None:
+    assert TrainingParameters(**limit).epoch_limit is None
+
+
+@pytest.mark.pitfall(7)
+def test_zero_is_kept_as_a_value() -> None:
+    parameters = TrainingParameters(
+        n_epochs=0, max_steps=0, max_samples=0, max_time=timedelta(0), val_steps_per_epoch=0, train_steps_per_epoch=0
+    )
+    assert parameters.epoch_limit == 0
+    assert (parameters.max_steps, parameters.max_samples, parameters.max_time) == (0, 0, timedelta(0))
+    assert (parameters.val_steps_per_epoch, parameters.train_steps_per_epoch) == (0, 0)
+
+
+@pytest.mark.pitfall(53)
+def test_it_cannot_be_changed_after_it_was_built() -> None:
+    with pytest.raises(FrozenInstanceError):
+        TrainingParameters().n_epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n_epochs": -1}, "n_epochs=-1 is too small"),
+        ({"n_epochs": 1.5}, "n_epochs=1.5 is not an integer"),
+        ({"n_epochs": True}, "n_epochs=True is not an integer"),
+        ({"max_time": 60}, "does not say its unit"),
+        ({"max_time": timedelta(seconds=-1)}, "is negative"),
+        ({"train_batch_size": 0}, "train_batch_size=0 is too small"),
+        ({"val_batch_size": "8"}, "val_batch_size='8' is not an integer"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        ({"gradient_clip_val": 0.0}, "None does not clip"),
+        ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_value": 1.0}, "Set one of them"),
+        ({"val_every_n_steps": 0}, "val_every_n_steps=0"),
+        ({"val_every_n_epochs": 0}, "None turns this interval off"),
+        ({"val_every_minutes": -1.0}, "val_every_minutes=-1.0"),
+        ({"nonfinite": "ignore"}, "Use 'raise', 'skip' or 'retry'"),
+        ({"max_nonfinite": -1}, "max_nonfinite=-1"),
+        ({"fast_dev_run": 1}, "Use True or False"),
+        ({"train_steps_per_epoch": 0, "max_steps": 3}, "never end"),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 2}, "Leave one of them out"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingParameters(**values)
+
+
+def test_accumulation_is_as_configured_without_a_global_batch_size() -> None:
+    assert accumulation_steps(TrainingParameters(gradient_accumulation_steps=4), batch_size=32, dp_size=8) == 4
+
+
+@pytest.mark.parametrize(("batch_size", "dp_size", "expected"), [(8, 1, 16), (8, 4, 4), (32, 4, 1)])
+def test_accumulation_fills_the_global_batch(batch_size: int, dp_size: int, expected: int) -> None:
+    assert accumulation_steps(TrainingParameters(global_batch_size=128), batch_size, dp_size) == expected
+
+
+def test_a_batch_size_that_does_not_divide_is_answered_with_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"not a multiple of 64 .*batch size of 1, 2, 5, 10, 25 or 50, .*=64 or 128"):
+        accumulation_steps(TrainingParameters(global_batch_size=100), batch_size=32, dp_size=2)
+
+
+def test_a_world_that_does_not_divide_is_answered_with_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 or 16, or 1, 2, 5 or 10 data-parallel ranks"):
+        accumulation_steps(TrainingParameters(global_batch_size=10), batch_size=2, dp_size=4)
+
+
+def test_every_field_has_a_line_of_help() -> None:
+    import inspect
+
+    source = inspect.getsource(TrainingParameters)
+    for f in fields(TrainingParameters):
+        declaration = source[source.index(f"    {f.name}: ") :].splitlines()
+        assert declaration[1].startswith('    """'), f.name

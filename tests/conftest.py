@@ -1,0 +1,124 @@
+"""Options and guards of the whole test run: what a test changes outside itself makes that test fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent
+# Written by the tools themselves while tests run.
+TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
+# pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
+RUNNER_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every case: slow tests and full matrices too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(scope="session")
+def all_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether `--all` asks for full matrices."""
+    return bool(request.config.getoption("--all"))
+
+
+@pytest.fixture(autouse=True)
+def environment_is_left_alone() -> Iterator[None]:
+    """Fails a test that leaves environment variables changed, and puts them back."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and name not in RUNNER_VARIABLES
+    }
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"environment variables left changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """Fails a test that leaves a thread behind which would keep the process from ending."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in left:
+        thread.join(timeout=5)
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert not alive, f"threads left running: {alive}"
+
+
+@pytest.fixture(autouse=True)
+def process_group_is_destroyed() -> Iterator[None]:
+    """Fails a test that leaves `torch.distributed` initialised, and destroys it for the next one."""
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the default process group was left initialised")
+
+
+@pytest.fixture(autouse=True)
+def repository_root_stays_clean() -> Iterator[None]:
+    """Fails a test that writes into the repository root or into a `runs` folder of the working directory."""
+    before = _top_level_files()
+    yield
+    added = _top_level_files() - before
+    assert not added, f"files left in {ROOT}: {sorted(added)}"
+
+
+def _top_level_files() -> set[str]:
+    return {path.name for path in ROOT.iterdir()} - TOOL_FILES
+
+
+@pytest.fixture(autouse=True)
+def torch_settings_are_left_alone() -> Iterator[None]:
+    """Fails a test that leaves global torch settings changed, and puts them back."""
+    before = _torch_settings()
+    yield
+    after = _torch_settings()
+    torch.set_default_dtype(before["default dtype"])
+    torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["deterministic warn only"])
+    torch.set_grad_enabled(before["grad enabled"])
+    torch.set_num_threads(before["threads"])
+    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, f"torch settings left changed (before, after): {changed}"
+
+
+def _torch_settings() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "grad enabled": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, alone or in any order."""
+    random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,89 @@
+"""Datasets and loaders of the data tests; at module level, so that worker processes can import them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+
+class DrawingDataset(Dataset[dict[str, Any]]):
+    """Sample i is i and one draw of each global generator, as an augmentation would make it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return {
+            "index": index,
+            "torch": torch.rand((), dtype=torch.float64),
+            "numpy": np.random.rand(),
+            "python": random.random(),
+        }
+
+
+class CountingDataset(Dataset[int]):
+    """Notes which samples were loaded (in this process)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class ShuffledStream(IterableDataset[int]):
+    """An iterable dataset with a shuffle buffer that draws from the global generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for index in range(self.length):
+            buffer.append(index)
+            if len(buffer) == 4:
+                yield buffer.pop(random.randrange(4))
+        yield from buffer
+
+
+class BrokenDataset(Dataset[int]):
+    """Fails at sample 5."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError("sample 5 is damaged")
+        return index
+
+
+def rows(batch: dict[str, Tensor]) -> list[tuple[float, ...]]:
+    """A batch of DrawingDataset as one tuple for each sample."""
+    columns = [batch[name].tolist() for name in ("index", "torch", "numpy", "python")]
+    return list(zip(*columns, strict=True))
+
+
+def global_states() -> tuple[Any, ...]:
+    """The global generators of this process, comparable with ==."""
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
+    )

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, loader_batch_size, rebuild
+from dream_trainer.data.stream import train_stream
+from dream_trainer.errors import DataError
+from tests.data.samples import DrawingDataset, ShuffledStream
+
+DATA = TensorDataset(torch.arange(12))
+
+
+def keep_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def note_worker(worker_id: int) -> None:
+    pass
+
+
+class MyLoader(DataLoader):
+    """A loader of the user's own class."""
+
+
+class MyBatchSampler(BatchSampler):
+    """A batch sampler of the user's own class."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "shuffle"),
+    [
+        (DataLoader(DATA, 4), False),
+        (DataLoader(DATA, 4, shuffle=True), True),
+        (DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)), True),
+        (DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 0)), True),
+        (DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 0, shuffle=False)), False),
+        (StatefulDataLoader(DATA, 4, shuffle=True), True),
+    ],
+)
+def test_plain_loaders_are_rebuilt_as_ours(loader: DataLoader, shuffle: bool) -> None:
+    own = rebuild(loader)
+    assert own is not None
+    assert (own.dataset, own.batch_size, own.shuffle, own.drop_last) == (DATA, 4, shuffle, False)
+
+
+def test_a_rebuilt_loader_keeps_every_option() -> None:
+    plain = DataLoader(
+        DATA,
+        3,
+        drop_last=True,
+        collate_fn=keep_list,
+        num_workers=2,
+        pin_memory=True,
+        persistent_workers=True,
+        prefetch_factor=5,
+        worker_init_fn=note_worker,
+        timeout=9,
+        multiprocessing_context="spawn",
+    )
+    own = rebuild(plain)
+    assert own is not None
+    for name in (
+        "batch_size",
+        "drop_last",
+        "collate_fn",
+        "num_workers",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "worker_init_fn",
+        "timeout",
+        "multiprocessing_context",
+    ):
+        assert vars(own)[name] == getattr(plain, name), name
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
+        DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=6)),
+        DataLoader(DATA, 4, sampler=SequentialSampler(range(6))),
+        DataLoader(DATA, 4, sampler=[3, 2, 1]),
+        DataLoader(DATA, batch_size=None),
+        DataLoader(DATA, batch_sampler=MyBatchSampler(SequentialSampler(DATA), 4, False)),
+        DataLoader(ShuffledStream(8), 4),
+        MyLoader(DATA, 4),
+        [torch.ones(2)],
+    ],
+)
+@pytest.mark.pitfall(12)
+def test_what_cannot_be_rebuilt_serves_one_rank_and_is_refused_with_the_fix_beyond(loader: Any) -> None:
+    assert rebuild(loader) is None
+    window = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=0).next_window()
+    assert window is not None
+    assert window.size == 1
+    with pytest.raises(DataError, match=r"DistributedDataLoader.*PerRankLoader"):
+        train_stream(loader, accumulation=1, dp_rank=0, dp_size=2, seed=0)
+
+
+@pytest.mark.pitfall(12)
+def test_a_plain_loader_with_several_ranks_gives_each_its_own_samples() -> None:
+    seen = []
+    for rank in range(3):
+        stream = train_stream(DataLoader(DATA, 2, shuffle=True), accumulation=1, dp_rank=rank, dp_size=3, seed=0)
+        while (window := stream.next_window()) is not None:
+            seen += [index for (batch,) in window.batches for index in batch.tolist()]
+    assert sorted(seen) == list(range(12))
+
+
+def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:
+    loader = DistributedDataLoader(DrawingDataset(10), 4)
+    assert len(loader) == 2
+    assert [batch["index"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(DistributedDataLoader(DrawingDataset(10), 4, drop_last=False)) == 3
+
+
+def test_wrong_datasets_and_batch_sizes_are_refused() -> None:
+    with pytest.raises(DataError, match="ShuffledStream has no length"):
+        DistributedDataLoader(ShuffledStream(4), 2)
+    with pytest.raises(DataError, match="batch_size=0"):
+        DistributedDataLoader(DATA, 0)
+    with pytest.raises(DataError, match="0 samples"):
+        DistributedDataLoader(TensorDataset(torch.ones(0)), 2)
+    with pytest.raises(DataError, match="several ranks already"):
+        PerRankLoader(DistributedDataLoader(DATA, 2))
+    with pytest.raises(DataError, match="cannot be iterated"):
+        PerRankLoader(3)  # type: ignore[arg-type]
+
+
+def test_the_batch_size_is_read_where_the_loader_says_it() -> None:
+    assert loader_batch_size(DistributedDataLoader(DATA, 3)) == 3
+    assert loader_batch_size(DataLoader(DATA, 5)) == 5
+    assert loader_batch_size(PerRankLoader(DataLoader(ShuffledStream(8), 4))) == 4
+    assert loader_batch_size(DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 6, True))) == 6
+    assert loader_batch_size([torch.ones(2)]) is None

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from dream_trainer.data.order import epoch_order
+from dream_trainer.data.sampler import RankBatchSampler, Sharding, end_with_tail, end_without_tail
+
+
+def batches(
+    length: int, batch_size: int, rank: int, size: int, first: int, end: int, shuffle: bool = True
+) -> list[list[int]]:
+    sampler = RankBatchSampler(length, Sharding(batch_size, rank, size), seed=5, shuffle=shuffle)
+    sampler.start(2, first, end)
+    keys = list(sampler)
+    assert len(sampler) == len(keys)
+    assert all(epoch == 2 for epoch, _ in keys)
+    return [indices for _, indices in keys]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rank_r_takes_the_rth_slice_of_each_chunk(size: int) -> None:
+    order = epoch_order(5, 2, 24, True).tolist()
+    batch_size = 12 // size
+    for rank in range(size):
+        expected = [order[chunk * 12 + rank * batch_size :][:batch_size] for chunk in range(2)]
+        assert batches(24, batch_size, rank, size, 0, 24) == expected
+
+
+def test_starting_in_the_middle_yields_what_was_left() -> None:
+    for first in (0, 6, 12, 18):
+        assert batches(24, 3, 1, 2, first, 24) == batches(24, 3, 1, 2, 0, 24)[first // 6 :]
+
+
+@pytest.mark.parametrize(("length", "size"), [(7, 2), (7, 3), (2, 3), (1, 4), (13, 3), (12, 4)])
+def test_the_last_chunk_is_split_to_sizes_that_differ_by_at_most_one(length: int, size: int) -> None:
+    ranks = [batches(length, 2, rank, size, 0, length, shuffle=False) for rank in range(size)]
+    assert sorted(index for rank in ranks for batch in rank for index in batch) == list(range(length))
+    chunks = -(-length // (2 * size))
+    last_sizes = [len(rank[chunks - 1]) if len(rank) == chunks else 0 for rank in ranks]
+    assert max(last_sizes) - min(last_sizes) <= 1
+
+
+def test_a_pass_without_its_tail_ends_with_the_last_whole_global_batch() -> None:
+    assert end_without_tail(10, 0, 4) == 8
+    assert end_without_tail(8, 4, 4) == 8
+    assert end_without_tail(3, 0, 4) == 0
+    assert end_without_tail(10, 1, 4) == 9  # resumed with another global batch
+
+
+def test_a_pass_with_its_tail_leaves_out_only_a_chunk_with_fewer_samples_than_ranks() -> None:
+    assert end_with_tail(10, 0, Sharding(4, 0, 1)) == 10
+    assert end_with_tail(10, 0, Sharding(2, 0, 2)) == 10
+    assert end_with_tail(9, 0, Sharding(2, 0, 2)) == 8
+    assert end_with_tail(2, 0, Sharding(2, 0, 3)) == 0

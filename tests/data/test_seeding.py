@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.order import sample_seed
+from dream_trainer.data.seeding import KeyedDataset, draws_nothing, seed_globals
+from dream_trainer.data.validation import validation_batches
+from tests.data.samples import DrawingDataset, global_states, rows
+
+
+class HubDataset:
+    """Loads many samples at once, like Hugging Face's datasets."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("loaded one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        self.asked.append(indices)
+        return [(index, random.random()) for index in indices]
+
+
+def test_each_sample_is_drawn_under_its_own_seed_whatever_its_batch() -> None:
+    data = KeyedDataset(DrawingDataset(10), default_collate, 7)
+    together = rows(data.__getitems__((0, [3, 4, 5])))
+    alone = [row for index in (5, 4, 3) for row in rows(data.__getitems__((0, [index])))]
+    assert together == alone[::-1]
+    torch.manual_seed(sample_seed(7, 0, 3) & 0xFFFF_FFFF)
+    assert together[0][1] == torch.rand((), dtype=torch.float64).item()
+
+
+def test_another_epoch_draws_anew() -> None:
+    data = KeyedDataset(DrawingDataset(10), default_collate, 7)
+    assert rows(data.__getitems__((0, [3])))[0][1:] != rows(data.__getitems__((1, [3])))[0][1:]
+
+
+def test_torch_and_numpy_do_not_get_the_same_stream() -> None:
+    seed_globals(sample_seed(1, 2, 3))
+    from_torch = torch.randint(0, 2**31, (4,)).tolist()
+    assert from_torch != np.random.randint(0, 2**31, 4).tolist()
+
+
+def test_loading_in_process_leaves_the_global_generators_where_they_were() -> None:
+    data = KeyedDataset(DrawingDataset(10), lambda samples: torch.rand(2), 7)
+    before = global_states()
+    data.__getitems__((0, [1, 2]))
+    assert global_states() == before
+
+
+def test_the_global_generators_are_put_back_when_a_sample_fails() -> None:
+    before = global_states()
+    with pytest.raises(IndexError):
+        KeyedDataset(DrawingDataset(10), default_collate, 7).__getitems__((0, [1, 99]))
+    assert global_states() == before
+
+
+def test_a_random_collate_function_is_seeded_too() -> None:
+    data = KeyedDataset(TensorDataset(torch.ones(4)), lambda samples: torch.rand(2).tolist(), 7)
+    assert data.__getitems__((0, [1])) == data.__getitems__((0, [1]))
+
+
+def test_datasets_of_tensors_and_their_parts_are_known_to_draw_nothing() -> None:
+    tensors = TensorDataset(torch.ones(4))
+    assert draws_nothing(tensors)
+    assert draws_nothing(Subset(ConcatDataset([tensors, Subset(tensors, [1])]), [0]))
+    assert not draws_nothing(ConcatDataset([tensors, DrawingDataset(3)]))
+    assert KeyedDataset(tensors, default_collate, 7).seed is None
+
+
+def test_a_subset_is_seeded_per_sample_though_torch_gives_it_getitems() -> None:
+    data = KeyedDataset(Subset(DrawingDataset(10), [8, 6, 4]), default_collate, 7)
+    assert rows(data.__getitems__((0, [0, 1])))[1] == rows(data.__getitems__((0, [1])))[0]
+
+
+def test_a_dataset_that_loads_batches_is_asked_once_and_seeded_once() -> None:
+    hub = HubDataset()
+    data = KeyedDataset(hub, list, 7)
+    first = data.__getitems__((0, [2, 4]))
+    assert hub.asked == [[2, 4]]
+    assert first == data.__getitems__((0, [2, 4]))
+
+
+def test_unseeded_loading_draws_from_the_process_itself() -> None:
+    data = KeyedDataset(DrawingDataset(10), default_collate, None)
+    torch.manual_seed(3)
+    expected = torch.rand((), dtype=torch.float64).item()
+    torch.manual_seed(3)
+    assert rows(data.__getitems__((0, [1])))[0][1] == expected
+
+
+class OffsetDataset:
+    """Its samples depend on what a worker_init_fn sets on it."""
+
+    offset = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.offset
+
+
+def set_offset(worker_id: int) -> None:
+    get_worker_info().dataset.offset = 100  # type: ignore[union-attr]
+
+
+def test_a_worker_init_fn_finds_the_users_own_dataset() -> None:
+    loader = DistributedDataLoader(OffsetDataset(), 4, num_workers=1, worker_init_fn=set_offset)
+    data = validation_batches(loader, dp_rank=0, dp_size=1, seed=1)
+    assert [batch.tolist() for batch in data] == [[100, 101, 102, 103]]

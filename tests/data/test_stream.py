@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.order import epoch_order
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from dream_trainer.errors import DataError
+from tests.data.samples import BrokenDataset, CountingDataset, DrawingDataset, global_states, rows
+
+SEED = 11
+GLOBAL_BATCH = 12
+LAYOUTS = [(1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (3, 1), (3, 4), (4, 1), (4, 3)]
+"""(world size, accumulation) that divide the global batch."""
+
+
+def open_streams(
+    world: int, accumulation: int, *, length: int = 40, workers: int = 0, **options: Any
+) -> list[TrainStream]:
+    batch_size = GLOBAL_BATCH // (world * accumulation)
+    return [
+        train_stream(
+            DistributedDataLoader(DrawingDataset(length), batch_size, shuffle=True, num_workers=workers, **options),
+            accumulation=accumulation,
+            dp_rank=rank,
+            dp_size=world,
+            seed=SEED,
+        )
+        for rank in range(world)
+    ]
+
+
+def read_step(streams: list[TrainStream]) -> tuple[list[tuple[float, ...]], DataPosition] | None:
+    """One optimizer step of all ranks: its samples in global order, and the position after it."""
+    windows = [stream.next_window() for stream in streams]
+    if any(window is None for window in windows):
+        assert all(window is None for window in windows)
+        return None
+    per_rank = [[rows(batch) for batch in window.batches] for window in windows if window is not None]
+    assert all(
+        window is not None and window.size == len(batches) for window, batches in zip(windows, per_rank, strict=True)
+    )
+    assert windows[0] is not None
+    return [row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in batch], windows[0].end
+
+
+def read_steps(streams: list[TrainStream], passes: int) -> list[list[tuple[float, ...]]]:
+    steps = []
+    while passes:
+        step = read_step(streams)
+        if step is None:
+            passes -= 1
+        else:
+            steps.append(step[0])
+    for stream in streams:
+        stream.close()
+    return steps
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[tuple[float, ...]]]:
+    """Two epochs on one rank without accumulation or workers."""
+    return read_steps(open_streams(1, 1), passes=2)
+
+
+def test_step_s_of_an_epoch_consumes_the_sth_global_batch_of_its_order(reference: list) -> None:
+    for epoch in (0, 1):
+        order = epoch_order(SEED, epoch, 40, True).tolist()
+        for step in range(3):
+            indices = [row[0] for row in reference[epoch * 3 + step]]
+            assert indices == order[step * 12 : (step + 1) * 12]
+
+
+@pytest.mark.pitfall(11)
+def test_epochs_have_different_orders_and_samples_different_draws(reference: list) -> None:
+    assert [row[0] for row in reference[0]] != [row[0] for row in reference[3]]
+    draws = [row[column] for step in reference for row in step for column in (1, 2, 3)]
+    assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize(("world", "accumulation"), LAYOUTS)
+def test_samples_and_draws_do_not_depend_on_world_or_accumulation(
+    world: int, accumulation: int, reference: list
+) -> None:
+    assert read_steps(open_streams(world, accumulation), passes=2) == reference
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(1, False), (2, False), (2, True)])
+def test_samples_and_draws_do_not_depend_on_workers(workers: int, persistent: bool, reference: list) -> None:
+    streams = open_streams(2, 3, workers=workers, persistent_workers=persistent)
+    assert read_steps(streams, passes=2) == reference
+
+
+def test_workers_may_be_spawned(reference: list) -> None:
+    streams = open_streams(1, 1, workers=1, multiprocessing_context="spawn")
+    assert read_steps(streams, passes=1) == reference[:3]
+
+
+@pytest.mark.pitfall(33)
+@pytest.mark.pitfall(34)
+@pytest.mark.parametrize("stop_after", range(7))
+def test_a_run_resumed_at_any_window_in_another_layout_reads_the_rest_unchanged(
+    stop_after: int, reference: list
+) -> None:
+    before, after = LAYOUTS[stop_after], LAYOUTS[-1 - stop_after]
+    streams = open_streams(*before)
+    steps: list[list[tuple[float, ...]]] = []
+    position = DataPosition(0, 0, 0)
+    while len(steps) < stop_after:
+        step = read_step(streams)
+        if step is not None:
+            rows_of_step, position = step
+            steps.append(rows_of_step)
+    streams = open_streams(*after, workers=2 if stop_after == 4 else 0)
+    for stream in streams:
+        stream.seek(position, None)
+    steps += read_steps(streams, passes=2 - position.epoch)
+    assert steps == reference
+
+
+@pytest.mark.pitfall(34)
+def test_resuming_loads_no_sample_that_was_consumed() -> None:
+    data = CountingDataset(100)
+    stream = train_stream(DistributedDataLoader(data, 5), accumulation=2, dp_rank=0, dp_size=1, seed=0)
+    stream.seek(DataPosition(0, 80, 16), None)
+    window = stream.next_window()
+    assert window is not None
+    list(window.batches)
+    assert data.loaded == list(range(80, 90))
+
+
+@pytest.mark.pitfall(8)
+def test_a_pass_loads_exactly_what_it_trains() -> None:
+    data = CountingDataset(11)
+    stream = train_stream(DistributedDataLoader(data, 2), accumulation=2, dp_rank=0, dp_size=1, seed=0)
+    while (window := stream.next_window()) is not None:
+        list(window.batches)
+    assert data.loaded == list(range(8))
+
+
+def test_windows_are_loaded_only_when_they_are_iterated() -> None:
+    data = CountingDataset(8)
+    stream = train_stream(DistributedDataLoader(data, 2), accumulation=2, dp_rank=0, dp_size=1, seed=0)
+    window = stream.next_window()
+    assert window is not None
+    assert data.loaded == []
+    next(iter(window.batches))
+    assert data.loaded == [0, 1]
+
+
+def test_a_window_says_how_many_samples_it_has_and_where_it_ends() -> None:
+    stream = open_streams(2, 3, length=26)[1]
+    assert stream.steps_per_epoch == 2
+    assert stream.is_even
+    windows = [stream.next_window() for _ in range(4)]
+    assert [window and (window.samples, window.size, window.end, window.is_uneven) for window in windows] == [
+        (12, 3, DataPosition(0, 12, 3), False),
+        (12, 3, DataPosition(0, 24, 6), False),
+        None,
+        (12, 3, DataPosition(1, 12, 3), False),
+    ]
+
+
+@pytest.mark.pitfall(10)
+def test_a_position_at_the_end_of_a_pass_goes_on_with_the_next() -> None:
+    stream = open_streams(1, 1, length=24)[0]
+    stream.seek(DataPosition(3, 24, 2), None)
+    assert stream.next_window() is None
+    window = stream.next_window()
+    assert window is not None
+    assert window.end == DataPosition(4, 12, 1)
+
+
+def ragged_steps(length: int, batch_size: int, world: int, accumulation: int) -> list[tuple[list[list[int]], bool]]:
+    """Each step: per rank the sizes of its micro-batches, and whether it says that it is uneven. Checks that no sample
+    repeats."""
+    streams = [
+        train_stream(
+            DistributedDataLoader(TensorDataset(torch.arange(length)), batch_size, drop_last=False),
+            accumulation=accumulation,
+            dp_rank=rank,
+            dp_size=world,
+            seed=0,
+        )
+        for rank in range(world)
+    ]
+    steps, seen = [], []
+    while (first := streams[0].next_window()) is not None:
+        windows = [first] + [stream.next_window() for stream in streams[1:]]
+        batches = [[batch.tolist() for (batch,) in window.batches] for window in windows if window is not None]
+        seen += [index for rank in batches for batch in rank for index in batch]
+        assert first.samples == sum(len(batch) for rank in batches for batch in rank)
+        assert all(window is not None and window.size == len(batches[0]) for window in windows)
+        steps.append(([[len(batch) for batch in rank] for rank in batches], first.is_uneven))
+    assert len(seen) == len(set(seen))
+    return steps
+
+
+@pytest.mark.pitfall(1)
+@pytest.mark.pitfall(10)
+def test_on_one_rank_a_kept_tail_trains_as_in_plain_pytorch() -> None:
+    assert ragged_steps(11, 2, 1, 2) == [([[2, 2]], False), ([[2, 2]], False), ([[2, 1]], False)]
+    assert ragged_steps(3, 4, 1, 5) == [([[3]], False)]
+
+
+@pytest.mark.pitfall(13)
+def test_on_several_ranks_a_kept_tail_is_split_evenly() -> None:
+    assert ragged_steps(13, 4, 2, 1) == [([[4], [4]], False), ([[3], [2]], True)]
+    assert ragged_steps(14, 2, 3, 2) == [([[2, 2]] * 3, False)]  # 2 samples are too few for 3 ranks
+    assert ragged_steps(15, 2, 3, 1) == [([[2]] * 3, False), ([[2]] * 3, False), ([[1]] * 3, False)]
+    assert ragged_steps(6, 2, 2, 2) == [([[2, 1], [2, 1]], True)]
+
+
+def test_dropping_fewer_samples_than_ranks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        ragged_steps(14, 2, 3, 2)
+    assert [record.message for record in caplog.records] == [
+        "The last 2 samples of each epoch are dropped: they are fewer than the data-parallel ranks."
+    ]
+
+
+def test_a_plain_loaders_tail_is_trained_on_one_rank_and_dropped_with_a_notice_on_several(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(11)), 2)
+    streams = [
+        train_stream(loader, accumulation=1, dp_rank=rank, dp_size=size, seed=0)
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert [stream.steps_per_epoch for stream in streams] == [6, 2, 2]
+    assert ["last 3 samples" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.pitfall(10)
+def test_too_little_data_for_one_window_is_an_error_with_its_numbers() -> None:
+    with pytest.raises(
+        DataError, match=r"7 samples, fewer than one global batch of 12 \(batch_size=2 x dp_size=2 x accumulation=3\)"
+    ):
+        open_streams(2, 3, length=7)
+    with pytest.raises(DataError, match=r"7 samples.*drop_last=False"):
+        train_stream(DataLoader(DrawingDataset(7), 4), accumulation=1, dp_rank=0, dp_size=2, seed=0)
+    with pytest.raises(DataError, match="1 samples, fewer than dp_size=2"):
+        ragged_steps(1, 4, 2, 1)
+
+
+@pytest.mark.pitfall(32)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_global_generators_untouched(workers: int) -> None:
+    before = global_states()
+    stream = open_streams(1, 3, workers=workers)[0]
+    for _ in range(5):
+        window = stream.next_window()
+        if window is not None:
+            list(window.batches)
+    stream.close()
+    assert global_states() == before
+
+
+def test_the_parts_of_a_random_split_are_seeded_per_sample_too() -> None:
+    part, _ = random_split(DrawingDataset(30), [24, 6], torch.Generator().manual_seed(0))
+    seen = []
+    for world in (1, 2):
+        streams = [
+            train_stream(
+                DataLoader(part, 12 // world, shuffle=True), accumulation=1, dp_rank=rank, dp_size=world, seed=3
+            )
+            for rank in range(world)
+        ]
+        seen.append(read_steps(streams, passes=1))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> None:
+    stream = train_stream(
+        DistributedDataLoader(BrokenDataset(), 4, num_workers=workers), accumulation=2, dp_rank=0, dp_size=1, seed=0
+    )
+    window = stream.next_window()
+    assert window is not None
+    batches: Iterator[Any] = iter(window.batches)
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match="sample 5 is damaged"):
+        next(batches)
+    stream.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_ends_the_workers_even_if_a_window_is_half_read(persistent: bool) -> None:
+    stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
+    window = stream.next_window()
+    assert window is not None
+    batches = iter(window.batches)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    stream.close()
+    assert multiprocessing.active_children() == []
+    stream.seek(DataPosition(0, 0, 0), None)
+    window = stream.next_window()
+    assert window is not None
+    assert len(list(window.batches)) == 3
+    stream.close()
+
+
+def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over() -> None:
+    stream = open_streams(1, 1, length=12, workers=1)[0]
+    window = stream.next_window()
+    assert window is not None
+    assert len(list(window.batches)) == 1
+    del window
+    assert stream.next_window() is None
+    assert multiprocessing.active_children() == []

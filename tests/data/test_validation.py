@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.data.validation import validation_batches
+from dream_trainer.errors import DataError
+from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
+
+
+@pytest.mark.pitfall(13)
+@pytest.mark.parametrize(("length", "size"), [(7, 1), (7, 2), (7, 3), (2, 3), (1, 4), (16, 4)])
+@pytest.mark.parametrize("make", [DistributedDataLoader, DataLoader])
+def test_every_sample_is_validated_exactly_once_and_in_order(length: int, size: int, make: Any) -> None:
+    loader = make(TensorDataset(torch.arange(length)), 2, shuffle=True, drop_last=True)
+    ranks = [validation_batches(loader, dp_rank=rank, dp_size=size, seed=0) for rank in range(size)]
+    batches = [[batch.tolist() for (batch,) in rank] for rank in ranks]
+    assert [len(rank) for rank in ranks] == [len(rank) for rank in batches]
+    assert sorted(index for rank in batches for batch in rank for index in batch) == list(range(length))
+    in_order = [
+        index
+        for chunk in range(len(batches[0]))
+        for rank in batches
+        for index in (rank[chunk] if chunk < len(rank) else [])
+    ]
+    assert in_order == list(range(length))
+    assert len(batches[0]) - len(batches[-1]) in (0, 1)
+
+
+@pytest.mark.pitfall(32)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_validation_reads_the_same_draws_at_any_world_size(workers: int) -> None:
+    before = global_states()
+    loader = DistributedDataLoader(DrawingDataset(6), 3, num_workers=workers)
+    whole = validation_batches(loader, dp_rank=0, dp_size=1, seed=4)
+    first = [row for batch in whole for row in rows(batch)]
+    assert [row for batch in whole for row in rows(batch)] == first
+    halves = [
+        validation_batches(DistributedDataLoader(DrawingDataset(6), 3), dp_rank=rank, dp_size=2, seed=4)
+        for rank in (0, 1)
+    ]
+    assert [row for half in halves for batch in half for row in rows(batch)] == first
+    assert global_states() == before
+
+
+def test_a_validation_that_is_broken_off_begins_anew() -> None:
+    data = validation_batches(
+        DistributedDataLoader(DrawingDataset(6), 2, num_workers=1, persistent_workers=True),
+        dp_rank=0,
+        dp_size=1,
+        seed=4,
+    )
+    next(iter(data))
+    assert [batch["index"].tolist() for batch in data] == [[0, 1], [2, 3], [4, 5]]
+    data.close()
+
+
+def test_a_foreign_loader_is_validated_as_it_is_on_one_rank_and_refused_beyond() -> None:
+    loader = DataLoader(ShuffledStream(6), 2)
+    data = validation_batches(loader, dp_rank=0, dp_size=1, seed=0)
+    first = [batch.tolist() for batch in data]
+    assert sorted(index for batch in first for index in batch) == list(range(6))
+    assert [batch.tolist() for batch in data] == first
+    with pytest.raises(TypeError, match="does not know its length"):
+        len(data)
+    with pytest.raises(DataError, match="PerRankLoader"):
+        validation_batches(loader, dp_rank=0, dp_size=2, seed=0)
+
+
+def test_per_rank_validation_is_used_as_it_is() -> None:
+    data = validation_batches(PerRankLoader([1, 2]), dp_rank=1, dp_size=2, seed=0)
+    assert list(data) == [1, 2]
+    assert len(data) == 2
+
+
+@pytest.mark.pitfall(10)
+def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(DataError, match="can be read once"):
+        validation_batches(iter([1]), dp_rank=0, dp_size=1, seed=0)

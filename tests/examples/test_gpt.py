@@ -1,0 +1,99 @@
+"""The parts of examples/gpt that need no trainer: a causal model, a corpus split by file, a drawn curve."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gpt"
+
+
+@pytest.fixture(autouse=True)
+def example_modules() -> Iterator[None]:
+    """The example's modules import each other by plain name, as a script's folder allows."""
+    sys.path.insert(0, str(EXAMPLE))
+    yield
+    sys.path.remove(str(EXAMPLE))
+    for name in ("model", "corpus", "plot", "train"):
+        sys.modules.pop(name, None)
+
+
+def test_no_position_sees_a_later_byte() -> None:
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(n_layers=2, n_heads=2, dim=16, window=12))
+    tokens = torch.randint(256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=0)
+    assert not torch.equal(before[:, 7], after[:, 7])
+
+
+def test_embedding_and_head_share_one_table_and_every_parameter_is_initialised() -> None:
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(n_layers=2, n_heads=2, dim=16, window=12))
+    assert model.head.weight is model.embedding.weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.init_weights()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_generation_continues_the_prompt_by_the_length_asked_for() -> None:
+    from model import GPT, GPTConfig, generate
+
+    model = GPT(GPTConfig(n_layers=1, n_heads=2, dim=16, window=8))
+    text = generate(model, b"def ", 10, window=8, device=torch.device("cpu"))
+    assert text.startswith(b"def ")
+    assert len(text) == 14
+
+
+def test_a_width_that_its_heads_do_not_divide_is_an_error() -> None:
+    from model import GPTConfig
+
+    with pytest.raises(ValueError, match="Use a multiple of 6"):
+        GPTConfig(dim=16, n_heads=3)
+
+
+def test_the_corpus_is_real_and_the_same_each_time() -> None:
+    from corpus import load_corpus
+
+    corpus, again = load_corpus(128), load_corpus(128)
+    assert corpus.n_validation_files > 5
+    assert corpus.n_train_files > 10 * corpus.n_validation_files
+    assert corpus.train[0].shape == (129,)
+    assert corpus.train[0].dtype is torch.uint8
+    assert len(corpus.validation) <= 1024
+    assert torch.equal(corpus.validation.windows, again.validation.windows)
+
+
+def test_the_unigram_entropy_is_that_of_the_byte_counts() -> None:
+    from corpus import Windows
+
+    text = torch.tensor([1, 1, 1, 1, 2, 2, 3, 4], dtype=torch.uint8)
+    expected = (
+        0.5 * torch.log(torch.tensor(2.0)) + 0.25 * torch.log(torch.tensor(4.0)) + 0.25 * torch.log(torch.tensor(8.0))
+    )
+    assert Windows(text, 4).unigram_entropy() == pytest.approx(float(expected))
+
+
+def test_the_loss_curve_is_drawn_from_the_metrics_file(tmp_path: Path) -> None:
+    from plot import plot_loss, read_metrics
+
+    records = [{"step": s, "train/loss": 3.0 - s} for s in (1, 2)] + [
+        {"step": 2, "val/loss": 2.0},
+        {"step": 2, "train/loss": 0.5},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_metrics(metrics, "train/loss") == ([1, 2], [2.0, 0.5])
+    plot_loss(metrics, tmp_path / "loss.png", unigram_entropy=3.1)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

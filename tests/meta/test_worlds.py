@@ -1,0 +1,177 @@
+"""Initial weights are the same bits on every world size and mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dream_trainer.errors import InitError
+from dream_trainer.meta import materialize
+from tests.worlds import run_world
+
+from .building import deferred, planned, tensors
+from .families import FAMILIES, Late, NanoGPT
+
+SHARDABLE = [
+    "nano_gpt",
+    "embedding",
+    "conv",
+    "batch_norm",
+    "attention",
+    "encoder",
+    "every_init",
+    "orthogonal",
+    "late",
+    "flat",
+]
+LAYOUTS = {1: [(1,)], 2: [(2,), (2, 1), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)]}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _built(family: str, shape: tuple[int, ...]) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, plan = planned(FAMILIES[family])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    if isinstance(model, NanoGPT):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    materialize({"model": model}, plan, "cpu")
+    return model
+
+
+def _compare() -> list[str]:
+    dist.init_process_group("gloo")
+    wrong = []
+    for shape in LAYOUTS[dist.get_world_size()]:
+        for family in SHARDABLE:
+            expected = tensors(deferred(FAMILIES[family]))
+            found = tensors(_built(family, shape))
+            if list(found) != list(expected):
+                wrong.append(f"{family} {shape}: names")
+            wrong += [f"{family} {shape} {n}" for n in expected if not torch.equal(_whole(found[n]), expected[n])]
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.pitfall(21)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_mesh_gets_the_bits_of_one_process(world_size: int) -> None:
+    assert run_world(_compare, world_size) == [[]] * world_size
+
+
+def _train() -> tuple[list[float], bool, bool]:
+    dist.init_process_group("gloo")
+    model = _built("nano_gpt", (2,))
+    tied = model.head.weight is model.wte.weight
+    kept = model.wte.weight.requires_grad and model.blocks[0].gamma.requires_grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.arange(16).view(2, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    dist.destroy_process_group()
+    return losses, tied, kept
+
+
+def test_a_sharded_model_trains_like_the_whole_one() -> None:
+    model = deferred(NanoGPT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(3):
+        loss = model(torch.arange(16).view(2, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    for losses, tied, kept in run_world(_train, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert tied
+        assert kept
+
+
+def _tensor_parallel() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    expected = tensors(deferred(NanoGPT))
+    model, plan = planned(NanoGPT)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "proj": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    materialize({"model": model}, plan, "cpu")
+    found = tensors(model)
+    wrong = [name for name in expected if not torch.equal(_whole(found[name]), expected[name])]
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.pitfall(21)
+def test_tensor_parallel_and_sharded_gets_the_same_bits() -> None:
+    assert run_world(_tensor_parallel, 4) == [[]] * 4
+
+
+class _Forgot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 2))
+        with torch.no_grad():
+            self.weight[:2] = 1.0  # rank 0's half
+
+
+def _forgetting() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model, plan = planned(_Forgot)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        materialize({"model": model}, plan, "cpu")
+    except InitError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "no error"
+
+
+def test_every_rank_names_the_same_uninitialised_parameter() -> None:
+    one, two = run_world(_forgetting, 2)
+    assert one == two
+    assert "model.weight" in one
+
+
+def _pretrained() -> tuple[bool, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    given = nn.Linear(4, 4)
+    before = given.weight.detach().clone()
+    dist.init_process_group("gloo")
+    model, plan = planned(lambda: nn.Sequential(given, Late()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    materialize({"model": model}, plan, "cpu")
+    same = torch.equal(_whole(model[0].weight), before), bool((_whole(model[1].inner.weight) == 0.5).all())
+    dist.destroy_process_group()
+    return same
+
+
+def test_real_parameters_are_sharded_as_they_are() -> None:
+    assert run_world(_pretrained, 2) == [(True, True)] * 2

@@ -1,0 +1,72 @@
+"""Weights, losses and gradient norms equal a loop written by hand, to 1e-10 in float64, over modes and ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+import torch
+
+from tests.trainer.arithmetic import Case, reference, run_cases
+from tests.worlds import run_world
+
+LAYOUTS = [("single", 1), ("replicate", 2), ("fsdp", 2), ("replicate", 4), ("fsdp", 4), ("hsdp", 4)]
+OPTIONS = {
+    "accumulation": (1, 3),
+    "short_window": (False, True),
+    "weighted": (False, True),
+    "clip": (None, 0.05),
+    "tied": (False, True),
+}
+
+
+def every_case() -> list[Case]:
+    return [
+        Case(mode, world_size, *values, optimizer="adamw" if number % 4 == 3 else "sgd")
+        for mode, world_size in LAYOUTS
+        for number, values in enumerate(itertools.product(*OPTIONS.values()))
+    ]
+
+
+def spanning_cases() -> list[Case]:
+    """Few cases in which every pair of option values meets, in every layout order rotated by one."""
+    rows = [(0, 0, 0, 0, 0), (0, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 0, 0, 1), (1, 0, 0, 1, 1), (1, 1, 1, 0, 0), (0, 0, 1, 0, 1)]
+    chosen = []
+    for mode, world_size in LAYOUTS:
+        for number, row in enumerate(rows):
+            values = [options[i] for options, i in zip(OPTIONS.values(), row, strict=True)]
+            chosen.append(Case(mode, world_size, *values, optimizer="adamw" if number % 3 == 2 else "sgd"))
+    return chosen
+
+
+def close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-10 * max(1.0, abs(b))
+
+
+def check(case: Case, ranks: list[dict]) -> None:
+    expected = reference(case)
+    for result in ranks:
+        assert result["steps"] == len(expected["norms"]), case
+        assert all(map(close, result["norms"], expected["norms"])), (case, result["norms"], expected["norms"])
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+    by_step = defaultdict(list)
+    for position in range(len(ranks[0]["losses"])):
+        for result in ranks:
+            step, loss, _ = result["losses"][position]
+            by_step[step].append(loss)
+    for step, losses in enumerate(expected["losses"]):
+        assert len(by_step[step]) == len(losses)
+        assert all(map(close, by_step[step], losses)), (case, step)
+
+
+@pytest.mark.pitfall(1)
+@pytest.mark.pitfall(3)
+@pytest.mark.pitfall(15)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_equals_a_loop_written_by_hand(world_size: int, all_cases: bool) -> None:
+    cases = [case for case in (every_case() if all_cases else spanning_cases()) if case.world_size == world_size]
+    results = run_world(run_cases, world_size, cases, timeout=900 if all_cases else 240)
+    for number, case in enumerate(cases):
+        check(case, [rank[number] for rank in results])

@@ -1,0 +1,184 @@
+"""Mixins compose in any order, every subset works, and what is missing is named when the trainer is built."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.base import BaseTrainer
+
+MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
+CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
+SUBSETS = [subset for size in range(6) for subset in itertools.combinations(range(5), size)]
+NAMES = {"project": "p", "group": "g", "experiment": "e"}
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.linspace(-1, 1, 24).reshape(4, 3, 2)
+    return list(zip(x, x.sum(-1, keepdim=True), strict=True))
+
+
+class Algorithm:
+    """The user's part: the same class body whatever it is mixed with."""
+
+    def setup(self) -> None:
+        super().setup()
+        if not isinstance(self, dt.SetupMixin):
+            self.model, self.optimizer = make()
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(2, 1)
+
+    def init_weights(self) -> None:
+        nn.init.constant_(self.model.weight, 0.5)
+        nn.init.zeros_(self.model.bias)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return batches(), batches()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        self.log("extra", 1.0)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_hand() -> torch.Tensor:
+    model, optimizer = make()
+    for x, y in batches() * 2:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach()
+
+
+def make_config(subset: tuple[int, ...]) -> Any:
+    cls = dataclass(kw_only=True)(type("Config", (dt.BaseTrainerConfig, *(CONFIGS[i] for i in subset)), {}))
+    return cls(**NAMES, training_parameters=dt.TrainingParameters(n_epochs=2), device_parameters=dt.DeviceParameters(device="cpu"))
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(MIXINS[i].__name__ for i in s) or "alone")
+def test_every_subset_of_mixins_trains_like_the_loop_by_hand(
+    subset: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = type("T", (Algorithm, BaseTrainer, *(MIXINS[i] for i in subset)), {})(make_config(subset))
+    with trainer:
+        trainer.fit()
+    assert torch.equal(trainer.model.weight, by_hand())
+    assert trainer.global_step == 8
+
+
+def test_bases_in_every_order_build_the_same_trainer() -> None:
+    count = 0
+    for subset in SUBSETS:
+        config = make_config(subset)
+        for order in itertools.permutations([BaseTrainer, *(MIXINS[i] for i in subset)]):
+            trainer = type("T", (Algorithm, *order), {})(config)
+            assert trainer.global_step == 0
+            count += 1
+    assert count == 1631 + 326 - 1 or count == sum(
+        len(list(itertools.permutations(range(len(s) + 1)))) for s in SUBSETS
+    )
+
+
+def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
+    hooks = {name for name in vars(AbstractTrainer) if not name.startswith("__")}
+    mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
+    assert hooks & set(vars(BaseTrainer)) - mixed == set()
+
+
+def test_every_mixin_hands_cooperative_hooks_on() -> None:
+    import inspect
+
+    for mixin in MIXINS:
+        for name, member in vars(mixin).items():
+            declared = vars(AbstractTrainer).get(name)
+            if inspect.isfunction(member) and inspect.isfunction(declared) and name != "log":
+                assert f"super().{name}(" in inspect.getsource(member), f"{mixin.__name__}.{name}"
+
+
+def test_no_mixin_defines_a_public_event() -> None:
+    from dream_trainer.trainer.events import EVENTS
+
+    for mixin in [*MIXINS, BaseTrainer]:
+        assert not set(EVENTS) & set(vars(mixin))
+
+
+@pytest.mark.parametrize("index", [1, 2, 3, 4])
+def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(index: int) -> None:
+    with pytest.raises(ConfigError, match=CONFIGS[index].__name__):
+        type("T", (Algorithm, BaseTrainer, MIXINS[index]), {})(make_config(()))
+
+
+def test_a_missing_training_step_is_named_when_the_trainer_is_built() -> None:
+    class Incomplete(BaseTrainer):
+        def configure_dataloaders(self) -> tuple[Any, Any]:
+            return batches(), None
+
+    with pytest.raises(HookError, match="training_step"):
+        Incomplete(make_config(()))
+
+
+def test_missing_models_and_optimizers_are_named_when_the_trainer_is_built() -> None:
+    class NoModels(BaseTrainer, dt.SetupMixin):
+        training_step = Algorithm.training_step
+        configure_dataloaders = Algorithm.configure_dataloaders
+
+    with pytest.raises(HookError, match="configure_models"):
+        NoModels(make_config((0,)))
+
+    class NoOptimizers(NoModels):
+        configure_models = Algorithm.configure_models
+
+    with pytest.raises(HookError, match="configure_optimizers"):
+        NoOptimizers(make_config((0,)))
+
+
+@pytest.mark.pitfall(51)
+def test_building_a_trainer_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_rng_state()
+    type("T", (Algorithm, BaseTrainer, *MIXINS), {})(make_config((0, 1, 2, 3, 4)))
+    assert not torch.distributed.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.pitfall(51)
+def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from dream_trainer.trainer.mixins import SetupMixin\n"
+        "loaded = set(sys.modules)\n"
+        "others = {f'dream_trainer.trainer.mixins.{n}' for n in ('fsdp', 'evaluation', 'checkpoint', 'logger')}\n"
+        "bad = (others | {'wandb', 'torchmetrics', 'tensorboard', 'matplotlib', 'rich', 'tyro'}) & loaded\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,95 @@
+"""Real multi-process worlds for tests: each rank is a spawned process with the environment torchrun would give it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from queue import Empty
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    """A TCP port on localhost that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for one rank of a single host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _entry(rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple, queue: Any) -> None:
+    os.environ.update(rank_environment(rank, world_size, port))
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        # Bytes, since tensors sent as such live in files that die with this process.
+        queue.put((rank, pickle.dumps(function(*args)), None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+        raise
+
+
+def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """Calls `function(*args)` on every rank of a fresh world and returns the results in rank order.
+
+    Args:
+        function: A module-level callable; its result must be picklable.
+        world_size: Number of processes.
+        *args: Handed to `function` on every rank.
+        timeout: Seconds after which the world is killed and the test fails.
+
+    Raises:
+        RuntimeError: A rank failed (its traceback is the message) or the time ran out.
+    """
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_entry, args=(rank, world_size, port, function, args, queue)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < world_size:
+            try:
+                rank, value, error = queue.get(timeout=0.2)
+            except Empty:
+                dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
+                if dead and queue.empty():
+                    codes = {rank: processes[rank].exitcode for rank in dead}
+                    raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no result within {timeout} s; there are results of {sorted(results)}") from None
+                continue
+            if error is not None:
+                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
+            results[rank] = pickle.loads(value)
+    finally:
+        for process in processes:
+            process.join(timeout=10 if len(results) == world_size else 0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        queue.close()
+        queue.join_thread()
+    return [results[rank] for rank in range(world_size)]

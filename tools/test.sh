@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Environment, lint, types and tests. Arguments go to pytest; `--all` runs every case and not only the spanning set.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+CONSTRAINTS=(--constraint tools/constraints.txt)
+source tools/environment.sh
+install dev
+
+export OMP_NUM_THREADS=1
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+exec .venv/bin/python -m pytest -n 2 "$@"
