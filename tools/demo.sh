@@ -23,8 +23,10 @@ fi
 
 n_gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$n_gpus" -gt 0 ]; then
+    # Each rank gets an equal part of the example's global batch of 32.
     n_processes=$n_gpus
-    echo "Training on $n_gpus GPUs"
+    while [ $((32 % n_processes)) -ne 0 ]; do n_processes=$((n_processes - 1)); done
+    echo "Training on $n_processes of $n_gpus GPUs"
 else
     n_processes=2
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -78,10 +78,11 @@ def write_checkpoint(
         root: Directory of the run's checkpoints; created if missing. The same file system on every rank.
         step: Optimizer steps completed.
         tensors: State that is sharded (DTensor) or the same on all ranks (plain), by name, on any device. Ranks may
-            hold different names.
+            hold different names. Of a plain tensor any one rank's value is kept.
         shared: What all ranks hold alike, as typed JSON; rank 0's is written.
         rank_state: What this rank alone holds, as typed JSON.
-        rank_tensors: Plain tensors that this rank alone holds.
+        rank_tensors: Plain tensors that this rank alone holds; also those that it holds with another value than rank 0,
+            under their name in `tensors` (see `rank_buffers`).
         manifest: The fields `epoch`, `samples_seen`, `mesh_shape`, `config` and `metrics` of `Manifest`.
         world: The ranks.
 
@@ -103,7 +104,9 @@ def write_checkpoint(
         return final
     try:
         on_all_ranks(world, task, lambda: _write_json(temporary, shared, rank_state, rank_tensors, world))
-        write_tensors(temporary, tensors, task=task, world=world)
+        # DCP keeps the value of whichever rank has least to write, so a rank with another one must not offer it.
+        common = {name: tensor for name, tensor in tensors.items() if name not in rank_tensors}
+        write_tensors(temporary, common, task=task, world=world)
         files = world.all_gather_object(on_all_ranks(world, task, lambda: _report(temporary, world.rank)))
 
         def commit() -> None:

@@ -27,7 +27,7 @@ class TrainingParameters:
     max_steps: int | None = None
     """Optimizer steps over the whole run; None sets no limit."""
     max_time: timedelta | None = None
-    """Wall-clock time of this process's training; None sets no limit."""
+    """Wall-clock time of training, that before a resume included; None sets no limit."""
     max_samples: int | None = None
     """Samples consumed by all ranks over the whole run; None sets no limit."""
     train_batch_size: int = 32

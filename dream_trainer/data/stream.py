@@ -90,7 +90,8 @@ class TrainStream(ABC):
 
     @abstractmethod
     def end_pass(self) -> None:
-        """Leaves out what is left of this pass; the next window is the first of the next one. No effect between passes."""
+        """Leaves out what is left of this pass; the next window is the first of the next one. No effect between
+        passes."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,9 +12,30 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.optim import Adagrad, Adam, AdamW, Optimizer, SGD
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.distributed.torch_compat import foreach_mul_, foreach_norm, local_tensor
+from dream_trainer.distributed.torch_compat import foreach_mul_, foreach_norm, local_gradients
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of one kind.
+
+    Attributes:
+        copies: Number of ranks that hold each element.
+        is_sharded: Whether they are DTensors.
+        parameters: The parameters.
+    """
+
+    copies: int
+    is_sharded: bool
+    parameters: list[nn.Parameter]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients that are there."""
+        if self.is_sharded:
+            return local_gradients(self.parameters)
+        return [p.grad for p in self.parameters if p.grad is not None]
 
 
 @dataclass(frozen=True)
@@ -23,7 +44,7 @@ class StepPlan:
 
     Attributes:
         parameters: All trainable parameters, each once.
-        by_copies: The same, grouped by how many ranks hold each of their elements.
+        groups: The same, grouped by how many ranks hold each of their elements.
         unsynced: Parameters that no wrapper reduces over ranks; empty at world size 1.
         guards_itself: Whether every optimizer skips on the device when told `found_inf`.
         n_groups: Parameter count per optimizer group when this was worked out, to notice `add_param_group`.
@@ -32,7 +53,7 @@ class StepPlan:
     """
 
     parameters: list[nn.Parameter]
-    by_copies: list[tuple[int, list[nn.Parameter]]]
+    groups: list[ParameterGroup]
     unsynced: list[nn.Parameter]
     guards_itself: bool
     n_groups: tuple[int, ...]
@@ -51,16 +72,16 @@ def plan_step(optimizers: Sequence[Optimizer], world_size: int) -> StepPlan:
 
     unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     parameters = list(unique.values())
-    by_copies: dict[int, list[nn.Parameter]] = {}
+    kinds: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_copies.setdefault(copies_of(parameter, world_size), []).append(parameter)
+        kinds.setdefault((copies_of(parameter, world_size), isinstance(parameter, DTensor)), []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     dtype = torch.float32
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
     return StepPlan(
         parameters=parameters,
-        by_copies=list(by_copies.items()),
+        groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         unsynced=[p for p in parameters if world_size > 1 and not isinstance(p, DTensor)],
         guards_itself=all(_guards_itself(o, any(isinstance(p, DTensor) for p in parameters)) for o in optimizers),
         n_groups=group_sizes(optimizers),
@@ -88,9 +109,9 @@ def copies_of(parameter: nn.Parameter, world_size: int) -> int:
     return world_size // cuts
 
 
-def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of the gradients that are there."""
-    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
+def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
+    """This rank's part of the gradients that are there, group by group."""
+    return [group.gradients() for group in plan.groups]
 
 
 def average_unsynced(parameters: Sequence[nn.Parameter], world_size: int) -> None:
@@ -116,15 +137,18 @@ def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Ten
         return torch.zeros((), dtype=plan.dtype, device=device)
     norms = foreach_norm(grads)
     if not plan.one_dtype:
-        norms = [norm.to(plan.dtype) for norm in norms]
+        norms = tuple([norm.to(plan.dtype) for norm in norms])
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def global_norm(plan: StepPlan, weight: Tensor | float | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def global_norm(
+    plan: StepPlan, grads: list[list[Tensor]], weight: Tensor | float | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """The 2-norm over all ranks' gradients, each element once, and the sum of `weight` over ranks.
 
     Args:
         plan: The step's plan.
+        grads: From `gradients_of`.
         weight: This rank's total weight, or None when nothing is weighted.
         device: Where the collective runs.
 
@@ -134,21 +158,21 @@ def global_norm(plan: StepPlan, weight: Tensor | float | None, device: torch.dev
     import torch.distributed as dist
 
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for copies, parameters in plan.by_copies:
-        square = local_norm(plan, gradients_of(parameters), device).double().square()
-        sums[0] += square / copies
+    for group, own in zip(plan.groups, grads, strict=True):
+        sums[0] += local_norm(plan, own, device).double().square() / group.copies
     if weight is not None:
         sums[1] = weight
     dist.all_reduce(sums)
     return sums[0].sqrt().to(plan.dtype), sums[1] if weight is not None else None
 
 
-def scale_gradients(plan: StepPlan, grads: list[Tensor], factor: Tensor) -> None:
+def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:
     """Multiplies the gradients in place by a 0-dim tensor; by a Python float it would cost three times as much."""
-    if not grads:
-        return
-    if plan.one_dtype:
-        foreach_mul_(grads, factor.to(grads[0].dtype))
-    else:
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype))
+    for own in grads:
+        if not own:
+            continue
+        if plan.one_dtype:
+            foreach_mul_(own, factor.to(own[0].dtype))
+        else:
+            for grad in own:
+                grad.mul_(factor.to(grad.dtype))

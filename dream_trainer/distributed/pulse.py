@@ -38,11 +38,6 @@ class Flags(NamedTuple):
     short: int = 0
     samples: int = 0
 
-    @property
-    def ends_run(self) -> bool:
-        """Whether any rank asks to end the run."""
-        return bool(self.stop or self.terminate or self.interrupt or self.timeout)
-
 
 class Pulse:
     """One rank's side of the pulse.

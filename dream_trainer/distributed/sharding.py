@@ -1,19 +1,22 @@
 """Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps.
 
-Functions of a model, its blocks and a `fully_shard` config. Replication is `fully_shard` over an `(n, 1)` mesh: one code
-path for FSDP, HSDP and replicas, with the same gradient arithmetic.
+Functions of a model, its blocks and a `fully_shard` config. Replication is `fully_shard` over an `(n, 1)` mesh: one
+code path for FSDP, HSDP and replicas, with the same gradient arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
 from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters
 from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -27,7 +30,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in children for block in repeated_blocks(child)]
 
 
-def shard_by_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]) -> None:
+def shard_by_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]
+) -> None:
     """Wraps each block, then the root, with `fully_shard`.
 
     Args:
@@ -72,7 +77,7 @@ def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 )
 
 
-def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules of `model` that `fully_shard` wrapped, outermost first."""
     from torch.distributed.fsdp import FSDPModule
 

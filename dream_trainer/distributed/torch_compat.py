@@ -7,10 +7,15 @@ first and is mended here alone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -21,6 +26,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """This rank's shards of the gradients that are there, of parameters that are all DTensors."""
+    return [p.grad._local_tensor for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -43,7 +53,7 @@ foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_clamp_max_ = torch._foreach_clamp_max_
 
 
-def gathered_twins(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
 
     The gathered one's `requires_grad` is copied from the sharded one at the first gather, and never again.
@@ -54,7 +64,7 @@ def gathered_twins(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, to
     return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if "_unsharded_param" in vars(p)]
 
 
-def sharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
     """The sharded parameters that `fully_shard(module)` manages, whether or not they are gathered at the moment."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else [p.sharded_param for p in group.fsdp_params]
@@ -68,9 +78,9 @@ def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
     return module._orig_mod
 
 
-
 def shutdown_workers(iterator: object) -> None:
-    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to it."""
+    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to
+    it."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     if isinstance(iterator, _MultiProcessingDataLoaderIter):

@@ -12,8 +12,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,7 +64,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"local rank {local_rank} has no {name} device: this host has {count}. Start torchrun with --nproc_per_node={count}."
+            f"local rank {local_rank} has no {name} device: this host has {count}. Start torchrun with "
+            f"--nproc_per_node={count}."
         )
     if name == "mps":
         return torch.device("mps")
@@ -85,6 +84,7 @@ class World:
         mesh_shape: Sizes of those dimensions.
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
         dp_size: Number of data-parallel ranks.
+        forbidden: While set, collectives raise and name it: code that runs on one rank only.
         cpu_group: A gloo group of its own for agreement beside the step path; None at world size 1.
     """
 
@@ -105,7 +105,7 @@ class World:
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
         self.cpu_group: dist.ProcessGroup | None = None
-        self._forbidden: str | None = None
+        self.forbidden: str | None = None
         self._parameters = parameters
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
@@ -126,7 +126,9 @@ class World:
             if _store is None:
                 _store = _connect_store(self.rank, self.world_size, timeout)
             prefix = f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_launches}"
-            backend = "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
+            backend = (
+                "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
+            )
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(prefix, _store),
@@ -197,19 +199,10 @@ class World:
         dist.all_gather(gathered, values, group=self.cpu_group)
         return torch.stack(gathered)
 
-    @contextmanager
-    def without_collectives(self, where: str) -> Iterator[None]:
-        """Makes this world's collectives raise, for code that runs on one rank only."""
-        before, self._forbidden = self._forbidden, where
-        try:
-            yield
-        finally:
-            self._forbidden = before
-
     def _may_communicate(self) -> bool:
-        if self._forbidden is not None:
+        if self.forbidden is not None:
             raise RuntimeError(
-                f"a collective was called in {self._forbidden}: the other ranks would never join it. "
+                f"a collective was called in {self.forbidden}: the other ranks would never join it. "
                 "Call it on all ranks, or read what you need in a callback without main_process_only."
             )
         return self.world_size > 1

@@ -8,7 +8,7 @@ each of which calls `super()` so that mixins compose in any order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
     from dream_trainer.loggers.buffer import MetricBuffer
     from dream_trainer.trainer.accumulation import Accumulation
+    from dream_trainer.trainer.feed import WindowFeed
 
 C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
@@ -70,13 +71,21 @@ class AbstractTrainer:
     # Mixins and BaseTrainer name the hooks they cannot do without, and the config class that carries their field.
     _required_hooks: ClassVar[dict[str, str]] = {}
     _config_class: ClassVar[type | None] = None
-    # Whether parameters and gradients are kept equal over ranks (SetupMixin) and whether "auto" shards them (FSDPMixin).
+    # Whether parameters and gradients are kept equal over ranks (SetupMixin) and whether "auto" shards them
+    # (FSDPMixin).
     _keeps_ranks_equal: ClassVar[bool] = False
     _shards_parameters: ClassVar[bool] = False
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
 
     config: BaseTrainerConfig
+
+    # What BaseTrainer makes when it starts, and the services that it alone gives to mixins.
+    _feed: WindowFeed
+    _accumulation: Accumulation
+    _start: Callable[[], None]
+    _failing_for_all: Callable[[], AbstractContextManager[None]]
+    settle: Callable[[], None]
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         from dream_trainer.trainer.checks import check_trainer
@@ -96,10 +105,12 @@ class AbstractTrainer:
         self.local_batches = 0
         self._world: World | None = None
         self._train_stream: TrainStream | None = None
-        self._accumulation: Accumulation | None = None
+        self._is_ready = False
         self._val_batches: dict[str, ValidationBatches] = {}
         self._val_buffer: MetricBuffer | None = None
         self._val_weight: int = 0
+        self._batch: Any = None
+        self._batch_samples: int | None = None
         self._events = event_table(self, AbstractTrainer, is_main=True)
         self._stop_reason: str | None = None
         self._save_requested = False
@@ -141,7 +152,7 @@ class AbstractTrainer:
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far. Reading it waits for the device."""
-        if self._accumulation is not None:
+        if self._is_ready:
             self._accumulation.settle()
         return self.progress.skipped_steps
 
@@ -240,7 +251,8 @@ class AbstractTrainer:
         """First phase of setup: models are built. SetupMixin calls `configure_models` here under the meta build."""
 
     def setup(self) -> None:
-        """Second phase: parallelise, materialise, data, optimizers. Without SetupMixin, assign everything to `self` here."""
+        """Second phase: parallelise, materialise, data, optimizers. Without SetupMixin, assign everything to `self`
+        here."""
 
     def configure_models(self) -> None:
         """Assign modules to `self`. Runs under the meta build; freeze or add adapters here. Required by SetupMixin."""
@@ -255,10 +267,12 @@ class AbstractTrainer:
         return repeated_blocks(model)
 
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
-        """Shards every model with `fully_shard(module, **config)`. FSDPMixin's default: by `model_blocks`, then the root."""
+        """Shards every model with `fully_shard(module, **config)`. FSDPMixin's default: by `model_blocks`, then the
+        root."""
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
-        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`, then the root."""
+        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`,
+        then the root."""
 
     def init_weights(self) -> None:
         """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
@@ -269,10 +283,13 @@ class AbstractTrainer:
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         """Returns `(train, val)`; `val` may be None or a dict of named loaders. Required."""
-        raise HookError(f"{type(self).__name__} does not override configure_dataloaders. Return (train, val) loaders from it.")
+        raise HookError(
+            f"{type(self).__name__} does not override configure_dataloaders. Return (train, val) loaders from it."
+        )
 
     def configure_optimizers(self) -> None:
-        """Assign optimizers to `self`, over real and sharded parameters. `total_steps` is known. Required by SetupMixin."""
+        """Assign optimizers to `self`, over real and sharded parameters. `total_steps` is known. Required by
+        SetupMixin."""
 
     def configure_schedulers(self) -> None:
         """Assign learning rate schedulers to `self`. Default: none."""
@@ -328,7 +345,9 @@ class AbstractTrainer:
 
     # -- what the user calls
 
-    def log(self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
+    def log(
+        self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
+    ) -> None:
         """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
         self._say_once("log", f"{type(self).__name__}.log does nothing: the trainer has no LoggerMixin.")
 
@@ -347,6 +366,12 @@ class AbstractTrainer:
     def request_save(self) -> None:
         """Asks for a checkpoint after the running window (CheckpointMixin). Any rank may call it, at any time."""
         self._save_requested = True
+
+    def _samples_in_batch(self) -> int:
+        """Samples of the running micro-batch on this rank, counted once."""
+        if self._batch_samples is None:
+            self._batch_samples = self.batch_size(self._batch)
+        return self._batch_samples
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self._said_once:

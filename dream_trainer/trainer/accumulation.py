@@ -55,6 +55,7 @@ class Accumulation:
         self._trainer = trainer
         self._world = trainer.world
         self._clip_norm = parameters.gradient_clip_val
+        self._clip_tensors: dict[torch.dtype, Tensor] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer)
         self._plans: dict[tuple[int, ...], StepPlan] = {}
@@ -116,7 +117,8 @@ class Accumulation:
 
     def _refuse_mixture(self) -> None:
         raise StepError(
-            "backward was called with weight= and without it in one accumulation window. Weight every micro-batch, or none."
+            "backward was called with weight= and without it in one accumulation window. Weight every "
+            "micro-batch, or none."
         )
 
     def _skip_batch(self) -> None:
@@ -134,7 +136,10 @@ class Accumulation:
         trained = list(self._trainer._trainable_models())
         if len(trained) > 1:
             names = [name for name, m in self._trainer.named_models().items() if any(m is t for t in trained)]
-            raise StepError(f"several models are trained ({', '.join(names)}): say whose weight it is, backward(loss, weight=..., model=...).")
+            raise StepError(
+                f"several models are trained ({', '.join(names)}): say whose weight it is, backward(loss, "
+                "weight=..., model=...)."
+            )
         return id(trained[0]) if trained else 0
 
     def finish_window(self) -> bool:
@@ -181,7 +186,8 @@ class Accumulation:
     def _check(self, scheduler: Any) -> None:
         if not self.is_last:
             raise StepError(
-                "step() was called in the middle of an accumulation window. Call it only when `not self.is_accumulating_gradients`."
+                "step() was called in the middle of an accumulation window. Call it only when `not "
+                "self.is_accumulating_gradients`."
             )
         if self._world.dp_size > 1 and self._backwards and not self._batch_backwards:
             raise StepError(
@@ -189,7 +195,9 @@ class Accumulation:
                 "Call backward for every batch; weight=0 where there is nothing to learn."
             )
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise StepError("ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead.")
+            raise StepError(
+                "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
+            )
 
     def _plan(self, optimizers: Sequence[Optimizer]) -> StepPlan:
         key = tuple([id(optimizer) for optimizer in optimizers])
@@ -207,29 +215,37 @@ class Accumulation:
         if plan.unsynced:
             average_unsynced(plan.unsynced, self._world.world_size)
         weight = self._weight_of(model)
-        norm, total = self._norm(plan, weight)
+        grads = gradients_of(plan)
+        norm, total = self._norm(plan, grads, weight)
         scale, empty = self._scale(weight, total)
         if self._before_step:
             if scale is not None:
-                scale_gradients(plan, gradients_of(plan.parameters), scale)
+                scale_gradients(plan, grads, scale)
             for optimizer in optimizers:
                 for listener in self._before_step:
                     listener(model, optimizer)
-            norm, _ = self._norm(plan, None)
-            scale = None
+            grads, scale = gradients_of(plan), None
+            norm, _ = self._norm(plan, grads, None)
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
         factor = scale
         if self._clip_norm is not None:
-            coefficient = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            coefficient = torch.div(self._clip_tensor(norm, self._clip_norm), norm + 1e-6).clamp_(max=1.0)
             factor = coefficient if scale is None else coefficient * scale
-        grads = gradients_of(plan.parameters) if factor is not None or self._clip_value is not None else []
         if factor is not None:
             scale_gradients(plan, grads, factor)
-        if self._clip_value is not None and grads:
-            foreach_clamp_min_(grads, -self._clip_value)
-            foreach_clamp_max_(grads, self._clip_value)
+        if self._clip_value is not None:
+            for own in filter(None, grads):
+                foreach_clamp_min_(own, -self._clip_value)
+                foreach_clamp_max_(own, self._clip_value)
         return norm, empty
+
+    def _clip_tensor(self, norm: Tensor, limit: float) -> Tensor:
+        """The clipping limit as a tensor: a Python float divided by a tensor takes five times as long."""
+        clip = self._clip_tensors.get(norm.dtype)
+        if clip is None:
+            clip = self._clip_tensors[norm.dtype] = torch.full_like(norm, limit)
+        return clip
 
     def _weight_of(self, model: nn.Module) -> Weight | None:
         if not self._weighted:
@@ -239,10 +255,10 @@ class Accumulation:
                 return self._totals[key]
         return None
 
-    def _norm(self, plan: StepPlan, weight: Weight | None) -> tuple[Tensor, Weight | None]:
+    def _norm(self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None) -> tuple[Tensor, Weight | None]:
         if self._world.world_size > 1:
-            return global_norm(plan, weight, self._world.device)
-        return local_norm(plan, gradients_of(plan.parameters), self._world.device), weight
+            return global_norm(plan, grads, weight, self._world.device)
+        return local_norm(plan, [grad for own in grads for grad in own], self._world.device), weight
 
     def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""

@@ -11,8 +11,8 @@ by the clock, the last window) is decided after a window's pulse, from numbers t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.training import TrainingParameters
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.pulse import Flags, Pulse
@@ -66,19 +67,20 @@ class BaseTrainer(AbstractTrainer):
     """
 
     _required_hooks: ClassVar[dict[str, str]] = {
-        "training_step": "the loop calls it with each batch; run forward, self.backward(loss) and self.step(...) there.",
+        "training_step": "the loop calls it with each batch; run forward, self.backward(loss), self.step(...) there.",
         "configure_dataloaders": "the loop trains on what it returns; return (train_loader, val_loader or None).",
     }
     _config_class: ClassVar[type] = BaseTrainerConfig
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._feed: WindowFeed | None = None
         self._signals = Signals()
         self._cadence = Cadence(config.training_parameters)
-        self._batch: Any = None
         self._gradients_sync = True
+        self._limits = _limits(config.training_parameters)
         self._window_samples = 0
+        self._sizes: list[int] | None = None
+        self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
         self._stopped = False
         self._is_closed = False
 
@@ -117,7 +119,7 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             StepError: Weighted and unweighted calls mix in one window, or the call cannot be exact.
         """
-        if self._accumulation is None:
+        if not self._is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
         self._accumulation.backward(loss, weight, model)
 
@@ -138,13 +140,14 @@ class BaseTrainer(AbstractTrainer):
             StepError: Called in the middle of an accumulation window.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
-        if self._accumulation is None:
+        if not self._is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         return self._accumulation.step(model, optimizers, scheduler)
 
     def describe(self) -> str:
-        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before launch."""
+        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
+        launch."""
         text = describe(self)
         print(text)
         return text
@@ -189,8 +192,11 @@ class BaseTrainer(AbstractTrainer):
             self._place_models()
             connect_data(self)
         assert self._train_stream is not None  # connect_data sets it
+        self._ranks_are_even = self._train_stream.is_even
         self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
         self._accumulation = Accumulation(self)
+        self._pulse = Pulse(self.world, self._speak)
+        self._is_ready = True
         self._finish_setup()
         self._notify("post_setup")
         # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
@@ -236,7 +242,6 @@ class BaseTrainer(AbstractTrainer):
                 validate(self, self._val_batches, parameters.num_sanity_val_steps)
             self._cadence.start(self.progress)
             self._notify("pre_fit")
-            self._pulse = Pulse(self.world, self._speak)
             while not self._is_done():
                 self._train_epoch()
             self.settle()
@@ -249,22 +254,20 @@ class BaseTrainer(AbstractTrainer):
         is_over = False
         while not is_over:
             window = self._feed.take()
-            if window is None:
-                is_over = steps_in_epoch(self.config.training_parameters, None) is None
+            if window is None:  # a pass without a window; two in a row are an error
                 continue
             flags = self._run_window(window)
             is_over = self._epoch_is_over()
-            self._between_windows(flags, epoch_ended=is_over)
-            if self._stopped:
+            if self._between_windows(flags, epoch_ended=is_over):
                 return
-        if window is None:
-            self._end_epoch()
 
     def _run_window(self, window: Window) -> Flags:
         """Trains one accumulation window and advances the counters; returns what all ranks know after it."""
+        self._sizes = None
         if window.samples is None:
             window.batches = list(window.batches)
-            window.samples = sum(self.batch_size(batch) for batch in window.batches)
+            self._sizes = [self.batch_size(batch) for batch in window.batches]
+            window.samples = sum(self._sizes)
         self._window_samples = window.samples
         self._pulse.post()
         if self.config.training_parameters.nonfinite != "retry":
@@ -282,12 +285,14 @@ class BaseTrainer(AbstractTrainer):
     def _run_batches(self, window: Window) -> Flags:
         accumulation, progress, device = self._accumulation, self.progress, self.world.device
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
+        after_window, sizes = self._events["post_train_step"], self._sizes
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         flags = Flags()
         for index, batch in enumerate(window.batches, start=1):
             is_last = index == window.size
             batch_idx = progress.batch_idx
             batch = self._batch = self.move_batch(batch, device)
+            self._batch_samples = None if sizes is None else sizes[index - 1]
             if is_last is not self._gradients_sync:
                 self._sync_gradients(is_last)
                 self._gradients_sync = is_last
@@ -297,7 +302,9 @@ class BaseTrainer(AbstractTrainer):
                 listener(batch, batch_idx)
             result = self.training_step(batch, batch_idx)
             if not isinstance(result, dict):
-                raise HookError(f"training_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none.")
+                raise HookError(
+                    f"training_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
+                )
             progress.batch_idx += 1
             self.local_batches += 1
             if is_last:
@@ -307,7 +314,7 @@ class BaseTrainer(AbstractTrainer):
                 result = detach(result)
                 for listener in after:
                     listener(result, batch_idx)
-        for listener in self._events["post_train_step"]:
+        for listener in after_window:
             listener()
         return flags
 
@@ -317,27 +324,29 @@ class BaseTrainer(AbstractTrainer):
         flags = self._pulse.read()
         if flags.short:
             self._feed.agree_on_next()
-        samples = window.samples if self._train_stream.is_even else flags.samples
+        samples = self._window_samples if self._ranks_are_even else flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
         return flags
 
-    def _between_windows(self, flags: Flags, *, epoch_ended: bool) -> None:
-        """After a window: log, validate, end the epoch, save, in this order, on all ranks alike."""
+    def _between_windows(self, flags: Flags, *, epoch_ended: bool) -> bool:
+        """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
+
+        Returns:
+            Whether this window was the last of the run.
+        """
         self._hear(flags)
-        is_last = self._stopped or self._limit_reached(epochs=self.current_epoch + epoch_ended)
+        is_last = self._stopped or self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
         self._window_finished(is_last=is_last)
         if self._val_batches and self._cadence.validation_is_due(
             self.progress, epoch_ended=epoch_ended, by_the_clock=bool(flags.validate)
         ):
             self._validate()
         if epoch_ended:
-            self._end_epoch()
+            self.progress.finish_epoch()
+            self._notify("post_epoch")
         self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=bool(flags.save))
-
-    def _end_epoch(self) -> None:
-        self.progress.finish_epoch()
-        self._notify("post_epoch")
+        return is_last
 
     def _validate(self) -> None:
         self.settle()
@@ -354,23 +363,20 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             NonFiniteError: The policy is "raise" and a norm was not finite.
         """
-        if self._accumulation is not None:
+        self.progress.elapsed_seconds = self._cadence.elapsed_seconds()
+        if self._is_ready:
             self._accumulation.settle()
 
     # -- when training ends
 
     def _epoch_is_over(self) -> bool:
-        steps = steps_in_epoch(self.config.training_parameters, None)
+        steps = self._steps_per_epoch
         return self._feed.is_pass_over if steps is None else self.progress.epoch_steps >= steps
 
     def _limit_reached(self, *, epochs: int) -> bool:
-        limits = self.config.training_parameters
-        return (
-            (limits.epoch_limit is not None and epochs >= limits.epoch_limit)
-            or (limits.max_steps is not None and self.global_step >= limits.max_steps)
-            or (limits.max_samples is not None and self.samples_seen >= limits.max_samples)
-            or (limits.fast_dev_run and self.global_step >= 1)
-        )
+        n_epochs, max_steps, max_samples = self._limits
+        progress = self.progress
+        return epochs >= n_epochs or progress.global_step >= max_steps or progress.samples_seen >= max_samples
 
     def _is_done(self) -> bool:
         return self._stopped or self._limit_reached(epochs=self.current_epoch)
@@ -391,9 +397,16 @@ class BaseTrainer(AbstractTrainer):
 
     def _hear(self, flags: Flags) -> None:
         """Acts on what all ranks now know."""
-        self.progress.elapsed_seconds = self._cadence.elapsed_seconds()
         if flags.save:
             self._save_requested = False
-        if flags.ends_run:
+        if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
             self._stopped = True
             self._signals.adopt(terminated=bool(flags.terminate), interrupted=bool(flags.interrupt))
+
+
+def _limits(parameters: TrainingParameters) -> tuple[float, float, float]:
+    """Epochs, optimizer steps and samples after which training ends; infinity where there is no limit."""
+    max_steps = 1 if parameters.fast_dev_run else parameters.max_steps
+    limits = (parameters.epoch_limit, max_steps, parameters.max_samples)
+    epochs, steps, samples = [math.inf if limit is None else limit for limit in limits]
+    return epochs, steps, samples

@@ -43,7 +43,8 @@ def connect_data(trainer: AbstractTrainer) -> None:
     if batch_size not in (None, parameters.train_batch_size) and parameters.global_batch_size is None:
         trainer._say_once(
             "batch_size",
-            f"the training loader's batch size {batch_size} counts, not train_batch_size={parameters.train_batch_size}.",
+            f"the training loader's batch size {batch_size} counts, not "
+            f"train_batch_size={parameters.train_batch_size}.",
         )
     stream = _stream(trainer, trainer.train_dataloader)
     if parameters.overfit_batches:
@@ -121,7 +122,9 @@ def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, A
     has_step = type(trainer).validation_step is not AbstractTrainer.validation_step
     if val is None:
         if has_step:
-            trainer._say_once("no-val", "validation_step is never called: configure_dataloaders returned no validation loader.")
+            trainer._say_once(
+                "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
+            )
         return {}
     if not has_step:
         raise HookError(

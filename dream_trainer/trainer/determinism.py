@@ -11,7 +11,8 @@ import torch
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms or raises where an operation has none; before and after, as it was."""
+    """Inside, torch uses deterministic algorithms or raises where an operation has none; before and after, as it
+    was."""
     if not enabled:
         yield
         return

@@ -62,9 +62,19 @@ def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Liste
     if not callback.main_process_only:
         return partial(method, trainer)
 
+    where = f"{type(callback).__name__}.{event}, which is main_process_only"
+
     def on_main_process(*args: Any) -> None:
-        with trainer.world.without_collectives(f"{type(callback).__name__}.{event}, which is main_process_only"):
+        world = trainer._world
+        if world is None:  # before launch there is nobody to talk to
             method(trainer, *args)
+            return
+        # Not a context manager: this runs each step for a progress bar, and one costs more than the bar.
+        before, world.forbidden = world.forbidden, where
+        try:
+            method(trainer, *args)
+        finally:
+            world.forbidden = before
 
     return on_main_process
 

@@ -105,7 +105,8 @@ class WindowFeed:
         left_over = sum(sizes) - shortest * len(sizes)
         if left_over and self._world.is_main:
             logger.warning(
-                "The data of some ranks ended first: %d batches that the others held ready are not trained in this pass.",
+                "The data of some ranks ended first: %d batches that the others held ready are not trained "
+                "in this pass.",
                 left_over,
             )
         # Whatever is left is the last window of the pass on every rank.

@@ -56,7 +56,8 @@ def _refuse_hidden_modules(name: str, container: Any) -> None:
         if isinstance(item, nn.Module) and not is_metric(item) and _has_state(item):
             kind = "nn.ModuleDict" if isinstance(container, dict) else "nn.ModuleList"
             raise HookError(
-                f"self.{name} is a plain {type(container).__name__} that holds a {type(item).__name__}: the trainer would "
+                f"self.{name} is a plain {type(container).__name__} that holds a {type(item).__name__}: the "
+                "trainer would "
                 f"neither shard nor save it. Use {kind}."
             )
 

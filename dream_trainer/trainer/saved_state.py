@@ -1,8 +1,8 @@
 """Everything a checkpoint holds of a trainer: gathered from its owners to be written, and given back to them.
 
-    shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
-    rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
-    tensors: parameters, buffers and optimizer state, sharded as they are
+shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
+rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
+tensors: parameters, buffers and optimizer state, sharded as they are
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Pa
     for name, value in here.items():
         if shared[name] != value:
             raise CheckpointError(
-                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step would "
+                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of "
+                "each step would "
                 f"no longer be the same. Set {name} back, or start another experiment."
             )
 
@@ -130,7 +131,9 @@ def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any]) -> None:
     load_model_extra_state(trainer.named_models(), shared["extra_state"])
     schedulers = trainer.named_schedulers()
     if set(schedulers) != set(shared["schedulers"]):
-        raise CheckpointError(f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}.")
+        raise CheckpointError(
+            f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}."
+        )
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(shared["schedulers"][name])
     _restore_callbacks(trainer, shared["callbacks"])
@@ -166,7 +169,8 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
         data = None
         if world.is_main:
             logger.warning(
-                "resumed at another layout than the checkpoint's: weights, optimizers and sample order are exact; random "
+                "resumed at another layout than the checkpoint's: weights, optimizers and sample order are "
+                "exact; random "
                 "layers go on from a new seed."
             )
     trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)

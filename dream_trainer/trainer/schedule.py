@@ -22,6 +22,7 @@ class Cadence:
         self._clock = clock
         self._started = self._last_validation = clock()
         self._before = 0.0
+        self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
 
     @property
     def validation_batches(self) -> int | None:
@@ -39,8 +40,7 @@ class Cadence:
 
     def time_is_up(self) -> bool:
         """Whether `max_time` has passed on this rank's clock."""
-        limit = self._parameters.max_time
-        return limit is not None and self.elapsed_seconds() >= limit.total_seconds()
+        return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
     def validation_is_due_by_the_clock(self) -> bool:
         """Whether `val_every_minutes` have passed since the last validation, on this rank's clock."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 from dream_trainer.distributed.seeds import preserved_random_state, seed_everything
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
@@ -25,7 +24,9 @@ if TYPE_CHECKING:
 _NOTHING = object()
 
 
-def validate(trainer: AbstractTrainer, loaders: dict[str, ValidationBatches], max_batches: int | None) -> dict[str, float]:
+def validate(
+    trainer: AbstractTrainer, loaders: dict[str, ValidationBatches], max_batches: int | None
+) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
 
     Args:
@@ -139,7 +140,8 @@ def _any_batch(trainer: AbstractTrainer, batches: ValidationBatches) -> Any:
     batch = batches.any_batch()
     if batch is None:
         raise DataError(
-            f"rank {trainer.world.rank} has no validation batch while others do, and the sharded forward needs all ranks. "
+            f"rank {trainer.world.rank} has no validation batch while others do, and the sharded forward "
+            "needs all ranks. "
             "Give every rank at least one batch, or use a DistributedDataLoader."
         )
     return batch

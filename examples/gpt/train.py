@@ -3,14 +3,15 @@
     python examples/gpt/train.py
     torchrun --nproc-per-node=2 examples/gpt/train.py --training-parameters.max-steps 600
 
-The same file runs on one CPU and on many GPUs. Started again under the same name it resumes; `--help` lists everything
-that the command line can change. The tables of the config decide the scale, this class holds the algorithm.
+The same file runs on one CPU and on many GPUs, and learns the same on each: the global batch is fixed, ranks only divide
+it. Started again under the same name it resumes; `--help` lists everything that the command line can change.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from dream_trainer import DreamTrainer, DreamTrainerConfig, TrainingParameters
+from dream_trainer import (
+    CallbackCollection,
+    CheckpointParameters,
+    DreamTrainer,
+    DreamTrainerConfig,
+    LoggerParameters,
+    TrainingParameters,
+)
+from dream_trainer.callbacks import ModelSummary, Progress, TrainerSummary
 from dream_trainer.config.command_line import parse
 
 PROMPT = b"def "
@@ -56,8 +65,11 @@ class GPTTrainer(DreamTrainer):
         corpus = load_corpus(self.config.model.window)
         self.unigram_entropy = corpus.validation.unigram_entropy()
         parameters = self.config.training_parameters
+        micro_batch = parameters.train_batch_size
+        if parameters.global_batch_size is not None:
+            micro_batch = max(1, min(micro_batch, parameters.global_batch_size // self.world.dp_size))
         return (
-            DataLoader(corpus.train, batch_size=parameters.train_batch_size, shuffle=True, drop_last=True),
+            DataLoader(corpus.train, batch_size=micro_batch, shuffle=True, drop_last=True),
             DataLoader(corpus.validation, batch_size=parameters.val_batch_size),
         )
 
@@ -99,39 +111,69 @@ class GPTTrainer(DreamTrainer):
         text = generate(self.model, PROMPT, length, window=self.config.model.window, device=self.world.device)
         return text.decode(errors="replace")
 
+    def post_launch(self) -> None:
+        if self.world.is_main:
+            self.describe()
+
+    def on_load(self, path: Path) -> None:
+        self.say(f"resumed at step {self.global_step} from {path}")
+
+    def on_save(self, path: Path) -> None:
+        self.say(f"checkpoint | step {self.global_step} | {path}")
+
+    def say(self, line: str) -> None:
+        """Prints a line, once for all ranks."""
+        if self.world.is_main:
+            print(line, flush=True)
+
 
 def report(trainer: GPTTrainer, text: str) -> None:
     """Prints what was learned, and draws it; for one rank to call."""
-    metrics_file = trainer.run_dir / "metrics.jsonl"
+    metrics_file, picture = trainer.run_dir / "metrics.jsonl", trainer.run_dir / "loss.png"
+    if text:
+        print(f"\nThe model writes:\n\n{text}\n")
     steps, losses = read_metrics(metrics_file, "val/loss")
-    print(f"\nThe model writes:\n{text}\n")
     print(f"byte-unigram entropy of the validation text: {trainer.unigram_entropy:.3f} nats per byte")
     if losses:
         ratio = losses[-1] / trainer.unigram_entropy
         print(f"validation loss at step {steps[-1]}: {losses[-1]:.3f} nats per byte, {ratio:.0%} of that")
-    picture = trainer.run_dir / "loss.png"
+    print(f"checkpoints: {', '.join(str(found.step) for found in trainer.checkpoints())} in {trainer.checkpoint_dir}")
     plot_loss(metrics_file, picture, trainer.unigram_entropy)
     print(f"loss curve: {picture}")
+    step = trainer.global_step
+    print(f"finished at step {step}; to go on, add --training-parameters.max-steps {2 * step} to the same command")
 
 
-def main() -> None:
-    """Trains from the command line, then shows what came of it."""
-    defaults = GPTTrainerConfig(
+def default_config() -> GPTTrainerConfig:
+    """What a run without arguments does."""
+    return GPTTrainerConfig(
         project="examples",
         group="gpt",
         experiment="stdlib",
         training_parameters=TrainingParameters(
             max_steps=250,
+            global_batch_size=32,
             train_batch_size=16,
             val_batch_size=32,
             gradient_clip_val=1.0,
             val_every_n_steps=50,
             val_every_n_epochs=None,
         ),
+        checkpoint_parameters=CheckpointParameters(save_every_n_steps=50),
+        # The progress display shows the numbers; the console logger would show them again.
+        logger_parameters=LoggerParameters(loggers=("jsonl",)),
+        callbacks=CallbackCollection([ModelSummary(depth=1), TrainerSummary(), Progress()]),
     )
-    with GPTTrainer(parse(defaults)) as trainer:
+
+
+def main() -> None:
+    """Trains from the command line, then shows what came of it."""
+    config = parse(default_config())
+    # Windows are samples and bytes are tokens, as many of them as the command line says.
+    config.callbacks.get(Progress).tokens_per_sample = config.model.window
+    with GPTTrainer(config) as trainer:
         trainer.fit()
-        text = trainer.sample()
+        text = trainer.sample() if config.sample_bytes else ""
         if trainer.world.is_main:
             report(trainer, text)
 

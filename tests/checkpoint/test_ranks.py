@@ -340,7 +340,7 @@ def save_until_killed(root: Path, call: int) -> None:
 def test_a_rank_killed_in_a_save_leaves_the_earlier_checkpoint_and_an_error_on_the_others(
     tmp_path: Path, call: int
 ) -> None:
-    with pytest.raises(RuntimeError, match="rank 0 of 2 failed"):
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 failed|1: -9"):
         run_world(save_until_killed, 2, tmp_path, call, timeout=60)
     assert [manifest.step for manifest in list_checkpoints(tmp_path)] == [1]
     verify_checkpoint(tmp_path / "step_00000001", world=Alone())

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import checksum
-from dream_trainer.checkpoint.manifest import FileEntry, encode_manifest, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.safe_dcp import parse_metadata
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.world import Alone
@@ -46,9 +47,18 @@ def by_way_of_an_allowed_module(trace: Path, protocol: int = 4) -> bytes:
     return b"\x80\x04" + text(module) + text(name) + b"\x93" + text(path) + b"\x85R."
 
 
+def written_manifest(path: Path) -> Manifest:
+    """The manifest as it stands, whatever has become of the files."""
+    body = typed_json.loads((path / "manifest.json").read_text())
+    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    return Manifest(
+        path=path, **{key: value for key, value in body.items() if key not in ("xxh3", "files")}, files=files
+    )
+
+
 def reseal(path: Path) -> None:
     """Makes the manifest fit the files as they are now."""
-    manifest = read_manifest_unchecked(path)
+    manifest = written_manifest(path)
     entries = {}
     for name in manifest.files:
         size, xxh3 = checksum(path / name)
@@ -57,18 +67,9 @@ def reseal(path: Path) -> None:
     verify_checkpoint(path, world=Alone())
 
 
-_sealed: dict[Path, Any] = {}
-
-
-def read_manifest_unchecked(path: Path) -> Any:
-    return _sealed[path]
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = save(tmp_path / "checkpoints", 1, rank_tensors={"c": torch.ones(3)})
-    _sealed[path] = read_manifest(path)
-    return path
+    return save(tmp_path / "checkpoints", 1, rank_tensors={"c": torch.ones(3)})
 
 
 def read_all(path: Path) -> None:
@@ -151,7 +152,7 @@ def test_torch_archives_in_place_of_safetensors_are_not_run(path: Path, tmp_path
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "sub/file"])
 def test_a_manifest_cannot_lead_out_of_its_directory(path: Path, name: str) -> None:
-    manifest = _sealed[path]
+    manifest = read_manifest(path)
     outside = {**manifest.files, name: FileEntry(size=1, xxh3="0")}
     (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=outside)))
     with pytest.raises(CheckpointError, match="is not a file of its directory"):

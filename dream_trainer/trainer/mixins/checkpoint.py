@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.trainer import saved_state
@@ -41,7 +41,10 @@ class CheckpointParameters:
     an error if the run directory has checkpoints already."""
 
     def __post_init__(self) -> None:
-        for name, value in {"save_every_n_steps": self.save_every_n_steps, "save_every_n_epochs": self.save_every_n_epochs}.items():
+        for name, value in {
+            "save_every_n_steps": self.save_every_n_steps,
+            "save_every_n_epochs": self.save_every_n_epochs,
+        }.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer. Use one, or None to turn it off.")
 
@@ -143,7 +146,9 @@ class CheckpointMixin(AbstractTrainer):
     def _path_of_step(self, step: int) -> Path:
         found = {manifest.step: manifest.path for manifest in self.checkpoints()}
         if step not in found:
-            raise CheckpointError(f"{self.checkpoint_dir} has no whole checkpoint of step {step}. There are {sorted(found)}.")
+            raise CheckpointError(
+                f"{self.checkpoint_dir} has no whole checkpoint of step {step}. There are {sorted(found)}."
+            )
         return found[step]
 
     def _say_what_changed(self, manifest: Manifest) -> None:

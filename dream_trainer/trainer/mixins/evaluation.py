@@ -1,7 +1,7 @@
 """EvalMixin: named validation loaders, torchmetrics, best values, `evaluate()` and `predict()`.
 
-The validation loop itself is BaseTrainer's; this mixin adds what happens around each loader and after the whole. It saves
-the best values.
+The validation loop itself is BaseTrainer's; this mixin adds what happens around each loader and after the whole. It
+saves the best values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class EvalParameters:
     """
 
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
-    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is better."""
+    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is
+    better."""
 
     def __post_init__(self) -> None:
         for name, mode in self.best_metrics.items():
@@ -66,13 +67,15 @@ class EvalMixin(AbstractTrainer):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
-        raise HookError(f"{type(self).__name__} does not override predict_step. Return the prediction for a batch from it.")
+        raise HookError(
+            f"{type(self).__name__} does not override predict_step. Return the prediction for a batch from it."
+        )
 
     def evaluate(self, dataloader: Any = None) -> dict[str, float]:
         """Runs `validation_step` over `dataloader`, or over the configured validation loaders, and returns the metrics.
 
-        Launches and sets up on the first call, a resume included, so that it evaluates the newest checkpoint. Nothing is
-        logged. Metrics are exact over all samples and ranks.
+        Launches and sets up on the first call, a resume included, so that it evaluates the newest checkpoint. Nothing
+        is logged. Metrics are exact over all samples and ranks.
 
         Args:
             dataloader: Any loader that `configure_dataloaders` could return for validation.
@@ -86,7 +89,10 @@ class EvalMixin(AbstractTrainer):
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
             if dataloader is None:
                 if not self._val_batches:
-                    raise HookError("there is no validation loader. Pass evaluate(dataloader), or return one from configure_dataloaders.")
+                    raise HookError(
+                        "there is no validation loader. Pass evaluate(dataloader), or return one from "
+                        "configure_dataloaders."
+                    )
                 return validate(self, self._val_batches, self.config.training_parameters.val_steps_per_epoch)
             return validate(self, {"": self._batches_of(dataloader)}, None)
 

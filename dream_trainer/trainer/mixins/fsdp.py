@@ -28,7 +28,9 @@ class FSDPParameters:
     def __post_init__(self) -> None:
         value = self.reshard_after_forward
         if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
-            raise ConfigError(f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1.")
+            raise ConfigError(
+                f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1."
+            )
 
 
 @dataclass(kw_only=True)

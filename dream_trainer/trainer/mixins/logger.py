@@ -1,9 +1,9 @@
 """LoggerMixin: `self.log` from anywhere, window means over time and ranks, and the loggers they are written to.
 
 It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, one collective) -> the
-loggers (on rank 0) and `on_log`. Validation metrics are exact when they arrive and are written at once, on the same step
-axis; a sanity validation, `evaluate` and `predict` write nothing. It saves what was logged and not yet flushed, so that
-a resumed run writes the same numbers at the same steps.
+loggers (on rank 0) and `on_log`. Validation metrics are exact when they arrive and are written at once, on the same
+step axis; a sanity validation, `evaluate` and `predict` write nothing. It saves what was logged and not yet flushed, so
+that a resumed run writes the same numbers at the same steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class LoggerMixin(AbstractTrainer):
     _config_class: ClassVar[type] = LoggerConfigMixin
 
     config: Any
-    _batch: Any  # the running micro-batch, or the one before; BaseTrainer's
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -111,10 +110,10 @@ class LoggerMixin(AbstractTrainer):
             raise ValueError(
                 f"metric {name!r} would hide the {name} that each line has. Use another name, such as 'my/{name}'."
             )
-        if weight is None and self._accumulation is not None and self._batch is not None:
+        if weight is None and self._is_ready and self._batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
-                self._undecided.append((name, keep(name, value), reduce, self.batch_size(self._batch)))
+                self._undecided.append((name, keep(name, value), reduce, self._samples_in_batch()))
                 return
         self._metrics.add(name, value, 1.0 if weight is None else weight, reduce)
 
@@ -124,7 +123,7 @@ class LoggerMixin(AbstractTrainer):
         super()._log_step(prefix, result, weight)
         self._run_has_ended = False
         if result:
-            own = self.batch_size(self._batch) if weight is None else weight
+            own = self._samples_in_batch() if weight is None else weight
             self._metrics.add_result(result, own, f"{prefix}/")
         if self._undecided:
             self._decide(weight)

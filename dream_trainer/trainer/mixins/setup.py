@@ -2,7 +2,8 @@
 
 The order is one list, `STAGES`, with the reason for each place; `describe()` prints it. Models are built on the meta
 device: the constructor's computation runs for real, parameters do not exist until each rank cuts its own shard from a
-full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin replicates; FSDPMixin shards.
+full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin replicates; FSDPMixin
+shards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn as nn
 
 from dream_trainer.distributed.sharding import fsdp_modules, shard_by_blocks
 from dream_trainer.errors import HookError
@@ -21,6 +21,7 @@ from dream_trainer.trainer.dataflow import connect_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(kw_only=True)
@@ -31,7 +32,10 @@ class SetupConfigMixin:
 STAGES: tuple[tuple[str, str], ...] = (
     ("configure_models", "first, so that every later stage has modules; parameters stay on the meta device"),
     ("init_weights", "recorded while tensors are whole, so that initial weights do not depend on the mesh"),
-    ("fully_shard / replicate", "before anything is real, so that no rank ever holds more than its shard and one tensor"),
+    (
+        "fully_shard / replicate",
+        "before anything is real, so that no rank ever holds more than its shard and one tensor",
+    ),
     ("materialise", "each rank replays one full tensor at a time and keeps its own part"),
     ("load_pretrained", "over initialised weights, so that a partial load leaves nothing undefined"),
     ("configure_dataloaders", "before optimizers and schedulers, which may need total_steps"),
@@ -58,13 +62,12 @@ class SetupMixin(AbstractTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._tape: Tape | None = None
-        self._wrapped: list[nn.Module] = []
+        self._tape = Tape(config.seed)
+        self._wrapped: list[FSDPModule] = []
 
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
-        self._tape = Tape(self.config.seed)
         with self._tape.recording():
             self.configure_models()
         models = self.named_models()
@@ -85,7 +88,7 @@ class SetupMixin(AbstractTrainer):
         if self.world.world_size > 1:
             self._shard_or_replicate()
         materialize(models, plan, self.world.device)
-        self._tape = None
+        del self._tape  # it holds what the constructors computed
         self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
         self.load_pretrained()
         connect_data(self)

@@ -1,0 +1,235 @@
+"""Progress: how far the run is, how fast it goes and when it ends; a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, TextIO
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+# Steps that tell nothing of the pace: compilation, allocation, first touches of the data.
+WARM_UP_STEPS = 3
+
+
+class Pace:
+    """How fast steps go, and when the last one will be done.
+
+    Rates are of training alone, over the last `remembered` looks. The time left counts everything since warm-up,
+    validations and checkpoints with it, since those will come again.
+
+    Args:
+        step: Optimizer steps completed at the start.
+        samples: Samples consumed at the start.
+        now: Seconds from any origin.
+        remembered: Looks that rates are taken over.
+    """
+
+    def __init__(self, step: int, samples: int, now: float, remembered: int = 50) -> None:
+        self._first_step = step
+        self._origin: tuple[float, int] | None = None
+        self._paused = 0.0
+        # (seconds of training, step, samples); the first one serves until warm-up is through.
+        self._looks = deque([(now, step, samples)], maxlen=remembered)
+
+    def look(self, step: int, samples: int, now: float) -> None:
+        """Takes note of where training is."""
+        if self._origin is None and step - self._first_step >= WARM_UP_STEPS:
+            self._origin = (now, step)
+            self._looks.clear()
+        self._looks.append((now - self._paused, step, samples))
+
+    def paused(self, seconds: float) -> None:
+        """Takes note of time that was not spent on training."""
+        self._paused += seconds
+
+    def rates(self) -> tuple[float, float]:
+        """Steps and samples per second; zeros as long as there is nothing to tell."""
+        (before, first_step, first_samples), (now, step, samples) = self._looks[0], self._looks[-1]
+        seconds = now - before
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (step - first_step) / seconds, (samples - first_samples) / seconds
+
+    def seconds_left(self, total_steps: int | None, step: int, now: float) -> float | None:
+        """Seconds until `total_steps`; None as long as nobody can tell."""
+        if total_steps is None or self._origin is None:
+            return None
+        since, first = self._origin
+        if step <= first or now <= since:
+            return None
+        return max(0, total_steps - step) * (now - since) / (step - first)
+
+
+class Progress(Callback):
+    """Shows epoch, step, chosen metrics, rates and the time left, on rank 0.
+
+    In a terminal it is a live bar; into pipes, files and CI logs go plain lines without control codes. Metrics appear
+    as LoggerMixin flushes them: this callback never waits for the device. A step costs it a look at the clock.
+
+    Args:
+        metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
+        tokens_per_sample: Tokens in one sample; then tokens per second are shown instead of samples.
+        refresh_seconds: Least time between two refreshes of the live bar.
+        line_seconds: Least time between two plain lines.
+        file: Where to; None is standard output as it is when training starts.
+        clock: Seconds from any origin; tests pass their own.
+    """
+
+    main_process_only: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        metrics: Sequence[str] = ("train/loss",),
+        *,
+        tokens_per_sample: int | None = None,
+        refresh_seconds: float = 0.2,
+        line_seconds: float = 10.0,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = tuple(metrics)
+        self.tokens_per_sample = tokens_per_sample
+        self.refresh_seconds = refresh_seconds
+        self.line_seconds = line_seconds
+        self._file = file
+        self._clock = clock
+        self._pace = Pace(0, 0, 0.0)
+        self._shown: dict[str, float] = {}
+        self._due = 0.0
+        self._validation_started: float | None = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+
+    # -- events
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Starts the bar."""
+        now = self._clock()
+        self._pace = Pace(trainer.global_step, trainer.samples_seen, now)
+        self._shown, self._validation_started = {}, None
+        self._start_bar(trainer)
+        # The first line comes with the first step, so that one sees that it runs.
+        self._due = now
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Refreshes, if it is time."""
+        now = self._clock()
+        if now >= self._due:
+            self._show(trainer, now)
+
+    def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
+        """Takes the chosen metrics."""
+        for name in self.metrics:
+            if name in metrics:
+                self._shown[name] = metrics[name]
+
+    def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
+        """Notes that training pauses."""
+        self._validation_started = self._clock()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description="validating", refresh=True)
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """Shows a validation's result."""
+        if self._validation_started is None:
+            return
+        seconds = self._clock() - self._validation_started
+        self._validation_started = None
+        self._pace.paused(seconds)
+        found = format_metrics(metrics) or "no metrics"
+        self._print(f"validation | step {trainer.global_step} | {found} | took {seconds:.1f} s")
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Shows the end."""
+        self._show(trainer, self._clock())
+        self._stop_bar()
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """Gives the terminal back."""
+        self._stop_bar()
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """Gives the terminal back."""
+        self._stop_bar()
+
+    # -- what is shown
+
+    def status(self, trainer: AbstractTrainer, now: float) -> str:
+        """The numbers beside the bar: step, metrics, rates, time left."""
+        steps, samples = self._pace.rates()
+        total = "" if trainer.total_steps is None else f"/{trainer.total_steps}"
+        parts = [f"step {trainer.global_step}{total}"]
+        if self._shown:
+            parts.append(format_metrics(self._shown))
+        if steps > 0:
+            per_sample = self.tokens_per_sample
+            unit = "samples/s" if per_sample is None else "tokens/s"
+            parts.append(f"{format_count(steps)} steps/s")
+            parts.append(f"{format_count(samples * (per_sample or 1))} {unit}")
+        left = self._pace.seconds_left(trainer.total_steps, trainer.global_step, now)
+        if left is not None:
+            parts.append(f"eta {format_duration(left)}")
+        return " | ".join(parts)
+
+    def _show(self, trainer: AbstractTrainer, now: float) -> None:
+        self._pace.look(trainer.global_step, trainer.samples_seen, now)
+        status = self.status(trainer, now)
+        if self._bar is None or self._task is None:
+            self._due = now + self.line_seconds
+            self._print(f"epoch {trainer.current_epoch} | {status}")
+            return
+        self._due = now + self.refresh_seconds
+        self._bar.update(
+            self._task,
+            description=f"epoch {trainer.current_epoch}",
+            completed=trainer.global_step,
+            total=trainer.total_steps,
+            status=status,
+            refresh=True,
+        )
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=self._file or sys.stdout, flush=True)
+
+    def _start_bar(self, trainer: AbstractTrainer) -> None:
+        from rich.console import Console
+
+        self._stop_bar()
+        console = Console(file=self._file or sys.stdout)
+        if not console.is_interactive:
+            return
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+        from rich.table import Column
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=10)),
+            BarColumn(bar_width=12, table_column=Column(no_wrap=True, min_width=12)),
+            # In a narrow terminal the numbers take a second line rather than lose their end.
+            TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=False)),
+            console=console,
+            # Refreshed from the steps: no thread beside the training.
+            auto_refresh=False,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(
+            f"epoch {trainer.current_epoch}", total=trainer.total_steps, completed=trainer.global_step, status=""
+        )
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None

@@ -1,0 +1,173 @@
+"""ModelSummary and TrainerSummary: what is about to be trained, and how, in two tables before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
+
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.tables import print_table
+from dream_trainer.data.loader import loader_batch_size
+from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.loggers.formatting import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class Size(NamedTuple):
+    """What a module's parameters amount to, each counted once, whole tensors whatever their sharding."""
+
+    parameters: int
+    trainable: int
+    num_bytes: int
+    local_bytes: int
+    """Bytes of this rank's shards."""
+
+
+def size_of(module: nn.Module) -> Size:
+    """Sizes of all parameters in `module`; works on meta and sharded ones."""
+    found = list(module.parameters())
+    return Size(
+        parameters=sum(p.numel() for p in found),
+        trainable=sum(p.numel() for p in found if p.requires_grad),
+        num_bytes=sum(p.numel() * p.element_size() for p in found),
+        local_bytes=sum(local_tensor(p).numel() * p.element_size() for p in found),
+    )
+
+
+class ModelSummary(Callback):
+    """Prints the models' modules with their parameters, shapes, dtypes and memory, once they are set up.
+
+    Args:
+        depth: Levels of submodules to show; 0 shows the models alone.
+        file: Where to; None is standard output.
+    """
+
+    main_process_only: ClassVar[bool] = True
+
+    def __init__(self, depth: int = 2, *, file: TextIO | None = None) -> None:
+        if depth < 0:
+            raise ValueError(f"depth={depth} is negative. Use 0 for the models alone, or the levels to show.")
+        self.depth = depth
+        self._file = file
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Prints one table for each model."""
+        for name, model in trainer.named_models().items():
+            size = size_of(model)
+            share = "" if size.local_bytes == size.num_bytes else f", {format_bytes(size.local_bytes)} on this rank"
+            title = (
+                f"{name}: {format_count(size.parameters)} parameters, {format_count(size.trainable)} trainable, "
+                f"{format_bytes(size.num_bytes)}{share}"
+            )
+            rows = list(_module_rows(name, model, self.depth))
+            print_table(
+                title, ("module", "class", "parameters", "trainable", "shape", "dtype", "memory"), rows, self._file
+            )
+
+
+def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:
+    size = size_of(module)
+    own = dict(module.named_parameters(recurse=False))
+    shapes = ", ".join(f"{key} {_shape(p)}" for key, p in own.items())
+    yield (
+        "  " * level + name,
+        class_name(module),
+        f"{size.parameters:,}",
+        "all" if size.trainable == size.parameters else f"{size.trainable:,}",
+        shapes,
+        ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in module.parameters())),
+        format_bytes(size.num_bytes),
+    )
+    if level < depth:
+        for child_name, child in module.named_children():
+            yield from _module_rows(child_name, child, depth, level + 1)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def class_name(module: nn.Module) -> str:
+    """The class as the user wrote it: `fully_shard` puts a subclass named `FSDP...` over it."""
+    name, base = type(module).__name__, type(module).__bases__[-1].__name__
+    return base if name == f"FSDP{base}" else name
+
+
+class TrainerSummary(Callback):
+    """Prints how the run will go: mesh, batch arithmetic, steps, limits and cadences, before the first step.
+
+    Args:
+        file: Where to; None is standard output.
+    """
+
+    main_process_only: ClassVar[bool] = True
+
+    def __init__(self, *, file: TextIO | None = None) -> None:
+        self._file = file
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Prints the table."""
+        print_table(f"{type(trainer).__name__}", (), summary_rows(trainer), self._file)
+
+
+def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
+    """What TrainerSummary shows, as names and values."""
+    world, parameters = trainer.world, trainer.config.training_parameters
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1)
+    limits = {
+        "n_epochs": parameters.n_epochs,
+        "max_steps": parameters.max_steps,
+        "max_samples": parameters.max_samples,
+        "max_time": parameters.max_time,
+    }
+    set_limits = [f"{name}={value}" for name, value in limits.items() if value is not None]
+    rows = [
+        ("run directory", str(trainer.run_dir)),
+        ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),
+        ("mesh", mesh or "one rank"),
+        *_data_rows(trainer),
+        ("limits", ", ".join(set_limits) or "one epoch"),
+        ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
+    ]
+    if trainer.global_step:
+        rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
+    # Each capability brings one nested class of parameters; these two are told above.
+    told = (type(parameters), type(trainer.config.device_parameters))
+    rows += [
+        (field.name.removesuffix("_parameters"), _spelled(value))
+        for field in fields(trainer.config)
+        if is_dataclass(value := vars(trainer.config)[field.name]) and not isinstance(value, told)
+    ]
+    return rows
+
+
+def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
+    """Batch arithmetic and steps of an epoch, as far as the loader tells."""
+    world, accumulation = trainer.world, trainer.accumulation_steps
+    batch_size = loader_batch_size(trainer.train_dataloader)
+    if batch_size is None:
+        batch = f"unknown micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
+    else:
+        total = batch_size * accumulation * world.dp_size
+        batch = (
+            f"{total:,} samples = {batch_size} micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
+        )
+    stream = trainer._train_stream
+    steps = None if stream is None else stream.steps_per_epoch
+    validation = ", ".join(name or "one loader" for name in trainer.val_dataloaders)
+    return [
+        ("global batch", batch),
+        ("steps per pass over the data", "unknown" if steps is None else f"{steps:,}"),
+        ("validation", validation or "none"),
+    ]
+
+
+def _spelled(parameters: Any) -> str:
+    return ", ".join(f"{field.name}={vars(parameters)[field.name]!r}" for field in fields(parameters)) or "defaults"

@@ -1,0 +1,42 @@
+"""Tables on standard output: drawn in a terminal, plain aligned text into pipes and files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
+    """Prints a table of text.
+
+    Args:
+        title: Above the table.
+        header: Names of the columns; empty for a list of names and values.
+        rows: As many cells each as there are columns.
+        file: Where to; None is standard output.
+    """
+    from rich.console import Console
+
+    file = file or sys.stdout
+    console = Console(file=file)
+    if not console.is_interactive:
+        print(plain_table(title, header, rows), file=file, flush=True)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=bool(header))
+    for index in range(max(map(len, [header, *rows]))):
+        table.add_column(header[index] if header else "", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as aligned text, two spaces between columns."""
+    lines = [row for row in [header, *rows] if row]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([title, *(f"  {line}" for line in text)])

@@ -1,0 +1,244 @@
+"""Progress: sane in terminals, pipes and CI logs, cheap, and never dividing by zero."""
+
+from __future__ import annotations
+
+import io
+import re
+import timeit
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Progress
+from dream_trainer.callbacks.progress import Pace
+from tests.worlds import run_world
+
+
+class Terminal(io.StringIO):
+    """A text file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Regression(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
+    def configure_models(self) -> None:
+        self.model = nn.Linear(2, 1)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 48).reshape(24, 2), torch.ones(24, 1))
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        return loader, loader
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
+
+
+@dataclass(kw_only=True)
+class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
+    pass
+
+
+def make(callback: Progress, **training: Any) -> Regression:
+    return Regression(
+        Config(
+            project="p",
+            group="g",
+            experiment="e",
+            training_parameters=dt.TrainingParameters(**training),
+            device_parameters=dt.DeviceParameters(device="cpu"),
+            logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+            callbacks=dt.CallbackCollection([callback]),
+        )
+    )
+
+
+def fit(callback: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **training: Any) -> Regression:
+    monkeypatch.chdir(tmp_path)
+    trainer = make(callback, **training)
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+@pytest.mark.pitfall(47)
+def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    fit(Progress(file=file, line_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    lines = file.getvalue().splitlines()
+    assert "\x1b" not in file.getvalue()
+    assert "\r" not in file.getvalue()
+    assert lines[0].startswith("epoch 0 | step 1/12")
+    assert re.fullmatch(
+        r"epoch 0 \| step 12/12 \| train/loss \S+ \| \S+( K| M)? steps/s \| \S+( K| M)? samples/s \| eta 0:00",
+        lines[11],
+    )
+    assert re.fullmatch(r"validation \| step 12 \| val/loss \S+ \| took \d+\.\d s", lines[12])
+    assert lines[13].startswith("epoch 1 | step 12/12 | train/loss")
+    assert len(lines) == 14
+
+
+@pytest.mark.pitfall(47)
+def test_plain_lines_come_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    fit(Progress(file=file, line_seconds=3600), tmp_path, monkeypatch, n_epochs=2)
+    kinds = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
+    assert kinds == ["epoch 0", "validation", "validation", "epoch 2"]
+
+
+def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    file = Terminal()
+    fit(Progress(file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    text = file.getvalue()
+    assert "\x1b[?25l" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "step 12/12" in text
+    assert "validation | step 12 | val/loss" in text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_number_is_cut_off_in_a_narrow_terminal(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = Terminal()
+    fit(Progress(("train/loss", "val/loss"), file=file, refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=2)
+    assert "…" not in file.getvalue()
+    last = file.getvalue().split("epoch 2")[-1]
+    assert "eta" in last
+    assert "samples/s" in last
+
+
+def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setenv("TERM", "xterm")
+    before = sys.stdout
+    file = Terminal()
+
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            if batch_idx == 3:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.chdir(tmp_path)
+    trainer = make(Progress(file=file))
+    trainer.__class__ = Fails
+    with pytest.raises(RuntimeError, match="on purpose"), trainer:
+        trainer.fit()
+    assert sys.stdout is before
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.pitfall(47)
+@pytest.mark.parametrize(
+    "training",
+    [{"n_epochs": 1, "gradient_accumulation_steps": 50}, {"max_steps": 1}, {"max_steps": 0}, {"n_epochs": 0}],
+    ids=str,
+)
+def test_epochs_shorter_than_a_window_divide_nothing_by_zero(
+    training: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()  # which never moves
+    fit(Progress(file=io.StringIO(), line_seconds=0.0, clock=clock), tmp_path, monkeypatch, **training)
+
+
+def on_a_rank(directory: str) -> str:
+    import contextlib
+    import os
+
+    os.chdir(directory)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), make(Progress(line_seconds=0.0), n_epochs=1) as trainer:
+        trainer.fit()
+    return said.getvalue()
+
+
+@pytest.mark.pitfall(47)
+def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
+    first, second = run_world(on_a_rank, 2, str(tmp_path))
+    assert "step 6/6 | train/loss" in first
+    assert second == ""
+
+
+@pytest.mark.pitfall(50)
+def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [io.StringIO(), io.StringIO()]
+    trainer = make(Progress(file=files[0]), n_epochs=1)
+    trainer.config.callbacks = dt.CallbackCollection([Progress(file=file) for file in files])
+    trainer = Regression(trainer.config)
+    with trainer:
+        trainer.fit()
+    assert all("step 12/12" in file.getvalue() for file in files)
+
+
+# -- the arithmetic
+
+
+def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() -> None:
+    pace, now = Pace(100, 3200, 0.0), 0.0
+    for step in range(101, 113):
+        now += 60.0 if step <= 103 else 0.5  # compilation in the first three steps
+        if step == 108:
+            now += 8.0
+            pace.paused(8.0)
+        pace.look(step, step * 32, now)
+    assert pace.rates() == pytest.approx((2.0, 64.0))
+    # Nine steps since warm-up took 4.5 s of training and 8 s of validation.
+    assert pace.seconds_left(1012, 112, now) == pytest.approx(900 * 12.5 / 9)
+
+
+def test_the_time_left_is_unknown_before_warm_up_and_without_an_end() -> None:
+    pace = Pace(0, 0, 0.0)
+    pace.look(1, 32, 1.0)
+    assert pace.seconds_left(100, 1, 1.0) is None
+    for step in range(2, 10):
+        pace.look(step, step * 32, float(step))
+    assert pace.seconds_left(None, 9, 9.0) is None
+    assert pace.seconds_left(5, 9, 9.0) == 0
+
+
+def test_tokens_are_shown_where_their_number_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    fit(Progress(file=file, tokens_per_sample=128), tmp_path, monkeypatch, n_epochs=1)
+    assert "tokens/s" in file.getvalue()
+    assert "samples/s" not in file.getvalue()
+
+
+@pytest.mark.pitfall(16)
+def test_a_step_costs_a_look_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = Progress(file=io.StringIO(), line_seconds=3600)
+    trainer = fit(callback, tmp_path, monkeypatch, n_epochs=1)
+    calls = 20000
+    seconds = min(timeit.repeat(lambda: callback.post_train_step(trainer), number=calls, repeat=5)) / calls
+    assert seconds < 2e-6

@@ -1,0 +1,135 @@
+"""ModelSummary and TrainerSummary: true numbers, on one rank, and nothing ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.callbacks import ModelSummary, TrainerSummary
+from dream_trainer.callbacks.summary import class_name, size_of
+from tests.worlds import run_world
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.body[0].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)))
+
+
+class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
+    def configure_models(self) -> None:
+        self.model = Tied()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return torch.utils.data.DataLoader(torch.arange(80).reshape(40, 2) % 10, batch_size=2), None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = self.model(batch).square().mean()
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {}
+
+
+@dataclass(kw_only=True)
+class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin):
+    pass
+
+
+def summaries() -> str:
+    file = io.StringIO()
+    config = Config(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=dt.TrainingParameters(max_steps=3, n_epochs=2, gradient_accumulation_steps=5),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        callbacks=dt.CallbackCollection([ModelSummary(file=file), TrainerSummary(file=file)]),
+    )
+    with Trainer(config) as trainer:
+        trainer.fit()
+    assert trainer.global_step == 3
+    return file.getvalue()
+
+
+def test_summaries_tell_parameters_and_batch_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = summaries()
+    # 10x4 tied, 4x8+8 frozen, 8x4+4.
+    assert "model: 116 parameters, 76 trainable, 464 B" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert rows["body"][1:4] == ["Sequential", "76", "36"]
+    assert rows["head"][1:] == ["Linear", "40", "all", "weight", "10x4", "float32", "160", "B"]
+    assert "10 samples = 2 micro-batch x 5 accumulated x 1 data-parallel" in text
+    assert "n_epochs=2, max_steps=3" in text
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert {"total steps 3", "steps per pass over the data 4", "validation none"} <= lines
+    assert "\x1b" not in text
+
+
+def on_a_rank(directory: str) -> str:
+    os.chdir(directory)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return summaries()
+
+
+def test_sharded_models_are_shown_whole_with_this_ranks_share(tmp_path: Path) -> None:
+    first, second = run_world(on_a_rank, 2, str(tmp_path))
+    assert "model: 116 parameters, 76 trainable, 464 B, 232 B on this rank" in first
+    assert "weight 10x4" in first
+    assert "Tied" in first
+    assert "FSDP" not in first
+    assert "dp_shard 2" in first
+    assert "20 samples = 2 micro-batch x 5 accumulated x 2 data-parallel" in first
+    assert second == ""
+
+
+def test_sizes_work_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
+    assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
+
+
+def test_a_class_of_ones_own_named_fsdp_keeps_its_name() -> None:
+    class FSDPThing(nn.Module):
+        pass
+
+    assert class_name(FSDPThing()) == "FSDPThing"
+
+
+def test_a_negative_depth_says_what_to_use() -> None:
+    with pytest.raises(ValueError, match="depth=-1"):
+        ModelSummary(depth=-1)
+
+
+def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dream_trainer.callbacks.tables import print_table
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    print_table("title", ("a", "b"), [("x[bold]", "1")], file)
+    assert "x[bold]" in file.getvalue()
+    assert "│" in file.getvalue()

@@ -1,0 +1,237 @@
+"""A small regression, as a user would write it, and the same by hand: what the trainer's behaviour tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.logger import LoggerParameters
+from tests.trainer.arithmetic import fill, full
+from tests.worlds import free_port, rank_environment
+
+ROOT = Path(__file__).parent.parent.parent
+WIDTH = 3
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Samples(torch.utils.data.Dataset[Batch]):
+    """The first `length` of 64 pairs in float64, each with its number."""
+
+    def __init__(self, length: int) -> None:
+        assert length <= 64
+        generator = torch.Generator().manual_seed(5)
+        pairs = torch.randn(64, WIDTH + 1, dtype=torch.float64, generator=generator)
+        self.x, self.y = pairs[:length, :WIDTH], pairs[:length, WIDTH:]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+def batches(count: int, size: int = 2) -> list[Batch]:
+    """`count` batches of `size` samples, as a loader of its own kind: any iterable."""
+    if count == 0:
+        return []  # splitting nothing gives one empty part
+    data = Samples(count * size)
+    numbers = torch.arange(count * size)
+    return list(zip(data.x.split(size), data.y.split(size), numbers.split(size), strict=True))
+
+
+def network() -> nn.Module:
+    """Two blocks of one class and a head, so that sharding has blocks to find; filled without random numbers."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+    return nn.Sequential(blocks, nn.Linear(WIDTH, 1)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Momentum, so that a wrong step leaves a mark on all later ones."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that skips on the device."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@dataclass
+class Config(
+    dt.BaseTrainerConfig,
+    dt.SetupConfigMixin,
+    dt.FSDPConfigMixin,
+    dt.EvalConfigMixin,
+    dt.LoggerConfigMixin,
+    dt.CheckpointConfigMixin,
+):
+    """Serves every trainer of these tests, whatever its mixins."""
+
+
+def make_config(
+    *,
+    seed: int = 42,
+    callbacks: Sequence[dt.Callback] = (),
+    devices: dt.DeviceParameters | None = None,
+    loggers: tuple[Any, ...] = (),
+    log_every: int = 10,
+    **training: Any,
+) -> Config:
+    """A config on the CPU whose further arguments are training parameters."""
+    return Config(
+        project="tests",
+        group="trainer",
+        experiment="run",
+        seed=seed,
+        callbacks=dt.CallbackCollection(callbacks),
+        device_parameters=devices or dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(**training),
+        logger_parameters=LoggerParameters(loggers=loggers, log_every_n_steps=log_every),
+        checkpoint_parameters=CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+    )
+
+
+class Algorithm:
+    """The user's part of a trainer; records which samples each window saw, its losses and norms."""
+
+    def __init__(
+        self,
+        config: Config,
+        train: Any = None,
+        val: Any = None,
+        *,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    ) -> None:
+        super().__init__(config)
+        self.train_data, self.val_data, self.make_optimizer = train, val, make_optimizer
+        self.seen: list[list[int]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return self.train_data, self.val_data
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        x, y, numbers = batch
+        self.seen.append(numbers.tolist())
+        loss = mse_loss(self.model(x), y)
+        self.backward(loss)
+        self.losses.append(loss.item())
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+class Alone(Algorithm, dt.BaseTrainer):
+    """One process; the model is built in `setup`."""
+
+    def setup(self) -> None:
+        self.model = network()
+        fill(self.model)
+        self.optimizer = self.make_optimizer(self.model)
+
+
+class Spread(Algorithm, dt.BaseTrainer, dt.SetupMixin):
+    """Any number of processes, replicated."""
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = self.make_optimizer(self.model)
+
+
+class Sharded(Spread, dt.FSDPMixin):
+    """Any number of processes, sharded."""
+
+
+class Validates:
+    """Mix in: the loss over validation batches."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        x, y, _ = batch
+        return {"loss": mse_loss(self.model(x), y)}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Full copies of a model's parameters; a collective where they are sharded."""
+    return {name: full(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def by_hand(
+    windows: Sequence[Sequence[tuple[Any, ...]]],
+    *,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> nn.Module:
+    """The loop as one writes it: each window's loss is the mean over its micro-batches."""
+    model = network()
+    fill(model)
+    optimizer = make_optimizer(model)
+    for window in windows:
+        sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: nn.Module | dict[str, Tensor]) -> None:
+    """Equal to 1e-12, in float64."""
+    by_name = weights(expected) if isinstance(expected, nn.Module) else expected
+    assert found.keys() == by_name.keys()
+    for name, value in by_name.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Works inside a fresh directory; for spawned ranks, which have no `tmp_path`."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as name:
+        os.chdir(name)
+        try:
+            yield Path(name)
+        finally:
+            os.chdir(before)
+
+
+def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> list[tuple[int, str]]:
+    """Runs `code` on bare ranks, without torchrun, until each has ended by itself.
+
+    Returns:
+        Exit status and standard error of each rank.
+    """
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=cwd,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | rank_environment(rank, world_size, port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        texts = [process.communicate(timeout=timeout)[1] for process in ranks]
+        return [(process.returncode, text) for process, text in zip(ranks, texts, strict=True)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,399 @@
+"""`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: test_arithmetic_parity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.functional import mse_loss
+
+from dream_trainer.errors import StepError
+from tests.trainer.small import (
+    Alone,
+    Batch,
+    assert_same_weights,
+    batches,
+    by_hand,
+    fill,
+    fused_adamw,
+    make_config,
+    network,
+    sgd,
+    weights,
+)
+
+Step = Callable[[Any, Batch, int], None]
+
+
+def train(step: Step, data: list[Batch], *, make_optimizer: Any = sgd, **training: Any) -> Alone:
+    """Trains one epoch with `step` as the body of `training_step`."""
+
+    class Stepping(Alone):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            step(self, batch, batch_idx)
+            return {}
+
+    with Stepping(make_config(n_epochs=1, **training), data, make_optimizer=make_optimizer) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def loss_of(trainer: Alone, batch: Batch) -> torch.Tensor:
+    return mse_loss(trainer.model(batch[0]), batch[1])
+
+
+def finish(trainer: Alone) -> None:
+    if not trainer.is_accumulating_gradients:
+        trainer.norms.append(trainer.step(trainer.model, trainer.optimizer).item())
+
+
+def windows_of(data: list[Batch], size: int) -> list[list[Batch]]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+# -- exact arithmetic
+
+
+@pytest.mark.pitfall(1)
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 7, 9])
+@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
+def test_a_window_equals_one_large_batch_also_when_the_epoch_cuts_it_short(
+    accumulation: int, make_optimizer: Any
+) -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+        finish(trainer)
+
+    data = batches(7)
+    trainer = train(step, data, gradient_accumulation_steps=accumulation, make_optimizer=make_optimizer)
+    large = [
+        [(torch.cat([x for x, _, _ in window]), torch.cat([y for _, y, _ in window]))]
+        for window in windows_of(data, accumulation)
+    ]
+    assert trainer.global_step == len(large)
+    assert_same_weights(weights(trainer.model), by_hand(large, make_optimizer=make_optimizer))
+
+
+@pytest.mark.pitfall(3)
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_weights_make_each_sample_count_alike_however_unequal_the_batches_are(as_tensor: bool) -> None:
+    x, y = torch.cat([b[0] for b in batches(8)]), torch.cat([b[1] for b in batches(8)])
+    sizes = [1, 9, 2, 4]
+    ragged = list(zip(x.split(sizes), y.split(sizes), torch.arange(16).split(sizes), strict=True))
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        count: Any = torch.tensor(len(batch[0])) if as_tensor else len(batch[0])
+        trainer.backward(loss_of(trainer, batch), weight=count)
+        finish(trainer)
+
+    trainer = train(step, ragged, gradient_accumulation_steps=2)
+    assert_same_weights(weights(trainer.model), by_hand([[(x[:10], y[:10])], [(x[10:], y[10:])]]))
+
+
+@pytest.mark.pitfall(3)
+def test_one_token_of_loss_10_and_nine_of_loss_1_weigh_1_9() -> None:
+    class Constant(Alone):
+        def setup(self) -> None:
+            self.model = nn.Linear(1, 1, bias=False).double()
+            nn.init.zeros_(self.model.weight)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+        def training_step(self, batch: tuple[float, int], batch_idx: int) -> dict[str, Any]:
+            slope, tokens = batch
+            self.backward(self.model.weight.sum() * slope, weight=tokens)
+            if not self.is_accumulating_gradients:
+                self.step(self.model, self.optimizer)
+            return {}
+
+        def batch_size(self, batch: Any) -> int:
+            return 1
+
+    with Constant(make_config(n_epochs=1, gradient_accumulation_steps=2), [(10.0, 1), (1.0, 9)]) as trainer:
+        trainer.fit()
+    assert trainer.model.weight.item() == pytest.approx(-1.9, abs=1e-12)
+
+
+def test_fractional_weights_normalise_by_their_sum() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=0.25 if batch_idx % 2 else 0.5)
+        finish(trainer)
+
+    data = batches(2)
+    trainer = train(step, data, gradient_accumulation_steps=2)
+    model = network()
+    fill(model)
+    (mse_loss(model(data[0][0]), data[0][1]) * 2 / 3 + mse_loss(model(data[1][0]), data[1][1]) / 3).backward()
+    for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        start = dict(zip(model.parameters(), filled(), strict=True))[parameter]
+        torch.testing.assert_close(found.detach(), start - 0.1 * parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def filled() -> list[torch.Tensor]:
+    model = network()
+    fill(model)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_two_backward_calls_in_one_batch_add_up_and_count_as_one_batch() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        x, y, _ = batch
+        trainer.backward(mse_loss(trainer.model(x), y) * 0.25)
+        trainer.backward(mse_loss(trainer.model(x), y) * 0.75)
+        finish(trainer)
+
+    data = batches(4)
+    trainer = train(step, data, gradient_accumulation_steps=2)
+    assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool, accumulation: int) -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=2 if weighted else None)
+        finish(trainer)
+
+    data = batches(4)
+    trainer = train(step, data, gradient_accumulation_steps=accumulation, gradient_clip_val=0.05)
+    model = network()
+    fill(model)
+    optimizer, norms = sgd(model), []
+    for window in windows_of(data, accumulation):
+        sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert trainer.norms == pytest.approx(norms, rel=1e-6)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
+
+
+def test_clipping_by_value_clips_the_normalised_gradient() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=3)
+        finish(trainer)
+
+    data = batches(4)
+    trainer = train(step, data, gradient_accumulation_steps=2, gradient_clip_value=0.02)
+    model = network()
+    fill(model)
+    optimizer = sgd(model)
+    for window in windows_of(data, 2):
+        sum(mse_loss(model(x), y) / 2 for x, y, _ in window).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(weights(trainer.model), model)
+
+
+def test_pre_optimizer_step_sees_normalised_gradients_and_what_it_changes_counts() -> None:
+    class Doubles(Alone):
+        def pre_optimizer_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            for p in model.parameters():
+                p.grad *= 2
+
+    seen: list[dict[str, torch.Tensor]] = []
+    data = batches(3)
+    with Doubles(make_config(n_epochs=1, gradient_accumulation_steps=3), data) as trainer:
+        trainer.fit()
+    model = network()
+    fill(model)
+    sum(mse_loss(model(x), y) / 3 for x, y, _ in data).backward()
+    assert_same_weights(seen[0], {name: p.grad for name, p in model.named_parameters()})
+    doubled = torch.sqrt(sum(p.grad.mul(2).square().sum() for p in model.parameters()))
+    assert trainer.norms == [pytest.approx(doubled.item(), rel=1e-12)]
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(mse_loss(trainer.model[1](batch[0]), batch[1]))
+        finish(trainer)
+
+    trainer = train(step, batches(2))
+    start = dict(zip(dict(network().named_parameters()), filled(), strict=True))
+    for name, value in weights(trainer.model).items():
+        assert torch.equal(value, start[name]) == name.startswith("0.")
+
+
+def test_a_parameter_group_added_during_training_is_stepped() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.optimizer.add_param_group({"params": list(trainer.model[0].parameters())})
+        trainer.backward(loss_of(trainer, batch))
+        finish(trainer)
+
+    def head_only(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    trainer = train(step, batches(2), make_optimizer=head_only)
+    model = network()
+    fill(model)
+    optimizer = head_only(model)
+    for number, (x, y, _) in enumerate(batches(2)):
+        if number == 1:  # as in plain PyTorch, the new parameters bring the gradients they have
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_scheduler_given_to_step_is_stepped_once_per_optimizer_step() -> None:
+    rates: list[float] = []
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+        trainer.backward(loss_of(trainer, batch))
+        if not trainer.is_accumulating_gradients:
+            trainer.step(trainer.model, trainer.optimizer, trainer.scheduler)
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    train(step, batches(5), gradient_accumulation_steps=2)
+    assert rates == [0.05, 0.025, 0.0125]
+
+
+# -- nothing to learn
+
+
+def test_a_loss_of_none_is_skipped_and_the_rest_of_the_window_still_counts_alike() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(None if batch_idx == 1 else loss_of(trainer, batch))
+        finish(trainer)
+
+    data = batches(3)
+    trainer = train(step, data, gradient_accumulation_steps=3)
+    assert_same_weights(weights(trainer.model), by_hand([[data[0], data[2]]]))
+
+
+def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(None if batch_idx in (2, 3) else loss_of(trainer, batch))
+        finish(trainer)
+
+    data = batches(6)
+    trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=fused_adamw)
+    assert trainer.global_step == 2
+    assert_same_weights(
+        weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=fused_adamw)
+    )
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
+def test_a_total_weight_of_zero_skips_the_step_and_leaves_the_optimizers_state(
+    as_tensor: bool, make_optimizer: Any
+) -> None:
+    states: list[Any] = []
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        weight: Any = 0 if batch_idx in (2, 3) else 2
+        trainer.backward(loss_of(trainer, batch), weight=torch.tensor(float(weight)) if as_tensor else weight)
+        finish(trainer)
+        if not trainer.is_accumulating_gradients:
+            state = trainer.optimizer.state_dict()["state"]
+            states.append({k: {n: v.clone() for n, v in entry.items()} for k, entry in state.items()})
+
+    data = batches(6)
+    trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=make_optimizer)
+    assert trainer.global_step == 3
+    assert trainer.skipped_steps == 1
+    for key, entry in states[0].items():
+        for name, value in entry.items():
+            assert torch.equal(states[1][key][name], value), name
+    expected = by_hand([data[0:2], data[4:6]], make_optimizer=make_optimizer)
+    assert_same_weights(weights(trainer.model), expected)
+
+
+def test_a_batch_of_weight_zero_counts_for_nothing_whatever_its_finite_loss_is() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch) * (1e6 if batch_idx == 1 else 1), weight=0 if batch_idx == 1 else 2)
+        finish(trainer)
+
+    data = batches(3)
+    trainer = train(step, data, gradient_accumulation_steps=3)
+    assert_same_weights(weights(trainer.model), by_hand([[data[0], data[2]]]))
+
+
+# -- misuse
+
+
+def test_step_in_the_middle_of_a_window_is_an_error_that_says_when_to_call_it() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+        trainer.step(trainer.model, trainer.optimizer)
+
+    with pytest.raises(StepError, match="is_accumulating_gradients"):
+        train(step, batches(4), gradient_accumulation_steps=2)
+
+
+@pytest.mark.pitfall(17)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_window_with_backward_and_no_step_is_an_error(accumulation: int) -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+
+    with pytest.raises(StepError, match=r"no step\(\).*self\.step\(model, optimizer\)"):
+        train(step, batches(4), gradient_accumulation_steps=accumulation)
+
+
+@pytest.mark.parametrize("weighted_first", [True, False])
+def test_weighted_and_unweighted_calls_in_one_window_are_an_error(weighted_first: bool) -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=2 if weighted_first is (batch_idx == 0) else None)
+        finish(trainer)
+
+    with pytest.raises(StepError, match="Weight every micro-batch, or none"):
+        train(step, batches(2), gradient_accumulation_steps=2)
+
+
+def test_weighted_and_unweighted_windows_may_follow_each_other() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch), weight=2 if batch_idx < 2 else None)
+        finish(trainer)
+
+    data = batches(4)
+    trainer = train(step, data, gradient_accumulation_steps=2)
+    assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
+
+
+def test_several_weighted_models_want_to_know_whose_weight_it_is() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.other = nn.Linear(1, 1)
+        trainer.backward(loss_of(trainer, batch), weight=2)
+
+    with pytest.raises(StepError, match=r"\(model, other\).*model="):
+        train(step, batches(1))
+
+
+def test_a_plateau_scheduler_given_to_step_is_an_error_that_says_where_it_belongs() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
+        trainer.step(trainer.model, trainer.optimizer, plateau)
+
+    with pytest.raises(StepError, match="post_val_epoch"):
+        train(step, batches(1))
+
+
+def test_backward_and_step_outside_of_training_are_errors() -> None:
+    trainer = Alone(make_config(), batches(1))
+    with pytest.raises(StepError, match="outside of training"):
+        trainer.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(StepError, match="outside of training"):
+        trainer.step(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+
+
+def test_a_backward_after_the_windows_last_step_is_an_error() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+        finish(trainer)
+        trainer.backward(loss_of(trainer, batch))
+
+    with pytest.raises(StepError, match="step"):
+        train(step, batches(2))

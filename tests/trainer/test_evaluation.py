@@ -1,0 +1,263 @@
+"""EvalMixin: named loaders, torchmetrics, best values, `evaluate()` and `predict()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.mixins.evaluation import EvalParameters
+from tests.trainer.small import (
+    Alone,
+    Batch,
+    Samples,
+    Sharded,
+    Spread,
+    Validates,
+    batches,
+    make_config,
+    network,
+    weights,
+)
+from tests.worlds import run_world
+
+
+class Checked(Validates, Alone, dt.EvalMixin):
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.metrics = [*vars(self).get("metrics", []), metrics]
+
+
+def fit(trainer: Any) -> Any:
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def mean_loss(model: nn.Module, data: list[Batch]) -> float:
+    with torch.no_grad():
+        return mse_loss(model(torch.cat([x for x, _, _ in data])), torch.cat([y for _, y, _ in data])).item()
+
+
+# -- named loaders
+
+
+def test_named_loaders_are_validated_under_their_names() -> None:
+    class Named(Checked):
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            names.append(self.val_name)
+            return super().validation_step(batch, batch_idx)
+
+    names: list[str] = []
+    easy, hard = batches(2), batches(3)[1:]
+    trainer = fit(Named(make_config(n_epochs=1), batches(2), {"easy": easy, "hard": hard}))
+    assert names == ["easy", "easy", "hard", "hard"]
+    assert trainer.metrics == [
+        {
+            "val/easy/loss": pytest.approx(mean_loss(trainer.model, easy), rel=1e-12),
+            "val/hard/loss": pytest.approx(mean_loss(trainer.model, hard), rel=1e-12),
+        }
+    ]
+    assert trainer.val_name == ""
+
+
+# -- best values
+
+
+class Scripted(Checked):
+    """Validates to given values, one after the other."""
+
+    def __init__(self, config: Any, values: list[float]) -> None:
+        super().__init__(config, batches(1), batches(1))
+        self.values = values
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.values[self.current_epoch]}
+
+
+@pytest.mark.pitfall(7)
+@pytest.mark.parametrize(
+    ("mode", "values", "best"),
+    [
+        ("min", [2.0, 0.0, 1.0], 0.0),
+        ("max", [0.0, -1.0, -2.0], 0.0),
+        ("max", [-3.0, -1.0, -2.0], -1.0),
+        ("min", [-3.0, 1.0, -4.0], -4.0),
+        ("min", [float("nan"), 5.0, float("nan")], 5.0),
+        ("max", [float("nan"), -5.0, float("nan")], -5.0),
+        ("min", [float("inf"), 3.0], 3.0),
+    ],
+)
+def test_the_best_value_is_kept_and_zero_is_one_and_nan_is_none(mode: Any, values: list[float], best: float) -> None:
+    config = make_config(n_epochs=len(values))
+    config.eval_parameters = EvalParameters(best_metrics={"val/loss": mode})
+    assert fit(Scripted(config, values)).best == {"val/loss": best}
+
+
+def test_a_metric_that_is_missing_or_only_nan_has_no_best_value() -> None:
+    config = make_config(n_epochs=1)
+    config.eval_parameters = EvalParameters(best_metrics={"val/accuracy": "max", "val/loss": "min"})
+    assert fit(Scripted(config, [float("nan")])).best == {}
+
+
+def test_a_mode_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'min' or 'max'"):
+        EvalParameters(best_metrics={"val/loss": "smallest"})  # type: ignore[dict-item]
+
+
+# -- evaluate
+
+
+def test_evaluate_works_before_fit_and_alone_and_changes_nothing() -> None:
+    with Checked(make_config(n_epochs=1), batches(2), batches(3)) as trainer:
+        first = trainer.evaluate()
+        before = weights(trainer.model)
+        assert first == {"val/loss": pytest.approx(mean_loss(trainer.model, batches(3)), rel=1e-12)}
+        other = trainer.evaluate(batches(5))
+        assert other == {"val/loss": pytest.approx(mean_loss(trainer.model, batches(5)), rel=1e-12)}
+        assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
+        assert trainer.global_step == 0
+        assert trainer.best == {}
+        trainer.fit()
+        assert trainer.global_step == 2
+        assert trainer.evaluate() == trainer.metrics[-1]
+
+
+def test_evaluate_between_two_trainings_leaves_training_as_it_was() -> None:
+    plain = fit(Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)))
+    with Checked(make_config(n_epochs=1), DataLoader(Samples(8), 2, shuffle=True), batches(1)) as trainer:
+        trainer.evaluate(batches(4))
+        trainer.fit()
+    assert trainer.seen == plain.seen
+    assert all(torch.equal(v, weights(plain.model)[n]) for n, v in weights(trainer.model).items())
+
+
+def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
+    class NoStep(Alone, dt.EvalMixin):
+        pass
+
+    with pytest.raises(HookError, match="validation_step"):
+        NoStep(make_config(), batches(1)).evaluate(batches(1))
+    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
+        Checked(make_config(), batches(1)).evaluate()
+
+
+# -- predict
+
+
+class Predicts(Checked):
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        assert not torch.is_grad_enabled()
+        assert not self.model.training
+        return {"y": self.model(batch[0]), "number": batch[2]}
+
+
+def test_predict_gives_the_results_in_order_on_the_cpu() -> None:
+    with Predicts(make_config(), batches(1)) as trainer:
+        found = trainer.predict(DataLoader(Samples(7), 3, shuffle=True))
+        assert torch.cat([part["number"] for part in found]).tolist() == list(range(7))
+        with torch.no_grad():
+            expected = trainer.model(Samples(7).x)
+        torch.testing.assert_close(torch.cat([part["y"] for part in found]), expected)
+        assert not found[0]["y"].requires_grad
+        assert trainer.model.training
+
+
+def test_predict_without_predict_step_is_an_error() -> None:
+    with pytest.raises(HookError, match="predict_step"):
+        Checked(make_config(), batches(1)).predict(batches(1))
+
+
+# -- torchmetrics, over ranks and with padding batches
+
+
+class Measured(Validates):
+    """The same measures by torchmetrics and by hand."""
+
+    def configure_metrics(self) -> None:
+        from torchmetrics import MeanAbsoluteError, MetricCollection
+        from torchmetrics.regression import PearsonCorrCoef
+
+        self.mae = MeanAbsoluteError().set_dtype(torch.float64)
+        self.more = MetricCollection({"pearson": PearsonCorrCoef().set_dtype(torch.float64)})
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        prediction = self.model(batch[0])
+        self.mae(prediction, batch[1])
+        self.more.update(prediction.flatten(), batch[1].flatten())
+        return super().validation_step(batch, batch_idx)
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model(batch[0])
+
+
+class SpreadMeasured(Measured, Spread, dt.EvalMixin):
+    pass
+
+
+class ShardedMeasured(Measured, Sharded, dt.EvalMixin):
+    pass
+
+
+def measure() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, cls in {"replicate": SpreadMeasured, "fsdp": ShardedMeasured}.items():
+        for size in (2, 4):
+            train = DistributedDataLoader(Samples(12), 2)
+            with cls(make_config(n_epochs=2), train, DataLoader(Samples(7), size)) as trainer:
+                alone = trainer.evaluate(DistributedDataLoader(Samples(3), 1))
+                trainer.fit()
+                again = trainer.evaluate()
+                predicted = torch.cat(trainer.predict(DataLoader(Samples(7), 2)))
+                found[f"{name}/{size}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model))
+    rank = int(__import__("os").environ.get("RANK", "0"))
+    mine = batches(3)[: rank + 1] if rank else batches(1)
+    with ShardedMeasured(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2), PerRankLoader(mine)) as trainer:
+        trainer.fit()
+        found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
+    return found
+
+
+def by_hand(state: dict[str, torch.Tensor], numbers: list[int]) -> dict[str, float]:
+    model = network()
+    model.load_state_dict(state)
+    data = Samples(8)
+    with torch.no_grad():
+        predicted, y = model(data.x)[numbers], data.y[numbers]
+    pearson = torch.corrcoef(torch.stack([predicted.flatten(), y.flatten()]))[0, 1]
+    return {
+        "val/mae": (predicted - y).abs().mean().item(),
+        "val/pearson": pearson.item(),
+        "val/loss": (predicted - y).square().mean().item(),
+    }
+
+
+@pytest.mark.pitfall(46)
+@pytest.mark.pitfall(45)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_in_order(world_size: int) -> None:
+    pytest.importorskip("torchmetrics")
+    results = run_world(measure, world_size)
+    for case in results[0]:
+        metrics, again, alone, predicted, state = results[0][case]
+        assert all(rank[case][0] == metrics and rank[case][1] == metrics for rank in results), case
+        if case == "unequal":
+            numbers = [n for rank in range(world_size) for n in range(2 * (rank + 1 if rank else 1))]
+        else:
+            numbers = list(range(7))
+            assert set(alone) == set(metrics)
+            model = network()
+            model.load_state_dict(state)
+            torch.testing.assert_close(predicted, model(Samples(7).x).detach())
+            assert all(torch.equal(rank[case][3], predicted) for rank in results)
+        assert again == metrics
+        assert metrics == pytest.approx(by_hand(state, numbers), rel=1e-9), case

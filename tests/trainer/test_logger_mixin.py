@@ -1,0 +1,479 @@
+"""LoggerMixin through real trainers: what is logged, with which weight, at which step, also over ranks and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError
+from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.jsonl import read_jsonl
+from tests.worlds import run_world
+
+CPU = dt.DeviceParameters(device="cpu")
+
+
+class Memory(Logger):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.opened: list[int | None] = []
+        self.lines: list[tuple[Stamp, dict[str, float]]] = []
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.opened.append(resumed_step)
+        assert config["project"] == "p"
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self.lines.append((stamp, dict(metrics)))
+
+    def column(self, name: str) -> dict[int, float]:
+        return {stamp.step: metrics[name] for stamp, metrics in self.lines if name in metrics}
+
+
+class Algorithm(dt.BaseTrainer, dt.LoggerMixin):
+    """Batches are (x, number of tokens); the loss that is logged is the batch's x[0]."""
+
+    batches: ClassVar[list[Any]] = [
+        (torch.tensor([float(i)] * size), tokens) for i, (size, tokens) in enumerate([(1, 7), (3, 2), (2, 9), (4, 1)])
+    ]
+    weighted: ClassVar[bool] = False
+
+    def __init__(self, config: Any, *extra: Logger) -> None:
+        super().__init__(config)
+        self._extra = list(extra)
+
+    def configure_loggers(self) -> list[Logger]:
+        return [*super().configure_loggers(), *self._extra]
+
+    def setup(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return self.batches, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, tokens = batch
+        self.log("before", x[0])
+        self.backward(self.model(x[:, None]).mean(), weight=tokens if self.weighted else None)
+        self.log("after", x[0])
+        self.log("own", x[0], weight=1)
+        self.log("highest", x[0], reduce="max")
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": x[0], "parts": {"half": x[0] / 2}, "logits": torch.zeros(3), "note": "text"}
+
+
+@dataclass(kw_only=True)
+class Config(dt.BaseTrainerConfig, dt.LoggerConfigMixin):
+    pass
+
+
+def make_config(cls: type = Config, every: int = 1, loggers: tuple[Any, ...] = (), **training: Any) -> Any:
+    return cls(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=dt.TrainingParameters(**({"n_epochs": 1} | training)),
+        device_parameters=CPU,
+        logger_parameters=dt.LoggerParameters(loggers=loggers, log_every_n_steps=every),
+    )
+
+
+def fit(cls: type[Algorithm], config: Any) -> Memory:
+    memory = Memory()
+    with cls(config, memory) as trainer:
+        trainer.fit()
+    return memory
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def mean(pairs: list[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+# -- values and weights
+
+
+@pytest.mark.pitfall(45)
+def test_the_default_weight_is_the_batch_size() -> None:
+    ((_, metrics),) = fit(Algorithm, make_config(every=100)).lines
+    by_size = mean([(0, 1), (1, 3), (2, 2), (3, 4)])
+    assert metrics == pytest.approx(
+        {
+            "before": by_size,
+            "after": by_size,
+            "own": 1.5,
+            "highest": 3,
+            "train/loss": by_size,
+            "train/parts/half": by_size / 2,
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.pitfall(3)
+@pytest.mark.pitfall(45)
+def test_the_default_weight_is_the_backward_weight_also_for_what_was_logged_before_it() -> None:
+    class Weighted(Algorithm):
+        weighted = True
+
+    ((_, metrics),) = fit(Weighted, make_config(every=100)).lines
+    by_tokens = mean([(0, 7), (1, 2), (2, 9), (3, 1)])
+    assert metrics == pytest.approx(
+        {
+            "before": by_tokens,
+            "after": by_tokens,
+            "own": 1.5,
+            "highest": 3,
+            "train/loss": by_tokens,
+            "train/parts/half": by_tokens / 2,
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_events_log_with_the_weight_of_their_own_batch(weighted: bool) -> None:
+    class Events(Algorithm):
+        def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
+            self.log("pre", batch[0][0])
+
+        def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+            self.log("post", result["loss"])
+
+    Events.weighted = weighted
+    ((_, metrics),) = fit(Events, make_config(every=100, gradient_accumulation_steps=2)).lines
+    weights = [7, 2, 9, 1] if weighted else [1, 3, 2, 4]
+    expected = mean(list(zip(range(4), weights, strict=True)))
+    assert metrics["pre"] == pytest.approx(expected, rel=1e-12)
+    assert metrics["post"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_log_works_before_the_first_step_and_in_every_training_event() -> None:
+    class Everywhere(Algorithm):
+        def post_setup(self) -> None:
+            self.log("post_setup", 1)
+
+        def pre_fit(self) -> None:
+            self.log("pre_fit", 2)
+
+        def post_train_step(self) -> None:
+            self.log("post_train_step", 3)
+
+        def post_epoch(self) -> None:
+            self.log("post_epoch", 4)
+
+        def post_fit(self) -> None:
+            self.log("post_fit", 5)
+
+    memory = fit(Everywhere, make_config())
+    assert memory.column("post_setup") == {1: 1}
+    assert memory.column("pre_fit") == {1: 2}
+    assert memory.column("post_train_step") == {1: 3, 2: 3, 3: 3, 4: 3}
+    assert memory.column("post_epoch") == {4: 4}
+    assert memory.column("post_fit") == {4: 5}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> None:
+    memory = fit(Algorithm, make_config(every=every))
+    sizes = [1, 3, 2, 4]
+    edges = sorted({*range(every, 5, every), 4})
+    expected = {
+        last: mean([(i, sizes[i]) for i in range(first, last)]) for first, last in zip([0, *edges], edges, strict=False)
+    }
+    assert memory.column("train/loss") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", Stamp._fields)
+def test_a_name_of_the_stamp_is_refused(name: str) -> None:
+    trainer = Algorithm(make_config())
+    with pytest.raises(ValueError, match=name):
+        trainer.log(name, 1.0)
+
+
+def test_what_is_no_scalar_is_refused_by_its_name() -> None:
+    trainer = Algorithm(make_config())
+    with pytest.raises(TypeError, match="'logits'"):
+        trainer.log("logits", torch.zeros(3))
+
+
+# -- the step axis
+
+
+class Validating(Algorithm):
+    val_batches: ClassVar[list[Any]] = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return self.batches, self.val_batches
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.log("val/largest", batch.max(), reduce="max")
+        self.log("tokens", batch.numel(), reduce="sum")
+        return {"loss": batch.mean()}
+
+
+@pytest.mark.pitfall(48)
+def test_training_and_validation_share_one_step_axis_and_sanity_validation_logs_nothing() -> None:
+    memory = fit(Validating, make_config(every=2, val_every_n_steps=2, num_sanity_val_steps=2, n_epochs=2))
+    assert memory.column("train/loss").keys() == {2, 4, 6, 8}
+    assert memory.column("val/loss").keys() == {2, 4, 6, 8}
+    assert {stamp.step: stamp.samples for stamp, _ in memory.lines} == {2: 4, 4: 10, 6: 14, 8: 20}
+    assert [stamp.step for stamp, _ in memory.lines] == sorted(stamp.step for stamp, _ in memory.lines)
+
+
+@pytest.mark.pitfall(45)
+def test_validation_is_the_mean_over_samples_and_logs_inside_it_are_validations() -> None:
+    memory = fit(Validating, make_config())
+    stamp, metrics = memory.lines[-1]
+    assert stamp.step == 4
+    assert metrics == {"val/largest": 10.0, "val/tokens": 4.0, "val/loss": 4.0}
+    assert not any("tokens" in metrics or "val/tokens" in metrics for _, metrics in memory.lines[:-1])
+
+
+def test_listeners_get_the_same_numbers_as_loggers() -> None:
+    class Listens(Validating):
+        def on_log(self, metrics: dict[str, float], step: int) -> None:
+            heard.append((step, dict(metrics)))
+
+    heard: list[Any] = []
+    memory = fit(Listens, make_config(every=2))
+    assert heard == [(stamp.step, metrics) for stamp, metrics in memory.lines]
+
+
+def test_nothing_logged_writes_nothing() -> None:
+    class Silent(Algorithm):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0][:, None]).mean())
+            if not self.is_accumulating_gradients:
+                self.step(self.model, self.optimizer)
+            return {}
+
+    memory = fit(Silent, make_config(loggers=("jsonl",)))
+    assert memory.opened == []
+    assert not Path("runs").exists()
+
+
+# -- loggers
+
+
+class Broken(Logger):
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.calls = 0
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        if self.where == "open":
+            raise OSError("no space left")
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self.calls += 1
+        raise OSError("no space left")
+
+    def close(self) -> None:
+        if self.where == "close":
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, memory = Broken(where), Memory()
+    with Algorithm(make_config(), broken, memory) as trainer:
+        trainer.fit()
+    assert trainer.global_step == 4
+    assert len(memory.lines) == 4
+    assert broken.calls == (0 if where == "open" else 4)
+    reports = [record.getMessage() for record in caplog.records if "Broken failed" in record.getMessage()]
+    assert len(reports) == 1
+    assert "no space left" in reports[0]
+
+
+def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(project="p", group="g", experiment="e", device_parameters=CPU)
+    with Algorithm(config) as trainer:
+        trainer.fit()
+    (record,) = read_jsonl("runs/p/g/e/metrics.jsonl")
+    assert (record["step"], record["samples"], record["highest"]) == (4, 10, 3)
+    assert json.loads(Path("runs/p/g/e/config.json").read_text())["logger_parameters"]["log_every_n_steps"] == 10
+    assert "epoch 0 | step 4 | own 1.500 | train/loss 1.900" in capsys.readouterr().out
+
+
+def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> None:
+    from dream_trainer.config import from_dict, parse, to_dict
+
+    config = make_config(loggers=("jsonl",), every=7)
+    plain = json.loads(json.dumps(to_dict(config)))
+    assert from_dict(Config, plain).logger_parameters == config.logger_parameters
+    line = (
+        "--project p --group g --experiment e --logger-parameters.loggers jsonl --logger-parameters.log-every-n-steps 7"
+    )
+    assert parse(Config, line.split()).logger_parameters == config.logger_parameters
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"loggers": ("wand",)}, {"loggers": ("jsonl", "jsonl")}, {"log_every_n_steps": 0}], ids=str
+)
+def test_wrong_parameters_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        dt.LoggerParameters(**wrong)
+
+
+@pytest.mark.pitfall(51)
+def test_building_a_trainer_starts_no_logger() -> None:
+    Algorithm(make_config(loggers=("console", "jsonl")))
+    assert not Path("runs").exists()
+
+
+# -- restarts
+
+
+class Resumable(Algorithm, dt.CheckpointMixin):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, _ = batch
+        loss = self.model(x[:, None]).square().mean()
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        self.log("lowest", x[0] / 3, reduce="min")
+        return {"loss": loss}
+
+    def setup(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 48), torch.ones(48))
+        return torch.utils.data.DataLoader(data, batch_size=4), None
+
+
+@dataclass(kw_only=True)
+class ResumableConfig(dt.BaseTrainerConfig, dt.LoggerConfigMixin, dt.CheckpointConfigMixin):
+    pass
+
+
+class Killed(Exception):
+    pass
+
+
+def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains 12 steps, saved every 4th, flushed every 3rd; dies after `stop` as if by SIGKILL: nothing is closed."""
+    directory.mkdir(exist_ok=True)
+    monkeypatch.chdir(directory)
+    config = make_config(ResumableConfig, every=3, loggers=("jsonl",))
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4)
+
+    class Dies(Resumable):
+        def post_train_step(self) -> None:
+            if self.global_step == stop:
+                raise Killed
+
+    trainer = Dies(config)
+    if stop is None:
+        with trainer:
+            trainer.fit()
+    else:
+        with pytest.raises(Killed):
+            trainer.fit()
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.pitfall(48)
+@pytest.mark.parametrize("stops", [(5,), (7,), (8,), (5, 9, 11)], ids=str)
+def test_a_killed_and_resumed_run_writes_the_same_curve_as_a_straight_one(
+    stops: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_until(None, tmp_path / "straight", monkeypatch)
+    for stop in (*stops, None):
+        run_until(stop, tmp_path / "resumed", monkeypatch)
+    straight, resumed = (
+        [record | {"time": 0} for record in read_jsonl(tmp_path / name / "runs/p/g/e/metrics.jsonl")]
+        for name in ("straight", "resumed")
+    )
+    assert [record["step"] for record in straight] == [3, 6, 9, 12]
+    assert resumed == straight  # bit for bit, windows that a checkpoint cut in two included
+
+
+# -- several ranks
+
+
+class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
+    def configure_models(self) -> None:
+        self.model = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train = torch.utils.data.DataLoader(torch.linspace(0, 1, 24).unsqueeze(1), batch_size=4)
+        return train, torch.utils.data.DataLoader(torch.arange(7.0).unsqueeze(1), batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        tokens = batch.sum()
+        self.backward(self.model(batch).mean(), weight=tokens)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        if self.world.rank == self.world.world_size - 1:
+            self.log("last rank only", 1.0 + self.world.rank)
+        if self.global_step == 1 and self.world.is_main:
+            self.log("once", 7.0)
+        return {"x": batch.mean()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.log("count", batch.numel(), reduce="sum")
+        if self.world.rank == 0:
+            self.log("first rank only", 1.0)
+        return {"x": batch.mean()}
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.heard.append((step, dict(metrics)))
+
+    heard: ClassVar[list[Any]] = []
+
+
+@dataclass(kw_only=True)
+class DistributedConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
+    pass
+
+
+def on_a_rank(directory: str) -> tuple[list[Any], list[Any]]:
+    os.chdir(directory)
+    with Distributed(make_config(DistributedConfig, loggers=("jsonl",), every=2)) as trainer:
+        trainer.fit()
+    return trainer.heard, read_jsonl(Path(directory) / "runs/p/g/e/metrics.jsonl") if trainer.world.is_main else []
+
+
+@pytest.mark.pitfall(45)
+@pytest.mark.pitfall(46)
+def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path) -> None:
+    (heard, written), (other, _) = run_world(on_a_rank, 2, str(tmp_path))
+    assert heard == other
+    steps = [step for step, _ in heard]
+    assert steps == [2, 3, 3]
+    assert [record["step"] for record in written] == steps
+    assert heard[0][1]["last rank only"] == 2.0
+    assert heard[0][1]["once"] == 7.0
+    assert "once" not in heard[1][1]
+    validation = heard[2][1]
+    assert validation == {"val/count": 7.0, "val/first rank only": 1.0, "val/x": 3.0}
+    # Two steps x two ranks x four samples, each micro-batch's mean weighted by its sum.
+    first = torch.linspace(0, 1, 24)[:16].reshape(4, 4).double()
+    closed_form = float((first.mean(1) * first.sum(1)).sum() / first.sum())
+    assert heard[0][1]["train/x"] == pytest.approx(closed_form, rel=1e-6)  # the batches' own means are float32
+    assert sorted(path.name for path in (tmp_path / "runs/p/g/e").iterdir()) == ["config.json", "metrics.jsonl"]

@@ -1,0 +1,576 @@
+"""The loop: when it ends, which batches it takes, what it counts; alone in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import UserDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import DataError, HookError, StepError
+from tests.trainer.small import Alone, Samples, Validates, assert_same_weights, batches, by_hand, make_config, weights
+
+
+def train(data: Any, **training: Any) -> Alone:
+    trainer = Alone(make_config(**training), data)
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def firsts(trainer: Alone) -> list[int]:
+    """Number of the first sample of each batch trained."""
+    return [numbers[0] for numbers in trainer.seen]
+
+
+# -- limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"n_epochs": 2}, 10),
+        ({"n_epochs": 0}, 0),
+        ({"max_steps": 3}, 3),
+        ({"max_steps": 12}, 12),
+        ({"max_steps": 0}, 0),
+        ({"max_steps": 0, "n_epochs": 3}, 0),
+        ({"max_samples": 0}, 0),
+        ({"max_samples": 7}, 4),
+        ({"max_samples": 8}, 4),
+        ({"n_epochs": 1, "max_steps": 100}, 5),
+        ({"n_epochs": 100, "max_steps": 6}, 6),
+        ({"n_epochs": 2, "max_steps": 9, "max_samples": 5}, 3),
+        ({}, 5),
+        ({"n_epochs": 3, "train_steps_per_epoch": 0}, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.pitfall(7)
+def test_training_stops_at_the_first_limit_and_zero_is_a_limit(limits: dict[str, Any], steps: int) -> None:
+    trainer = train(batches(5), **limits)
+    assert trainer.global_step == len(trainer.norms) == steps
+    assert trainer.samples_seen == 2 * steps
+    assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in (batches(5) * 3)[:steps]]))
+
+
+def test_max_time_stops_after_the_step_in_which_it_passes() -> None:
+    class Slow(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    trainer = Slow(make_config(max_time=timedelta(seconds=0.22)), batches(5))
+    began = time.monotonic()
+    with trainer:
+        trainer.fit()
+    assert 2 <= trainer.global_step <= 5  # five naps pass the limit; a loaded machine takes longer for each
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.pitfall(41)
+def test_a_run_whose_time_is_over_trains_no_further_step_when_it_is_started_again() -> None:
+    with Alone(make_config(max_time=timedelta(seconds=0.01)), batches(5)) as trainer:
+        trainer.fit()
+        steps = trainer.global_step
+        trainer.fit()
+    assert trainer.global_step == steps
+
+
+@pytest.mark.parametrize("wrap", [list, lambda data: DataLoader(Samples(10), batch_size=2)], ids=["iterable", "loader"])
+@pytest.mark.pitfall(8)
+def test_an_epoch_shorter_than_the_data_goes_on_where_the_last_one_ended(wrap: Any) -> None:
+    trainer = train(wrap(batches(5)), n_epochs=4, train_steps_per_epoch=2)
+    assert firsts(trainer) == [0, 2, 4, 6, 8, 0, 2, 4]
+    assert trainer.current_epoch == 4
+
+
+@pytest.mark.parametrize("wrap", [list, lambda data: DataLoader(Samples(10), batch_size=2)], ids=["iterable", "loader"])
+@pytest.mark.pitfall(8)
+def test_an_epoch_longer_than_the_data_goes_through_it_again(wrap: Any) -> None:
+    trainer = train(wrap(batches(5)), n_epochs=2, train_steps_per_epoch=7)
+    assert firsts(trainer) == ([0, 2, 4, 6, 8] * 3)[:14]
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.pitfall(8)
+def test_a_steps_per_epoch_beyond_the_data_never_mixes_two_passes_in_one_window() -> None:
+    trainer = train(batches(5), n_epochs=1, train_steps_per_epoch=4, gradient_accumulation_steps=2)
+    data = batches(5)
+    windows = [data[0:2], data[2:4], data[4:5], data[0:2]]
+    assert firsts(trainer) == [batch[2][0].item() for window in windows for batch in window]
+    assert_same_weights(weights(trainer.model), by_hand(windows))
+
+
+class Counting:
+    """Counts what is asked of it."""
+
+    def __init__(self, count: int) -> None:
+        self.data, self.pulled, self.passes = batches(count), 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for batch in self.data:
+            self.pulled += 1
+            yield batch
+
+
+@pytest.mark.pitfall(8)
+def test_no_batch_is_pulled_beyond_the_end_of_an_epoch() -> None:
+    loader = Counting(4)
+    trainer = train(loader, n_epochs=3)
+    assert loader.passes == 3
+    assert loader.pulled == len(trainer.seen) == 12
+
+
+@pytest.mark.pitfall(8)
+def test_no_sample_is_loaded_beyond_the_last_step() -> None:
+    loaded: list[int] = []
+
+    class Watched(Samples):
+        def __getitem__(self, index: int) -> Any:
+            loaded.append(index)
+            return super().__getitem__(index)
+
+    train(DataLoader(Watched(20), batch_size=2), max_steps=3, gradient_accumulation_steps=2)
+    assert loaded == list(range(12))
+
+
+# -- data that is short, empty or odd
+
+
+@pytest.mark.pitfall(10)
+@pytest.mark.parametrize("data", [[], DataLoader(Samples(0), batch_size=2), DataLoader(Samples(1), 2, drop_last=True)])
+def test_training_data_of_length_zero_is_an_error_that_says_what_to_look_at(data: Any) -> None:
+    with pytest.raises(DataError, match=r"0 (batches|samples)|1 samples"):
+        train(data, n_epochs=1)
+
+
+@pytest.mark.pitfall(10)
+def test_an_unsized_loader_without_a_batch_is_an_error_and_not_an_endless_loop() -> None:
+    with pytest.raises(DataError, match="yielded no batch"):
+        train(Counting(0), max_steps=1)
+
+
+@pytest.mark.pitfall(10)
+def test_one_batch_is_enough() -> None:
+    trainer = train(batches(1), n_epochs=3)
+    assert_same_weights(weights(trainer.model), by_hand([batches(1)] * 3))
+
+
+@pytest.mark.pitfall(10)
+@pytest.mark.pitfall(1)
+def test_a_loader_shorter_than_the_window_makes_one_short_window_per_epoch() -> None:
+    trainer = train(batches(3), n_epochs=2, gradient_accumulation_steps=8)
+    assert trainer.global_step == 2
+    assert_same_weights(weights(trainer.model), by_hand([batches(3)] * 2))
+
+
+def test_a_training_loader_of_none_is_an_error() -> None:
+    with pytest.raises(DataError, match="None for the training loader"):
+        train(None, n_epochs=1)
+
+
+def test_a_configure_dataloaders_that_returns_no_pair_is_an_error() -> None:
+    class Single(Alone):
+        def configure_dataloaders(self) -> Any:
+            return batches(2)
+
+    with pytest.raises(HookError, match=r"pair \(train, val\)"):
+        Single(make_config()).fit()
+
+
+# -- order and seeds
+
+
+def order_of_two_epochs(seed: int) -> list[int]:
+    data = DataLoader(Samples(12), batch_size=2, shuffle=True)
+    trainer = Alone(make_config(seed=seed, n_epochs=2), data)
+    with trainer:
+        trainer.fit()
+    return [number for numbers in trainer.seen for number in numbers]
+
+
+@pytest.mark.pitfall(11)
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
+    order = order_of_two_epochs(seed=1)
+    assert sorted(order[:12]) == sorted(order[12:]) == list(range(12))
+    assert order[:12] != order[12:]
+    assert order == order_of_two_epochs(seed=1)
+    assert order != order_of_two_epochs(seed=2)
+
+
+@pytest.mark.pitfall(7)
+def test_seed_zero_is_a_seed_like_any_other() -> None:
+    assert order_of_two_epochs(seed=0) == order_of_two_epochs(seed=0)
+    assert order_of_two_epochs(seed=0) != order_of_two_epochs(seed=42)
+
+
+def test_the_global_random_state_before_fit_changes_nothing() -> None:
+    orders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        orders.append(order_of_two_epochs(seed=3))
+    assert orders[0] == orders[1]
+
+
+# -- counters
+
+
+class Diary(dt.Callback):
+    """Writes down the counters at each event of the loop."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int, int, int]] = []
+
+    def note(self, event: str, trainer: Any) -> None:
+        counters = trainer.global_step, trainer.batch_idx, trainer.current_epoch, trainer.samples_seen
+        self.lines.append((event, *counters))
+
+    def pre_epoch(self, trainer: Any) -> None:
+        self.note("pre_epoch", trainer)
+
+    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        assert batch_idx == trainer.batch_idx
+        self.note("pre_train_batch", trainer)
+
+    def post_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        self.note("post_optimizer_step", trainer)
+
+    def post_train_batch(self, trainer: Any, result: Any, batch_idx: int) -> None:
+        assert batch_idx == trainer.batch_idx - 1
+        self.note("post_train_batch", trainer)
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.note("post_train_step", trainer)
+
+    def post_val_epoch(self, trainer: Any, metrics: Any) -> None:
+        self.note("post_val_epoch", trainer)
+
+    def post_epoch(self, trainer: Any) -> None:
+        self.note("post_epoch", trainer)
+
+
+class Checked(Validates, Alone):
+    pass
+
+
+@pytest.mark.pitfall(6)
+def test_counters_show_completed_work_at_every_event() -> None:
+    diary = Diary()
+    config = make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[diary])
+    with Checked(config, batches(3), batches(1)) as trainer:
+        trainer.fit()
+    expected: list[tuple[str, int, int, int, int]] = []
+    for epoch in range(2):
+        step, samples = 2 * epoch, 6 * epoch
+        expected += [
+            ("pre_epoch", step, 0, epoch, samples),
+            ("pre_train_batch", step, 0, epoch, samples),
+            ("post_train_batch", step, 1, epoch, samples),
+            ("pre_train_batch", step, 1, epoch, samples),
+            ("post_optimizer_step", step, 1, epoch, samples),
+            ("post_train_batch", step + 1, 2, epoch, samples + 4),
+            ("post_train_step", step + 1, 2, epoch, samples + 4),
+            ("pre_train_batch", step + 1, 2, epoch, samples + 4),
+            ("post_optimizer_step", step + 1, 2, epoch, samples + 4),
+            ("post_train_batch", step + 2, 3, epoch, samples + 6),
+            ("post_train_step", step + 2, 3, epoch, samples + 6),
+            ("post_val_epoch", step + 2, 3, epoch, samples + 6),
+            ("post_epoch", step + 2, 0, epoch + 1, samples + 6),
+        ]
+    assert diary.lines == expected
+    assert trainer.local_batches == 6
+
+
+def test_a_window_with_two_steps_counts_once_and_one_without_any_counts_not_at_all() -> None:
+    class Twice(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            if batch_idx % 2:
+                return {}
+            self.backward(torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+            self.step(self.model, [self.halves[0]])
+            self.step(self.model, [self.halves[1]])
+            return {}
+
+        def setup(self) -> None:
+            super().setup()
+            parameters = list(self.model.parameters())
+            self.halves = [torch.optim.SGD(half, lr=0.1) for half in (parameters[:2], parameters[2:])]
+
+    with Twice(make_config(n_epochs=1), batches(6)) as trainer:
+        trainer.fit()
+    assert trainer.global_step == 3
+    assert trainer.samples_seen == 12
+
+
+def test_is_accumulating_gradients_is_false_on_the_last_batch_of_a_window_only() -> None:
+    class Watch(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            result = super().training_step(batch, batch_idx)
+            flags.append(self.is_accumulating_gradients)
+            return result
+
+    flags: list[bool] = []
+    with Watch(make_config(n_epochs=1, gradient_accumulation_steps=3), batches(7)) as trainer:
+        trainer.fit()
+    assert flags == [True, True, False, True, True, False, False]
+
+
+def test_total_steps_is_known_before_training() -> None:
+    plans = [
+        ({"n_epochs": 3}, batches(5), 15),
+        ({"n_epochs": 3, "gradient_accumulation_steps": 2}, batches(5), 9),
+        ({"n_epochs": 3, "max_steps": 4}, batches(5), 4),
+        ({"max_samples": 9}, DataLoader(Samples(10), batch_size=2), 5),
+        ({"n_epochs": 2, "train_steps_per_epoch": 7}, batches(5), 14),
+        ({"max_time": timedelta(0)}, batches(5), None),
+        ({"n_epochs": 2}, Counting(5), None),
+        ({"max_steps": 0}, Counting(5), 0),
+    ]
+    for training, data, steps in plans:
+        trainer = train(data, **training)
+        assert trainer.total_steps == steps, training
+
+
+# -- fit more than once
+
+
+@pytest.mark.pitfall(18)
+def test_two_trainers_train_one_after_the_other_and_beside_each_other() -> None:
+    first = train(batches(4), n_epochs=2)
+    second = train(batches(4), n_epochs=2)
+    assert_same_weights(weights(first.model), second.model)
+    with Alone(make_config(max_steps=2), batches(4)) as outer:
+        outer.fit()
+        assert train(batches(4), n_epochs=1).global_step == 4
+        assert outer.global_step == 2
+
+
+@pytest.mark.pitfall(18)
+def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> None:
+    with Alone(make_config(n_epochs=1), batches(4)) as trainer:
+        trainer.fit()
+        before = weights(trainer.model)
+        trainer.fit()
+        assert trainer.global_step == 4
+        assert_same_weights(before, trainer.model)
+
+
+def test_fit_after_a_stop_request_goes_on_to_the_limit() -> None:
+    class StopsOnce(Alone):
+        def post_train_step(self) -> None:
+            if self.global_step == 3:
+                self.request_stop("enough for now")
+
+    with StopsOnce(make_config(n_epochs=2), batches(5)) as trainer:
+        trainer.fit()
+        assert trainer.global_step == 3
+        trainer.fit()
+    assert trainer.global_step == 10
+    assert firsts(trainer) == [0, 2, 4, 6, 8] * 2
+    assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(5) * 2]))
+
+
+def test_a_closed_trainer_says_so() -> None:
+    trainer = train(batches(2), n_epochs=1)
+    with pytest.raises(StepError, match="closed"):
+        trainer.fit()
+
+
+# -- dry runs
+
+
+def test_overfit_batches_trains_the_same_first_batches_in_every_epoch() -> None:
+    trainer = train(DataLoader(Samples(20), 2, shuffle=True), n_epochs=3, overfit_batches=2)
+    assert len(trainer.seen) == 6
+    assert trainer.seen[:2] == trainer.seen[2:4] == trainer.seen[4:]
+    assert trainer.seen[0] != trainer.seen[1]
+
+
+def test_overfit_batches_beyond_the_data_takes_all_of_it() -> None:
+    assert firsts(train(batches(3), n_epochs=2, overfit_batches=9)) == [0, 2, 4] * 2
+
+
+class Everything(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
+    """Alone, with what validates, saves and logs."""
+
+    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
+        self.validated = [*vars(self).get("validated", []), (self.global_step, batch_idx)]
+
+
+def test_fast_dev_run_trains_one_window_validates_one_batch_and_writes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(n_epochs=5, fast_dev_run=True, gradient_accumulation_steps=2)
+    with Everything(config, batches(6), batches(3)) as trainer:
+        trainer.fit()
+    assert firsts(trainer) == [0, 2]
+    assert trainer.global_step == 1
+    assert trainer.validated == [(1, 0)]
+    assert list(tmp_path.rglob("step_*")) == []
+
+
+@pytest.mark.pitfall(48)
+def test_sanity_validation_runs_before_training_and_logs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(n_epochs=1, num_sanity_val_steps=2, loggers=("jsonl",), log_every=1)
+    with Everything(config, batches(2), batches(3)) as trainer:
+        trainer.fit()
+    assert trainer.validated == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
+    lines = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
+    assert [line["step"] for line in lines if "val/loss" in line] == [2]
+    assert trainer.best == {"val/loss": next(line["val/loss"] for line in lines if "val/loss" in line)}
+
+
+def test_deterministic_holds_during_fit_and_not_after() -> None:
+    class Watch(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            flags.append(torch.are_deterministic_algorithms_enabled())
+            return super().training_step(batch, batch_idx)
+
+    flags: list[bool] = []
+    with Watch(make_config(max_steps=2, deterministic=True), batches(2)) as trainer:
+        trainer.fit()
+    assert flags == [True, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_is_put_back_after_an_exception() -> None:
+    class Breaks(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Breaks(make_config(deterministic=True), batches(2)).fit()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# -- batches and results of every kind
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoding(UserDict):
+    """As Hugging Face's BatchEncoding: a mapping with a `.to` that changes it in place."""
+
+    def to(self, device: Any) -> Encoding:
+        raise AssertionError("moving the caller's batch in place")
+
+
+class Graph:
+    """An object that knows how to move itself."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y, self.device = x, y, None
+
+    def to(self, device: torch.device) -> Graph:
+        moved = Graph(self.x.to(device), self.y.to(device))
+        moved.device = device
+        return moved
+
+
+KINDS = {
+    "tuple": (lambda x, y: (x, y), lambda b: b),
+    "list": (lambda x, y: [x, y], lambda b: b),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "nested": (lambda x, y: {"in": [{"x": x}], "out": (y, "text", None)}, lambda b: (b["in"][0]["x"], b["out"][0])),
+    "namedtuple": (Pair, lambda b: (b.x, b.y)),
+    "defaultdict": (lambda x, y: defaultdict(list, x=x, y=y), lambda b: (b["x"], b["y"])),
+    "BatchEncoding": (lambda x, y: Encoding({"x": x, "y": y}), lambda b: (b["x"], b["y"])),
+    "dataclass": (Record, lambda b: (b.x, b.y)),
+    "object": (Graph, lambda b: (b.x, b.y)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.pitfall(19)
+def test_a_batch_of_any_structure_reaches_the_step_as_what_it_was(kind: str) -> None:
+    wrap, unwrap = KINDS[kind]
+
+    class Takes(Alone):
+        def batch_size(self, batch: Any) -> int:
+            return 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            assert type(batch) is type(wrap(*data[0][:2]))
+            if kind == "object":
+                assert batch.device == self.world.device
+            x, y = unwrap(batch)
+            assert x.device == self.world.device
+            self.backward(torch.nn.functional.mse_loss(self.model(x), y))
+            self.step(self.model, self.optimizer)
+            return {}
+
+    data = batches(3)
+    with Takes(make_config(n_epochs=1), [wrap(x, y) for x, y, _ in data]) as trainer:
+        trainer.fit()
+    assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in data]))
+
+
+def test_move_batch_and_batch_size_are_the_users_to_change() -> None:
+    class Own(Alone):
+        def move_batch(self, batch: Any, device: torch.device) -> Any:
+            x, y, numbers = batch
+            return x * 2, y, numbers
+
+        def batch_size(self, batch: Any) -> int:
+            return 100
+
+    with Own(make_config(n_epochs=1), batches(3)) as trainer:
+        trainer.fit()
+    assert trainer.samples_seen == 300
+    assert_same_weights(weights(trainer.model), by_hand([[(x * 2, y)] for x, y, _ in batches(3)]))
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, torch.ones(())], ids=["None", "float", "tensor"])
+def test_a_training_step_that_returns_no_dict_is_an_error_that_says_so(returned: Any) -> None:
+    class Returns(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return returned
+
+    with pytest.raises(HookError, match=f"training_step returned {type(returned).__name__}"):
+        Returns(make_config(), batches(2)).fit()
+
+
+def test_an_exception_in_a_step_comes_out_as_it_was_and_on_exception_hears_of_it() -> None:
+    class Breaks(Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            raise KeyError("mine")
+
+        def on_exception(self, exc: BaseException) -> None:
+            heard.append(exc)
+
+    heard: list[BaseException] = []
+    with pytest.raises(KeyError, match="mine"):
+        Breaks(make_config(), batches(2)).fit()
+    assert [type(exc) for exc in heard] == [KeyError]
+
+
+@pytest.mark.pitfall(12)
+@pytest.mark.pitfall(33)
+def test_a_distributed_loader_and_the_plain_one_give_the_same_batches_in_one_process() -> None:
+    plain = train(DataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
+    own = train(DistributedDataLoader(Samples(12), 2, shuffle=True), n_epochs=2)
+    assert plain.seen == own.seen

@@ -1,0 +1,266 @@
+"""NaN and infinite gradients: raise, skip and retry, alone and over ranks, with and without an optimizer that skips."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.errors import NonFiniteError
+from tests.trainer.small import (
+    Alone,
+    Batch,
+    Samples,
+    Sharded,
+    Spread,
+    assert_same_weights,
+    batches,
+    by_hand,
+    fused_adamw,
+    make_config,
+    run_ranks,
+    sgd,
+    weights,
+)
+from tests.worlds import run_world
+
+OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [fused_adamw, sgd], ids=["fused AdamW", "SGD"])
+
+
+class Poisoned:
+    """Multiplies the loss at given micro-batches (counted over the run) by a value, each so many times."""
+
+    poison: dict[int, tuple[float, int]] = {}
+    poisoned_rank = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        value, times = self.poison.get(self.local_batches, (1.0, 0))
+        if times and self.world.rank == self.poisoned_rank:
+            self.poison = self.poison | {self.local_batches: (value, times - 1)}
+            loss = loss * value
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.kept = [*vars(self).get("kept", []), self.step(self.model, self.optimizer)]
+        return {}
+
+
+class Bad(Poisoned, Alone):
+    pass
+
+
+def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int = 6, **training: Any) -> Bad:
+    trainer = Bad(make_config(n_epochs=1, **training), batches(count), make_optimizer=make_optimizer)
+    trainer.poison = poison
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+@pytest.mark.pitfall(14)
+@OPTIMIZERS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_after(
+    make_optimizer: Any, value: float
+) -> None:
+    trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=make_optimizer)
+    trainer.poison = {3: (value, 1)}
+    with pytest.raises(NonFiniteError, match=r"optimizer step 3 .*nonfinite=\"skip\""):
+        trainer.fit()
+    data = batches(6)
+    assert_same_weights(weights(trainer.model), by_hand([[b] for b in data[:3]], make_optimizer=make_optimizer))
+
+
+@OPTIMIZERS
+def test_raise_is_seen_before_a_validation(make_optimizer: Any) -> None:
+    class Checked(Bad):
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            raise AssertionError("validated after a bad step")
+
+    trainer = Checked(make_config(n_epochs=1, val_every_n_steps=3), batches(6), batches(1), make_optimizer=make_optimizer)
+    trainer.poison = {1: (float("nan"), 1)}
+    with pytest.raises(NonFiniteError, match="optimizer step 1 "):
+        trainer.fit()
+
+
+@pytest.mark.pitfall(14)
+@OPTIMIZERS
+def test_skip_leaves_weights_and_state_untouched_and_counts(make_optimizer: Any) -> None:
+    trainer = train(make_optimizer, {1: (float("nan"), 1), 4: (float("inf"), 1)}, nonfinite="skip")
+    data = batches(6)
+    expected = by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=make_optimizer)
+    assert_same_weights(weights(trainer.model), expected)
+    assert trainer.global_step == 6
+    assert trainer.skipped_steps == 2
+    assert [bool(torch.isfinite(norm)) for norm in trainer.kept] == [True, False, True, True, False, True]
+
+
+@OPTIMIZERS
+def test_skip_works_on_whole_windows(make_optimizer: Any) -> None:
+    poison = {2: (float("nan"), 1)}
+    trainer = train(make_optimizer, poison, count=7, nonfinite="skip", gradient_accumulation_steps=2)
+    data = batches(7)
+    expected = by_hand([data[0:2], data[4:6], data[6:7]], make_optimizer=make_optimizer)
+    assert_same_weights(weights(trainer.model), expected)
+    assert (trainer.global_step, trainer.skipped_steps) == (4, 1)
+
+
+@OPTIMIZERS
+def test_skip_gives_up_after_too_many_in_a_row(make_optimizer: Any) -> None:
+    nan = float("nan")
+    in_a_row = {i: (nan, 1) for i in (1, 2, 3)}
+    with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
+        train(make_optimizer, in_a_row, nonfinite="skip", max_nonfinite=2)
+    apart = {i: (nan, 1) for i in (0, 1, 3, 4)}
+    assert train(make_optimizer, apart, nonfinite="skip", max_nonfinite=2).skipped_steps == 4
+
+
+@OPTIMIZERS
+def test_retry_runs_the_window_again(make_optimizer: Any) -> None:
+    trainer = train(make_optimizer, {3: (float("nan"), 2)}, nonfinite="retry", gradient_accumulation_steps=2)
+    data = batches(6)
+    expected = by_hand([data[0:2], data[2:4], data[4:6]], make_optimizer=make_optimizer)
+    assert_same_weights(weights(trainer.model), expected)
+    assert (trainer.global_step, trainer.local_batches, trainer.samples_seen) == (3, 6, 12)
+
+
+@OPTIMIZERS
+def test_retry_gives_up_at_its_limit(make_optimizer: Any) -> None:
+    with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
+        train(make_optimizer, {2: (float("nan"), 99)}, nonfinite="retry", max_nonfinite=3)
+    assert train(make_optimizer, {2: (float("nan"), 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
+
+
+def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
+    class Two(Alone):
+        tries = 0
+
+        def setup(self) -> None:
+            super().setup()
+            self.head = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+            self.body = torch.optim.SGD(self.model[0].parameters(), lr=0.1)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward(mse_loss(self.model(batch[0]), batch[1]))
+            self.step(self.model, self.head)
+            Two.tries += 1
+            if Two.tries == 1:
+                for p in self.model[0].parameters():
+                    p.grad.fill_(float("nan"))
+            self.step(self.model, self.body)
+            return {}
+
+    with Two(make_config(n_epochs=1, nonfinite="retry"), batches(1)) as trainer:
+        trainer.fit()
+    assert Two.tries == 2
+    expected = by_hand([batches(1)], make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_same_weights(weights(trainer.model), expected)
+
+
+@pytest.mark.pitfall(14)
+@OPTIMIZERS
+@pytest.mark.parametrize("policy", ["raise", "skip", "retry"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_of_zero_is_no_error(make_optimizer: Any, policy: str, clip: float | None) -> None:
+    zero = {1: (0.0, 1)}
+    trainer = train(make_optimizer, zero, nonfinite=policy, max_nonfinite=0, gradient_clip_val=clip)
+    assert (trainer.global_step, trainer.skipped_steps) == (6, 0)
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+@OPTIMIZERS
+def test_the_norm_is_not_finite_though_clipping_is_on(make_optimizer: Any) -> None:
+    trainer = train(make_optimizer, {1: (float("inf"), 1)}, nonfinite="skip", gradient_clip_val=0.1)
+    assert trainer.skipped_steps == 1
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+# -- over ranks
+
+
+class BadSpread(Poisoned, Spread):
+    poisoned_rank = 1
+
+
+class BadSharded(Poisoned, Sharded):
+    poisoned_rank = 1
+
+
+def skip_and_retry() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layout, cls in {"replicate": BadSpread, "fsdp": BadSharded}.items():
+        for kind, make_optimizer in {"adamw": fused_adamw, "sgd": sgd}.items():
+            for policy in ("skip", "retry"):
+                loader = DistributedDataLoader(Samples(16), 2)
+                trainer = cls(make_config(n_epochs=1, nonfinite=policy), loader, make_optimizer=make_optimizer)
+                trainer.poison = {1: (float("nan"), 1)}
+                with trainer:
+                    trainer.fit()
+                    found[f"{layout}/{kind}/{policy}"] = (
+                        weights(trainer.model),
+                        trainer.global_step,
+                        trainer.skipped_steps,
+                    )
+    return found
+
+
+@pytest.mark.pitfall(14)
+def test_nan_on_one_rank_alone_is_decided_alike_on_all() -> None:
+    results = run_world(skip_and_retry, 2)
+    data = batches(4, size=4)
+    for case in results[0]:
+        make_optimizer = fused_adamw if "adamw" in case else sgd
+        steps = [0, 2, 3] if case.endswith("skip") else [0, 1, 2, 3]
+        expected = by_hand([[data[i]] for i in steps], make_optimizer=make_optimizer)
+        for rank in results:
+            found, step, skipped = rank[case]
+            assert (step, skipped) == (4, 4 - len(steps)), case
+            assert_same_weights(found, expected)
+
+
+def raises_on_both(layout: str, kind: str) -> None:
+    """Run as a program on each rank: prints the weights' distance from those before the bad step, then fails."""
+    from tests.trainer.small import full
+
+    class Tells(BadSharded if layout == "fsdp" else BadSpread):  # type: ignore[misc]
+        def on_exception(self, exc: BaseException) -> None:
+            # Both ranks raise at the same step, so here a collective is safe, as it is not in general.
+            found = [full(p).detach() for p in self.model.parameters()]
+            data = batches(4, size=4)
+            expected = by_hand([[data[0]]], make_optimizer=make_optimizer).parameters()
+            print(max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), file=sys.stderr)
+
+    import sys
+
+    make_optimizer = fused_adamw if kind == "adamw" else sgd
+    trainer = Tells(make_config(n_epochs=1), PerRankLoader(halves()), make_optimizer=make_optimizer)
+    trainer.poison = {1: (float("nan"), 1)}
+    trainer.fit()
+
+
+def halves() -> list[Batch]:
+    """This rank's half of each of four batches of four samples."""
+    import os
+
+    rows = slice(2, 4) if os.environ["RANK"] == "1" else slice(0, 2)
+    return [(x[rows], y[rows], n[rows]) for x, y, n in batches(4, size=4)]
+
+
+@pytest.mark.pitfall(14)
+@pytest.mark.parametrize(("layout", "kind"), [("fsdp", "adamw"), ("replicate", "sgd")])
+def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
+    layout: str, kind: str, tmp_path: Path
+) -> None:
+    code = f"from tests.trainer.test_nonfinite import raises_on_both; raises_on_both({layout!r}, {kind!r})"
+    ranks = run_ranks(code, 2, tmp_path)
+    text = "".join(error for _, error in ranks)
+    assert [status for status, _ in ranks] == [1, 1], text
+    assert "optimizer step 1 is nan" in text
+    distances = [float(found) for found in re.findall(r"^([0-9.e-]+)$", text, flags=re.MULTILINE)]
+    assert len(distances) == 2
+    assert max(distances) < 1e-12
