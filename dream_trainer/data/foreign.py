@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
-from dream_trainer.data.order import hash_seed
-from dream_trainer.data.seeding import preserved_globals, seed_globals
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -77,8 +76,8 @@ def known_length(loader: object) -> int | None:
 
 
 def _seeded_batches(loader: DataLoader[Any], seed: int, epoch: int, dp_rank: int, first: int) -> Iterator[Any]:
-    with preserved_globals():
-        seed_globals(hash_seed(b"pass", seed, epoch, dp_rank))
+    with preserved_random_state():
+        seed_cpu(hash_seed(b"pass", seed, epoch, dp_rank))
         batches = iter(loader)
         # A sampler draws its order with the first batch, or already in `iter` where the loader's own state has it
         # replayed: one stream for both makes the orders equal.
@@ -87,8 +86,8 @@ def _seeded_batches(loader: DataLoader[Any], seed: int, epoch: int, dp_rank: int
     if first == 0 and not opening:
         return
     for number in count(first + len(opening)):
-        with preserved_globals():
-            seed_globals(hash_seed(b"batch", seed, epoch, number, dp_rank))
+        with preserved_random_state():
+            seed_cpu(hash_seed(b"batch", seed, epoch, number, dp_rank))
             try:
                 batch = next(batches)
             except StopIteration:

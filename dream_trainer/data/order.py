@@ -6,25 +6,13 @@ can compute any epoch's order, and resume in the middle of it, from three intege
 
 from __future__ import annotations
 
-import struct
-
 import torch
-import xxhash
 from torch import Tensor
+
+from dream_trainer.distributed.seeds import hash_seed
 
 VALIDATION_EPOCH = -1
 """The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
-
-
-def hash_seed(purpose: bytes, *numbers: int) -> int:
-    """A 64-bit seed that is unrelated to that of any other purpose or numbers.
-
-    Args:
-        purpose: Keeps apart seeds of different uses with the same numbers.
-        *numbers: Integers of any sign; only the lowest 64 bits of each count.
-    """
-    words = [number & 0xFFFF_FFFF_FFFF_FFFF for number in numbers]
-    return xxhash.xxh3_64_intdigest(purpose + struct.pack(f"<{len(words)}Q", *words))
 
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:

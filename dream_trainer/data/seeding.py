@@ -7,17 +7,14 @@ where samples are loaded in the training process itself, its own generators are 
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from dream_trainer.data.order import sample_seed
 from dream_trainer.data.sampler import BatchKey
+from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -25,36 +22,6 @@ class BatchedDataset(Protocol):
     """A dataset that loads many samples at once, e.g. Hugging Face's `datasets.Dataset`."""
 
     def __getitems__(self, indices: list[int], /) -> Any: ...
-
-
-def seed_globals(seed: int) -> None:
-    """Seeds the global CPU generators of torch, `random` and, if this process imported it, numpy.
-
-    Args:
-        seed: 64 bits. torch and numpy run the same generator from 32 bits of it, so each gets its own half.
-    """
-    # torch.manual_seed takes 87 us, because it seeds every device.
-    torch.default_generator.manual_seed(seed & 0xFFFF_FFFF)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed >> 32)
-
-
-@contextmanager
-def preserved_globals() -> Iterator[None]:
-    """Puts the global CPU generators of torch, `random` and numpy back to where they were (about 80 us, 70 of them
-    numpy's)."""
-    torch_state = torch.default_generator.get_state()
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def draws_nothing(dataset: object) -> bool:
@@ -104,17 +71,17 @@ class KeyedDataset(Dataset[Any]):
             )
         if get_worker_info() is not None:
             return self._load_seeded(key, self.seed)
-        with preserved_globals():
+        with preserved_random_state():
             return self._load_seeded(key, self.seed)
 
     def _load_seeded(self, key: BatchKey, seed: int) -> Any:
         epoch, indices = key
         if self.is_batched:
-            seed_globals(sample_seed(seed, epoch, indices[0]))
+            seed_cpu(sample_seed(seed, epoch, indices[0]))
             return self.collate_fn(self.dataset.__getitems__(indices))
         samples = []
         for index in indices:
-            seed_globals(sample_seed(seed, epoch, index))
+            seed_cpu(sample_seed(seed, epoch, index))
             samples.append(self.dataset[index])
         return self.collate_fn(samples)
 

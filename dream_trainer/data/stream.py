@@ -19,8 +19,8 @@ from typing import Any
 from dream_trainer.data.foreign import StatefulLoader, iterate, known_length, set_epoch
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
-from dream_trainer.data.seeding import preserved_globals
 from dream_trainer.data.validation import validation_batches
+from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import DataError
 
 __all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream", "validation_batches"]
@@ -264,7 +264,7 @@ class ForeignStream(TrainStream):
         self._position = position
         if rank_state is not None and self._stateful is not None:
             self._is_exhausted = rank_state["is_exhausted"]
-            with preserved_globals():
+            with preserved_random_state():
                 self._stateful.load_state_dict(rank_state["loader"])
                 if self._is_exhausted:
                     # StatefulDataLoader applies its state only when asked for something. Asked by the next pass, it
@@ -318,7 +318,7 @@ class ForeignStream(TrainStream):
                 position.batches,
                 type(self._source).__name__,
             )
-        with preserved_globals():
+        with preserved_random_state():
             self._iterator = self._open(0)
             read = sum(1 for _ in islice(self._iterator, position.batches))
         self._is_exhausted = read < position.batches

@@ -65,6 +65,7 @@ class MetricBuffer:
         self._columns: dict[str, _Column] = {}
         # Reductions of all keys ever reduced, in an order that is the same on all ranks.
         self._agreed: dict[str, str] = {}
+        self._marks: dict[str, int] = {}
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
         """Adds one value. Nothing is computed or waited for.
@@ -107,6 +108,16 @@ class MetricBuffer:
                 self.add(f"{prefix}{key}", value, weight)
             elif isinstance(value, Mapping):
                 self.add_result(value, weight, f"{prefix}{key}/")
+
+    def mark(self) -> None:
+        """Remembers this point, to which `rewind` goes back."""
+        self._marks = {name: len(column.values) for name, column in self._columns.items()}
+
+    def rewind(self) -> None:
+        """Forgets what was added since the last `mark` or `reduce`."""
+        for name, column in self._columns.items():
+            kept = self._marks.get(name, 0)
+            del column.values[kept:], column.weights[kept:]
 
     def reduce(self, world: World) -> dict[str, float]:
         """Reduces and forgets everything added since the last call. Every rank must call it.
@@ -179,6 +190,7 @@ class MetricBuffer:
                 values = [value * weight for value, weight in zip(values, weights, strict=True)]
             column.total = _combined(column.reduce, [column.total, *map(Total, values, weights)])
             column.values, column.weights = [], []
+        self._marks = {}
         return {name: (column.reduce, column.total) for name, column in self._columns.items()}
 
 

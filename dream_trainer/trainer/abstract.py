@@ -1,15 +1,14 @@
 """AbstractTrainer: the state everybody may read, the registries, and every hook declared once as a documented no-op.
 
-It runs nothing. `BaseTrainer` brings the loop and calls these hooks at named phases; mixins and users override them.
-Hooks are grouped by who writes them: the user's, the events, and (underscored) those through which mixins cooperate,
-each of which calls `super()` so that mixins compose in any order.
+It runs nothing. `BaseTrainer` brings the loop and calls the hooks at named phases; mixins and users override them. The
+user's hooks are here; events are in lifecycle.py, and the hooks through which mixins cooperate in cooperation.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -22,7 +21,9 @@ from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.data.nested import batch_size, to_device
 from dream_trainer.errors import HookError
 from dream_trainer.trainer import registry
+from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.events import event_table
+from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -33,14 +34,12 @@ if TYPE_CHECKING:
     from dream_trainer.data.validation import ValidationBatches
     from dream_trainer.distributed.world import World
     from dream_trainer.loggers.buffer import MetricBuffer
-    from dream_trainer.trainer.accumulation import Accumulation
-    from dream_trainer.trainer.feed import WindowFeed
 
 C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
 
 
-class AbstractTrainer:
+class AbstractTrainer(Lifecycle, Cooperation):
     """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
@@ -79,13 +78,6 @@ class AbstractTrainer:
     _names_validation_loaders: ClassVar[bool] = False
 
     config: BaseTrainerConfig
-
-    # What BaseTrainer makes when it starts, and the services that it alone gives to mixins.
-    _feed: WindowFeed
-    _accumulation: Accumulation
-    _start: Callable[[], None]
-    _failing_for_all: Callable[[], AbstractContextManager[None]]
-    settle: Callable[[], None]
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         from dream_trainer.trainer.checks import check_trainer
@@ -378,142 +370,6 @@ class AbstractTrainer:
             self._said_once.add(key)
             if self._world is None or self._world.is_main:
                 logger.warning(message)
-
-    # -- hooks through which mixins cooperate; every override calls super()
-
-    def _setup_stages(self) -> list[tuple[str, str]]:
-        """The setup order as (stage, reason) pairs, for `describe`."""
-        return []
-
-    def _finish_setup(self) -> None:
-        """Models, data and optimizers are ready; loggers and checkpoints open here."""
-
-    def _resume(self) -> None:
-        """Loads the newest checkpoint, if the config says so."""
-
-    def _sync_gradients(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over the data-parallel ranks."""
-
-    def _reshard(self) -> None:
-        """Puts back to shards what a forward left gathered."""
-
-    def _forward_communicates(self) -> bool:
-        """Whether a forward runs collectives, so that all ranks must run as many."""
-        return False
-
-    def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
-        """Takes the result of a training micro-batch."""
-
-    def _window_finished(self, *, is_last: bool) -> None:
-        """After each window and its events: loggers flush when due; `is_last` ends the run."""
-
-    def _validation_context(self) -> AbstractContextManager[None]:
-        """Wraps a whole validation."""
-        return nullcontext()
-
-    def _validated(self, metrics: dict[str, float]) -> None:
-        """Takes the exact metrics of a validation, before `post_val_epoch`."""
-
-    def _metrics_epoch_start(self, name: str) -> None:
-        """A validation loader starts."""
-
-    def _metrics_padding(self) -> AbstractContextManager[None]:
-        """Wraps a padding batch, after which metrics must be as before."""
-        return nullcontext()
-
-    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
-        """A validation loader is done; returns further metrics."""
-        return {}
-
-    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
-        """Saves a checkpoint when due; between windows, all ranks at the same step."""
-
-    def _mixin_state(self) -> dict[str, Any]:
-        """State of the mixins for checkpoints, by mixin."""
-        return {}
-
-    def _load_mixin_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `_mixin_state` gave."""
-
-    def _close(self) -> None:
-        """Releases what the mixins opened."""
-
-    # -- events: the user's class and callbacks may define any of them; see dream_trainer.callbacks.Callback
-
-    def pre_launch(self) -> None:
-        """Before the process group, device and mesh exist."""
-
-    def post_launch(self) -> None:
-        """`self.world` is complete."""
-
-    def pre_configure(self) -> None:
-        """Before models are built."""
-
-    def post_configure(self) -> None:
-        """Models are built, on the meta device under SetupMixin."""
-
-    def pre_setup(self) -> None:
-        """Before models are parallelised and materialised."""
-
-    def post_setup(self) -> None:
-        """Models, data, optimizers and schedulers are ready; nothing has been resumed yet."""
-
-    def pre_fit(self) -> None:
-        """Everything is ready and resumed; training starts."""
-
-    def pre_epoch(self) -> None:
-        """An epoch starts, or goes on after a resume."""
-
-    def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
-        """Before `training_step`; the batch is on the device."""
-
-    def pre_optimizer_step(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Gradients are reduced and normalised, not yet clipped."""
-
-    def post_optimizer_step(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """The optimizer has stepped; its gradients are still there."""
-
-    def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-        """After `training_step`, with its detached result; counters are advanced."""
-
-    def post_train_step(self) -> None:
-        """An accumulation window is complete."""
-
-    def pre_val_epoch(self) -> None:
-        """Validation starts."""
-
-    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
-        """Before `validation_step`; the batch is on the device."""
-
-    def post_val_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-        """After `validation_step`, with its result."""
-
-    def post_val_epoch(self, metrics: dict[str, float]) -> None:
-        """Validation is over; `metrics` are exact over all samples and ranks, and equal on every rank."""
-
-    def post_epoch(self) -> None:
-        """An epoch is complete; `current_epoch` already counts it."""
-
-    def post_fit(self) -> None:
-        """Training is over, whether by its limits or by a stop request."""
-
-    def on_exception(self, exc: BaseException) -> None:
-        """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
-
-    def on_interrupt(self) -> None:
-        """A signal ends the run; all ranks stand at the same step."""
-
-    def on_save(self, path: Path) -> None:
-        """A checkpoint is committed at `path`."""
-
-    def on_load(self, path: Path) -> None:
-        """The checkpoint at `path` has been loaded."""
-
-    def on_log(self, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over the window and all ranks, and handed to the loggers."""
-
-    def teardown(self) -> None:
-        """The trainer closes; release what was opened."""
 
     def _notify(self, event: str, *args: Any) -> None:
         """Calls everyone who listens to `event`."""

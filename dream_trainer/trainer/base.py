@@ -25,7 +25,7 @@ from dream_trainer.config.training import TrainingParameters
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.pulse import Flags, Pulse
-from dream_trainer.distributed.seeds import seed_everything
+from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.signals import Signals, exit_code
 from dream_trainer.distributed.world import World, close_at_exit
 from dream_trainer.errors import ConfigError, HookError, StepError
@@ -200,7 +200,7 @@ class BaseTrainer(AbstractTrainer):
         self._finish_setup()
         self._notify("post_setup")
         # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
-        seed_everything(self.config.seed, self.world.dp_rank)
+        seed_everything(hash_seed(b"rank", self.config.seed, self.world.dp_rank))
         self._resume()
 
     def _launch(self) -> None:
@@ -212,7 +212,7 @@ class BaseTrainer(AbstractTrainer):
             )
         close_at_exit(self._world)
         self._events = event_table(self, AbstractTrainer, is_main=self._world.is_main)
-        seed_everything(self.config.seed)
+        seed_everything(hash_seed(b"setup", self.config.seed))
 
     def _place_models(self) -> None:
         for model in self.named_models().values():
@@ -279,6 +279,7 @@ class BaseTrainer(AbstractTrainer):
                 return self._run_batches(window)
             except RetryWindow:
                 self.progress.batch_idx, self.local_batches = before
+                self._window_dropped()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 

@@ -25,7 +25,7 @@ from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
 from dream_trainer.checkpoint.world import on_all_ranks
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.distributed.seeds import seed_everything
+from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.dataflow import global_batch_size
@@ -178,4 +178,4 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
     if same_layout:
         set_random_state(state["random"], tensors, world.device)
     else:
-        seed_everything(trainer.config.seed, "resumed", progress.global_step, world.dp_rank)
+        seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dream_trainer.distributed.seeds import preserved_random_state, seed_everything
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_everything
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
 
@@ -62,7 +62,7 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     trainer.training = False
     try:
         with torch.no_grad(), preserved_random_state(trainer.world.device):
-            seed_everything(trainer.config.seed, "validation", trainer.world.dp_rank)
+            seed_everything(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank))
             for module, _ in modes:
                 module.training = False
             yield

@@ -10,8 +10,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.order import sample_seed
-from dream_trainer.data.seeding import KeyedDataset, draws_nothing, seed_globals
+from dream_trainer.data.seeding import KeyedDataset, draws_nothing
 from dream_trainer.data.validation import validation_batches
+from dream_trainer.distributed.seeds import seed_cpu
 from tests.data.samples import DrawingDataset, global_states, rows
 
 
@@ -47,7 +48,7 @@ def test_another_epoch_draws_anew() -> None:
 
 
 def test_torch_and_numpy_do_not_get_the_same_stream() -> None:
-    seed_globals(sample_seed(1, 2, 3))
+    seed_cpu(sample_seed(1, 2, 3))
     from_torch = torch.randint(0, 2**31, (4,)).tolist()
     assert from_torch != np.random.randint(0, 2**31, 4).tolist()
 

@@ -367,11 +367,12 @@ def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> N
         assert_same_weights(before, trainer.model)
 
 
-def test_fit_after_a_stop_request_goes_on_to_the_limit() -> None:
+def test_a_stop_request_ends_training_after_the_running_window_and_fit_again_goes_on_to_the_limit() -> None:
     class StopsOnce(Alone):
-        def post_train_step(self) -> None:
-            if self.global_step == 3:
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            if self.global_step == 2:
                 self.request_stop("enough for now")
+            return super().training_step(batch, batch_idx)
 
     with StopsOnce(make_config(n_epochs=2), batches(5)) as trainer:
         trainer.fit()

@@ -134,9 +134,16 @@ class LoggerMixin(AbstractTrainer):
             self._metrics.add(name, value, size if weight is None else weight, reduce)
         self._undecided.clear()
 
+    def _window_dropped(self) -> None:
+        super()._window_dropped()
+        self._undecided.clear()
+        self._metrics.rewind()
+
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last
+        if self.config.training_parameters.nonfinite == "retry":
+            self._metrics.mark()
         step = self.global_step
         if (step % self.config.logger_parameters.log_every_n_steps == 0 or is_last) and step != self._flushed_step:
             self._flush()

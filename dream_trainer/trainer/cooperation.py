@@ -1,0 +1,86 @@
+"""Cooperation: the hooks through which mixins take part in the loop, each declared once as a documented no-op.
+
+`BaseTrainer` calls them at named phases. A mixin overrides those it needs and calls `super()`, so that any number of
+mixins take part in any order; none knows of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.accumulation import Accumulation
+    from dream_trainer.trainer.feed import WindowFeed
+
+
+class Cooperation:
+    """What mixins override, and what BaseTrainer alone gives them."""
+
+    # Made by BaseTrainer when it starts, and the services that it gives to mixins.
+    _feed: WindowFeed
+    _accumulation: Accumulation
+    _start: Callable[[], None]
+    _failing_for_all: Callable[[], AbstractContextManager[None]]
+    settle: Callable[[], None]
+
+    def _setup_stages(self) -> list[tuple[str, str]]:
+        """The setup order as (stage, reason) pairs, for `describe`."""
+        return []
+
+    def _finish_setup(self) -> None:
+        """Models, data and optimizers are ready; loggers and checkpoints open here."""
+
+    def _resume(self) -> None:
+        """Loads the newest checkpoint, if the config says so."""
+
+    def _sync_gradients(self, enabled: bool) -> None:
+        """Whether the next backward reduces gradients over the data-parallel ranks."""
+
+    def _reshard(self) -> None:
+        """Puts back to shards what a forward left gathered."""
+
+    def _forward_communicates(self) -> bool:
+        """Whether a forward runs collectives, so that all ranks must run as many."""
+        return False
+
+    def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
+        """Takes the result of a training micro-batch."""
+
+    def _window_dropped(self) -> None:
+        """A window's gradients were not finite, and it runs again: forget what it told."""
+
+    def _window_finished(self, *, is_last: bool) -> None:
+        """After each window and its events: loggers flush when due; `is_last` ends the run."""
+
+    def _validation_context(self) -> AbstractContextManager[None]:
+        """Wraps a whole validation."""
+        return nullcontext()
+
+    def _validated(self, metrics: dict[str, float]) -> None:
+        """Takes the exact metrics of a validation, before `post_val_epoch`."""
+
+    def _metrics_epoch_start(self, name: str) -> None:
+        """A validation loader starts."""
+
+    def _metrics_padding(self) -> AbstractContextManager[None]:
+        """Wraps a padding batch, after which metrics must be as before."""
+        return nullcontext()
+
+    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
+        """A validation loader is done; returns further metrics."""
+        return {}
+
+    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        """Saves a checkpoint when due; between windows, all ranks at the same step."""
+
+    def _mixin_state(self) -> dict[str, Any]:
+        """State of the mixins for checkpoints, by mixin."""
+        return {}
+
+    def _load_mixin_state(self, state: dict[str, Any]) -> None:
+        """Takes back what `_mixin_state` gave."""
+
+    def _close(self) -> None:
+        """Releases what the mixins opened."""
