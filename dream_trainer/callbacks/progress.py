@@ -41,6 +41,11 @@ class Pace:
         # (seconds of training, step, samples); the first one serves until warm-up is through.
         self._looks = deque([(now, step, samples)], maxlen=remembered)
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the steps so far tell nothing of the pace."""
+        return self._origin is None
+
     def look(self, step: int, samples: int, now: float) -> None:
         """Takes note of where training is."""
         if self._origin is None and step - self._first_step >= WARM_UP_STEPS:
@@ -126,6 +131,9 @@ class Progress(Callback):
         now = self._clock()
         if now >= self._due:
             self._show(trainer, now)
+        elif self._pace.is_warming_up:
+            # Else the first rates would wait for the second line after warm-up, which may be a long time.
+            self._pace.look(trainer.global_step, trainer.samples_seen, now)
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
         """Takes the chosen metrics."""

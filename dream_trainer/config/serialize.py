@@ -30,7 +30,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     """A dataclass instance as a dict of plain values.
 
     Durations become seconds, enums their values, paths and dtypes their names. Functions and classes are recorded by
-    name, callbacks by name together with their plain attributes.
+    name, callbacks by name together with their plain public attributes.
 
     Raises:
         ConfigError: a value is of a type that has no plain form.
@@ -92,7 +92,9 @@ def _converter() -> Converter:
         return [converter.unstructure(value) for value in values]
 
     def callback_record(callback: Callback) -> dict[str, Any]:
-        return {"class": _qualified_name(type(callback)), **{k: v for k, v in vars(callback).items() if _is_plain(v)}}
+        # What a callback keeps for itself changes while it runs and would make a resumed config differ.
+        public = {k: v for k, v in vars(callback).items() if not k.startswith("_") and _is_plain(v)}
+        return {"class": _qualified_name(type(callback)), **public}
 
     # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
     converter.register_unstructure_hook_func(is_dataclass, fields_of)

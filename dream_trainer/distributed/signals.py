@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,12 +14,17 @@ from types import FrameType
 class Signals:
     """SIGTERM and SIGINT received by this process.
 
+    Args:
+        another_rank_failed: Whether the job is lost already. torchrun then sends SIGTERM to the others, which must not
+            wait for a step that will never end.
+
     Attributes:
         terminated: SIGTERM came, here or on another rank.
         interrupted: SIGINT came, here or on another rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
+        self._another_rank_failed = another_rank_failed
         self.terminated = False
         self.interrupted = False
 
@@ -50,6 +55,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
+            if self._another_rank_failed():
+                os._exit(1)
             self.terminated = True
             return
         if self.interrupted:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dream_trainer.distributed.torch_compat import set_group_timeout
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class World:
         if not dist.is_initialized():
             if _store is None:
                 _store = _connect_store(self.rank, self.world_size, timeout)
-            prefix = f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_launches}"
+            prefix = f"{_job_prefix()}/{_launches}"
             backend = (
                 "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
             )
@@ -207,6 +208,23 @@ class World:
             )
         return self.world_size > 1
 
+    def first_step_is_done(self) -> None:
+        """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
+        if self.mesh is None:
+            return
+        timeout = timedelta(seconds=self._parameters.step_timeout_seconds)
+        for group in (None, self.cpu_group, *self.mesh.get_all_groups()):
+            set_group_timeout(group, timeout)
+
+    def another_rank_failed(self) -> bool:
+        """Whether a rank of this job has said that it failed; does not wait."""
+        if self.world_size == 1 or _store is None:
+            return False
+        try:
+            return bool(_store.check([f"{_job_prefix()}/failed"]))
+        except RuntimeError:  # the store went away with its rank
+            return True
+
     # -- ends
 
     def fail(self, exc: BaseException) -> NoReturn:
@@ -233,11 +251,11 @@ class World:
     def _first_to_fail(self) -> int:
         """The rank whose failure came first, by an atomic counter in the store; this rank if the store is gone."""
         try:
-            if _store is None or _store.add("dream_trainer/failures", 1) == 1:
+            if _store is None or _store.add(f"{_job_prefix()}/failures", 1) == 1:
                 if _store is not None:
-                    _store.set("dream_trainer/failed", str(self.rank))
+                    _store.set(f"{_job_prefix()}/failed", str(self.rank))
                 return self.rank
-            return int(_store.get("dream_trainer/failed"))
+            return int(_store.get(f"{_job_prefix()}/failed"))
         except RuntimeError:
             return self.rank
 
@@ -263,6 +281,11 @@ class World:
             gc.collect()
             time.sleep(0.1)
         self.cpu_group = self.mesh = None
+
+
+def _job_prefix() -> str:
+    """Where this attempt of the job keeps its keys: a restart under the same agent must not find the last one's."""
+    return f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _backend(device_type: str) -> str:

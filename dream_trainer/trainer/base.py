@@ -74,10 +74,11 @@ class BaseTrainer(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._signals = Signals()
+        self._signals = Signals(lambda: self._world is not None and self._world.another_rank_failed())
         self._cadence = Cadence(config.training_parameters)
         self._gradients_sync = True
         self._limits = _limits(config.training_parameters)
+        self._is_first_window = True
         self._window_samples = 0
         self._sizes: list[int] | None = None
         self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
@@ -328,6 +329,9 @@ class BaseTrainer(AbstractTrainer):
         samples = self._window_samples if self._ranks_are_even else flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
+        if self._is_first_window:
+            self._is_first_window = False
+            self.world.first_step_is_done()
         return flags
 
     def _between_windows(self, flags: Flags, *, epoch_ended: bool) -> bool:

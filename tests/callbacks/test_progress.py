@@ -202,6 +202,24 @@ def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.Mo
     assert all("step 12/12" in file.getvalue() for file in files)
 
 
+def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(), io.StringIO()
+
+    class SecondsPass(dt.Callback):
+        order = -1
+
+        def post_train_step(self, trainer: Any) -> None:
+            clock.now += 1.0
+
+    monkeypatch.chdir(tmp_path)
+    config = make(Progress(file=file, clock=clock, line_seconds=7.5), n_epochs=1).config
+    config.callbacks = dt.CallbackCollection([*config.callbacks, SecondsPass()])
+    with Regression(config) as trainer:
+        trainer.fit()
+    second = file.getvalue().splitlines()[1]
+    assert "1 steps/s | 2 samples/s | eta 0:03" in second
+
+
 # -- the arithmetic
 
 

@@ -148,6 +148,16 @@ def test_the_difference_names_changed_fields_by_their_path() -> None:
     assert difference(old, new) == ["training_parameters.n_epochs: 3 -> 5", "learning_rate: 0.001 -> 0.0001"]
 
 
+def test_what_a_callback_keeps_for_itself_is_not_part_of_the_record() -> None:
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.unit = "s"
+            self._due = 1.5
+
+    (record,) = to_dict(rich(callbacks=CallbackCollection([Clock()])))["callbacks"]
+    assert record.keys() == {"class", "unit"}
+
+
 def test_the_difference_names_fields_that_only_one_side_has() -> None:
     assert difference({"a": 1, "b": None}, {"b": None, "c": [1]}) == ["a: 1 -> (absent)", "c: (absent) -> [1]"]
 
