@@ -83,14 +83,18 @@ def plan_step(optimizers: Sequence[Optimizer], world_size: int) -> StepPlan:
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         unsynced=[p for p in parameters if world_size > 1 and not isinstance(p, DTensor)],
-        guards_itself=all(_guards_itself(o, any(isinstance(p, DTensor) for p in parameters)) for o in optimizers),
+        guards_itself=all(guards_itself(o) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
     )
 
 
-def _guards_itself(optimizer: Optimizer, sharded: bool) -> bool:
+def guards_itself(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves weights and state alone on the device when told `found_inf`, without a host read."""
+    from torch.distributed.tensor import DTensor
+
+    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 

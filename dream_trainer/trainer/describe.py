@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch.optim import Optimizer
+
+from dream_trainer.distributed.gradients import guards_itself
 from dream_trainer.trainer.events import describe_events
 
 if TYPE_CHECKING:
@@ -19,4 +22,16 @@ def describe(trainer: AbstractTrainer) -> str:
     lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
     lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
     lines += ["", "## Events", "", describe_events(trainer, AbstractTrainer)]
+    optimizers = trainer.named_optimizers()
+    if optimizers:
+        lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]
+        lines += [f"| {name} | {_guard(trainer, optimizer)} |" for name, optimizer in optimizers.items()]
     return "\n".join(lines)
+
+
+def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:
+    if trainer.config.training_parameters.nonfinite == "retry":
+        return "the norm is read on the host at each step, to run the window again"
+    if guards_itself(optimizer):
+        return "on the device, without waiting for it"
+    return "the norm is read on the host at each step (a fused optimizer would not need that)"

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tools/bench/overhead.py [--steps 2000] [--pairs 9]
 
 The model is an MLP 32-64-64-10 with batch 32, fused AdamW and clipping at 1.0: small enough that the trainer's own work
-shows. Both sides run in one process and one thread, in interleaved pairs; the figures are medians over the pairs. "bare"
-is `BaseTrainer` beside a loop with `clip_grad_norm_`; "everyday" is `DreamTrainer` beside a loop that validates every
+shows. Both sides run in one process and one thread, in interleaved pairs; the figures are medians over the pairs.
+"bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`; "everyday" is `DreamTrainer` beside a loop that validates every
 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar.
 """
 
@@ -172,7 +172,9 @@ def names() -> dict[str, str]:
 
 def ours_bare(steps: int) -> float:
     parameters = TrainingParameters(max_steps=steps, n_epochs=None, gradient_clip_val=1.0)
-    config = BaseTrainerConfig(**names(), training_parameters=parameters, device_parameters=DeviceParameters(device="cpu"))
+    config = BaseTrainerConfig(
+        **names(), training_parameters=parameters, device_parameters=DeviceParameters(device="cpu")
+    )
     with Bare(config) as trainer:
         trainer.fit()
         return trainer.seconds
@@ -217,7 +219,9 @@ def main() -> None:
         bare = measure(plain_bare, ours_bare, options.steps, options.pairs)
         everyday = measure(plain_everyday, ours_everyday, options.steps, options.pairs)
         os.chdir("/")
-    print(f"torch {torch.__version__}, {options.steps} steps, median of {options.pairs} pairs, CPU microseconds per step")
+    print(
+        f"torch {torch.__version__}, {options.steps} steps, median of {options.pairs} pairs, CPU microseconds per step"
+    )
     print(f"{'':14}{'bare':>10}{'everyday':>10}")
     print(f"{'plain loop':14}{bare[0]:10.0f}{everyday[0]:10.0f}")
     print(f"{'Dream Trainer':14}{bare[1]:+10.1f}{everyday[1]:+10.1f}")

@@ -1,0 +1,229 @@
+"""Events: who hears what, in which order, with which arguments; and `describe()`, which tells it beforehand."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.trainer.events import EVENTS
+from tests.trainer.small import Alone, Spread, Validates, assert_same_weights, batches, by_hand, make_config, weights
+
+
+class Hears(dt.Callback):
+    """Writes each event into a common book."""
+
+    def __init__(self, book: list[tuple[str, str]], name: str, order: int = 0) -> None:
+        self.book, self.name, self.order = book, name, order
+
+
+def hearing(event: str) -> Any:
+    def method(self: Hears, trainer: Any, *args: Any) -> None:
+        self.book.append((event, self.name))
+
+    return method
+
+
+HearsAll = type("HearsAll", (Hears,), {event: hearing(event) for event in EVENTS})
+
+
+class Checked(Validates, Alone, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
+    pass
+
+
+def test_events_come_in_their_documented_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    book: list[tuple[str, str]] = []
+    config = make_config(n_epochs=1, gradient_accumulation_steps=2, callbacks=[HearsAll(book, "c")], log_every=1)
+    with Checked(config, batches(2), batches(1)) as trainer:
+        trainer.fit()
+        trainer.save_checkpoint()
+    assert [event for event, _ in book] == [
+        *("pre_launch", "post_launch", "pre_configure", "post_configure", "pre_setup", "post_setup", "pre_fit"),
+        *("pre_epoch", "pre_train_batch", "post_train_batch", "pre_train_batch"),
+        *("pre_optimizer_step", "post_optimizer_step", "post_train_batch", "post_train_step", "on_log"),
+        *("pre_val_epoch", "pre_val_batch", "post_val_batch", "on_log", "post_val_epoch", "post_epoch", "post_fit"),
+        *("on_save", "teardown"),
+    ]
+
+
+def test_every_event_of_the_table_is_declared_on_trainer_and_callback_with_the_same_arguments() -> None:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    for event in EVENTS:
+        of_trainer = list(inspect.signature(getattr(AbstractTrainer, event)).parameters)
+        of_callback = list(inspect.signature(getattr(dt.Callback, event)).parameters)
+        assert of_callback == ["self", "trainer", *of_trainer[1:]], event
+
+
+@pytest.mark.pitfall(50)
+def test_the_trainer_hears_first_then_callbacks_by_order_then_by_position() -> None:
+    book: list[tuple[str, str]] = []
+    callbacks = [HearsAll(book, "late", 5), HearsAll(book, "a"), HearsAll(book, "b"), HearsAll(book, "early", -1)]
+
+    class Trainer(Alone):
+        def post_train_step(self) -> None:
+            book.append(("post_train_step", "trainer"))
+
+    with Trainer(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer:
+        trainer.fit()
+    heard = [name for event, name in book if event == "post_train_step"]
+    assert heard == ["trainer", "early", "a", "b", "late"]
+
+
+@pytest.mark.pitfall(50)
+def test_two_callbacks_of_one_class_both_hear_and_the_first_is_found() -> None:
+    book: list[tuple[str, str]] = []
+    callbacks = [HearsAll(book, "one"), HearsAll(book, "two")]
+    with Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer:
+        trainer.fit()
+    assert [name for event, name in book if event == "post_fit"] == ["one", "two"]
+    assert trainer.get_callback(HearsAll) is callbacks[0]
+    with pytest.raises(KeyError, match="Missing"):
+        trainer.get_callback(type("Missing", (dt.Callback,), {}))
+
+
+def test_batch_events_get_the_batch_its_number_and_a_detached_result() -> None:
+    class Looks(dt.Callback):
+        def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(("pre", batch[2].tolist(), batch_idx))
+
+        def post_train_batch(self, trainer: Any, result: Any, batch_idx: int) -> None:
+            assert not result["loss"].requires_grad
+            assert not result["nested"]["list"][0].requires_grad
+            seen.append(("post", result["number"], batch_idx))
+
+        def pre_val_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(("pre_val", batch[2].tolist(), batch_idx))
+
+        def post_val_batch(self, trainer: Any, result: Any, batch_idx: int) -> None:
+            seen.append(("post_val", sorted(result), batch_idx))
+
+    class Nested(Validates, Alone):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            result = super().training_step(batch, batch_idx)
+            return result | {"nested": {"list": [self.model(batch[0])]}, "number": batch_idx * 10}
+
+    seen: list[Any] = []
+    with Nested(make_config(n_epochs=1, callbacks=[Looks()]), batches(2), batches(1)) as trainer:
+        trainer.fit()
+    assert seen == [
+        ("pre", [0, 1], 0),
+        ("post", 0, 0),
+        ("pre", [2, 3], 1),
+        ("post", 10, 1),
+        ("pre_val", [0, 1], 0),
+        ("post_val", ["loss"], 0),
+    ]
+
+
+def test_optimizer_step_events_get_the_model_and_the_optimizer() -> None:
+    class Looks(dt.Callback):
+        def pre_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+            before.append([p.detach().clone() for p in model.parameters()])
+            assert model is trainer.model
+            assert optimizer is trainer.optimizer
+
+        def post_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+            assert all(p.grad is not None for p in model.parameters())
+            assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before[-1], strict=True))
+
+    before: list[Any] = []
+    with Alone(make_config(n_epochs=1, callbacks=[Looks()]), batches(2)) as trainer:
+        trainer.fit()
+    assert len(before) == 2
+    assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(2)]))
+
+
+@pytest.mark.pitfall(50)
+def test_callbacks_replace_no_method_of_the_trainer() -> None:
+    import dream_trainer.callbacks as callbacks
+
+    watchers = [getattr(callbacks, name) for name in callbacks.__all__]
+    built = [w() for w in watchers if inspect.isclass(w) and issubclass(w, dt.Callback) and w is not dt.Callback]
+    with Validates_Alone(make_config(n_epochs=1, callbacks=built), batches(2), batches(1)) as trainer:
+        methods = {name for name, value in inspect.getmembers(type(trainer), inspect.isfunction)}
+        trainer.fit()
+    assert methods & set(vars(trainer)) == set()
+
+
+class Validates_Alone(Validates, Alone):  # noqa: N801
+    pass
+
+
+def test_collectives_raise_inside_a_main_process_only_callback_even_in_one_process() -> None:
+    class Asks(dt.Callback):
+        main_process_only = True
+
+        def post_train_step(self, trainer: Any) -> None:
+            trainer.world.barrier()
+
+    with pytest.raises(RuntimeError, match="Asks.post_train_step, which is main_process_only"):
+        Alone(make_config(n_epochs=1, callbacks=[Asks()]), batches(1)).fit()
+
+
+def test_something_that_is_no_callback_is_refused() -> None:
+    with pytest.raises(TypeError, match="not a Callback"):
+        dt.CallbackCollection([object()])  # type: ignore[list-item]
+
+
+# -- describe
+
+
+def test_describe_shows_setup_order_and_listeners_before_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    class Late(dt.Callback):
+        order = 7
+        main_process_only = True
+
+        def post_train_step(self, trainer: Any) -> None: ...
+
+        def post_fit(self, trainer: Any) -> None: ...
+
+    class Trainer(Spread):
+        def post_train_step(self) -> None: ...
+
+    trainer = Trainer(make_config(callbacks=[Late()]))
+    text = trainer.describe()
+    assert capsys.readouterr().out.strip() == text.strip()
+    stages = [
+        *("configure_models", "init_weights", "fully_shard / replicate", "materialise", "load_pretrained"),
+        *("configure_dataloaders", "configure_optimizers", "configure_schedulers", "configure_metrics", "resume"),
+    ]
+    places = [text.index(f"| {stage} |") for stage in stages]
+    assert places == sorted(places)
+    assert "| post_train_step | Trainer | first | all |\n|  | Late | 7 | 0 |" in text
+    assert "| post_fit | Late | 7 | 0 |" in text
+    assert "pre_fit" not in text
+
+
+def test_describe_of_a_trainer_nobody_listens_to_says_so() -> None:
+    assert "no event has a listener" in Alone(make_config()).describe()
+
+
+def test_the_setup_order_that_describe_prints_is_the_order_in_which_hooks_run() -> None:
+    ran: list[str] = []
+
+    class Trainer(Spread):
+        pass
+
+    hooks = [
+        *("configure_models", "init_weights", "load_pretrained", "configure_dataloaders"),
+        *("configure_optimizers", "configure_schedulers", "configure_metrics"),
+    ]
+    for hook in hooks:
+
+        def run(self: Any, hook: str = hook) -> Any:
+            ran.append(hook)
+            return getattr(super(Trainer, self), hook)()
+
+        setattr(Trainer, hook, run)
+    with Trainer(make_config(n_epochs=1), batches(1)) as trainer:
+        text = trainer.describe()
+        trainer.fit()
+    assert ran == hooks
+    places = [text.index(f"| {hook} |") for hook in hooks]
+    assert places == sorted(places)

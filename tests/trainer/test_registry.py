@@ -1,0 +1,125 @@
+"""Registries: models, optimizers, schedulers and metrics by the attributes that hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from dream_trainer.errors import HookError
+from tests.trainer.small import Alone, make_config
+
+
+def empty() -> Any:
+    return Alone(make_config())
+
+
+def test_models_come_by_name_in_order_of_assignment() -> None:
+    trainer = empty()
+    trainer.zebra = nn.Linear(1, 1)
+    trainer.ant = nn.BatchNorm1d(2, affine=False)
+    trainer.number, trainer.activation = 3, nn.ReLU()
+    assert list(trainer.named_models()) == ["zebra", "ant"]
+
+
+@pytest.mark.pitfall(64)
+def test_an_alias_of_a_submodule_is_no_second_model() -> None:
+    trainer = empty()
+    trainer.model = nn.ModuleDict({"encoder": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
+    whole = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    trainer.model = whole
+    trainer.encoder = whole[0]
+    trainer.again = whole
+    assert list(trainer.named_models()) == ["model"]
+
+
+def test_containers_of_modules_count_child_by_child() -> None:
+    trainer = empty()
+    trainer.members = nn.ModuleList([nn.Linear(1, 1), nn.Linear(2, 2)])
+    trainer.parts = nn.ModuleDict({"actor": nn.Linear(1, 1), "critic": nn.Linear(1, 1)})
+    assert list(trainer.named_models()) == ["members.0", "members.1", "parts.actor", "parts.critic"]
+    assert trainer.get_module("members.1") is trainer.members[1]
+    assert trainer.get_module("parts.actor") is trainer.parts["actor"]
+
+
+@pytest.mark.pitfall(64)
+@pytest.mark.parametrize("wrap", [list, tuple, lambda m: {"a": m[0]}], ids=["list", "tuple", "dict"])
+def test_a_plain_container_that_hides_a_module_is_an_error_that_names_the_right_one(wrap: Any) -> None:
+    trainer = empty()
+    trainer.members = wrap([nn.Linear(1, 1)])
+    with pytest.raises(HookError, match=r"self\.members is a plain .*nn\.Module(List|Dict)"):
+        trainer.named_models()
+
+
+def test_modules_without_state_may_be_in_a_plain_list() -> None:
+    trainer = empty()
+    trainer.model, trainer.activations = nn.Linear(1, 1), [nn.ReLU(), nn.Tanh()]
+    assert list(trainer.named_models()) == ["model"]
+
+
+def test_get_module_finds_parts_and_says_which_models_there_are() -> None:
+    trainer = empty()
+    trainer.model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.ReLU())
+    assert trainer.get_module("model") is trainer.model
+    assert trainer.get_module("model.0.0") is trainer.model[0][0]
+    with pytest.raises(AttributeError, match=r"'other'.*\['model'\]"):
+        trainer.get_module("other")
+    with pytest.raises(AttributeError):
+        trainer.get_module("model.7")
+
+
+def test_optimizers_and_schedulers_come_by_name_also_from_lists_and_dicts() -> None:
+    trainer = empty()
+    trainer.a, trainer.b = nn.Linear(1, 1), nn.Linear(1, 1)
+    trainer.first = torch.optim.SGD(trainer.a.parameters(), lr=1.0)
+    trainer.more = {"bias": torch.optim.SGD([trainer.b.bias], lr=1.0)}
+    trainer.rest = [torch.optim.SGD([trainer.b.weight], lr=1.0)]
+    trainer.schedule = torch.optim.lr_scheduler.StepLR(trainer.first, 1)
+    trainer.plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.rest[0])]
+    assert list(trainer.named_optimizers()) == ["first", "more.bias", "rest.0"]
+    assert list(trainer.named_schedulers()) == ["schedule", "plateaus.0"]
+    assert trainer.get_model_by_optimizer(trainer.more["bias"]) is trainer.b
+    assert trainer.get_optimizers_by_model(trainer.b) == [trainer.more["bias"], trainer.rest[0]]
+    assert trainer.get_scheduler_from_optimizer(trainer.first) is trainer.schedule
+    assert trainer.get_scheduler_from_optimizer(trainer.more["bias"]) is None
+
+
+def test_an_optimizer_over_two_models_belongs_to_no_single_one() -> None:
+    trainer = empty()
+    trainer.a, trainer.b = nn.Linear(1, 1), nn.Linear(1, 1)
+    trainer.both = torch.optim.SGD([*trainer.a.parameters(), *trainer.b.parameters()], lr=1.0)
+    with pytest.raises(KeyError, match=r"2 models \['a', 'b'\]"):
+        trainer.get_model_by_optimizer(trainer.both)
+
+
+def test_metrics_are_metrics_and_no_models() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    trainer = empty()
+    trainer.model = nn.Linear(1, 1)
+    trainer.mean = torchmetrics.MeanMetric()
+    trainer.group = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])
+    trainer.by_name = {"sum": torchmetrics.SumMetric()}
+    assert list(trainer.named_metrics()) == ["mean", "group", "by_name.sum"]
+    assert list(trainer.named_models()) == ["model"]
+
+
+def test_unwrap_takes_every_wrapper_off() -> None:
+    trainer, model = empty(), nn.Linear(1, 1)
+    from torch.optim.swa_utils import AveragedModel
+
+    assert trainer.unwrap(model) is model
+    averaged = AveragedModel(model)
+    assert trainer.unwrap(averaged) is averaged.module
+    assert trainer.unwrap(torch.compile(model)) is model
+    assert trainer.unwrap(AveragedModel(nn.DataParallel(model))).weight.equal(model.weight)
+
+
+def test_what_is_assigned_and_deleted_later_is_seen() -> None:
+    trainer = empty()
+    trainer.model = nn.Linear(1, 1)
+    trainer.extra = nn.Linear(1, 1)
+    assert list(trainer.named_models()) == ["model", "extra"]
+    del trainer.extra
+    assert list(trainer.named_models()) == ["model"]
