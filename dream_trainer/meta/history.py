@@ -6,7 +6,6 @@ of tensors, so views, `nn.Parameter(...)`, `.data` and `.data = ...` need no rec
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.distributed.torch_compat import storage_id, without_torch_function
 from dream_trainer.errors import InitError
 
@@ -90,7 +90,7 @@ class History:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        self._first_seed = hash_seed(b"draw", seed)
         self.ops: list[Op] = []
         self.storages: dict[int, _Storage] = {}
         self.foreign: set[int] = set()
@@ -234,18 +234,13 @@ class History:
             return leaf.generator() if isinstance(leaf, GeneratorState) else leaf
 
         torch.set_default_dtype(op.default_dtype)
-        torch.default_generator.manual_seed(derive_seed(self.seed, number))
+        # The generator takes 32 bits. Counting up from a hashed start, no two draws of a model share a seed.
+        torch.default_generator.manual_seed((self._first_seed + number) & 0xFFFF_FFFF)
         result = op.func(*map_leaves(real, op.args), **map_leaves(real, op.kwargs))
         leaves = list(tensor_leaves(result)) if op.outputs else []
         for position, ref in op.outputs:
             if ref.storage not in live:
                 live[ref.storage] = _laid_out(leaves[position], ref, self.storages[ref.storage].meta.nbytes())
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the parts, the same on every machine."""
-    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _uninitialised(count: int, *, dtype: torch.dtype) -> Tensor:

@@ -15,17 +15,15 @@ What cannot be seen at this level, and is therefore not deferred or not replayed
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
 from dream_trainer.distributed.torch_compat import without_torch_function
 
-from .history import History, derive_seed
+from .history import History
 from .recorder import Recorder
 
 
@@ -55,11 +53,10 @@ class Tape:
         self._is_recording = True
         self._recordings += 1
         try:
-            with (
-                _seeded(derive_seed(self.seed, "recording", self._recordings)),
-                Recorder(self.history),
-            ):
-                yield
+            with preserved_random_state():
+                seed_cpu(hash_seed(b"recording", self.seed, self._recordings))
+                with Recorder(self.history):
+                    yield
         finally:
             self._is_recording = False
 
@@ -88,22 +85,3 @@ class Tape:
                 return tensor
             ref = self.history.ref(tensor)
             return ref.view(self.history.replay(ref)[0])
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the CPU's global generators, and puts their states back at the end."""
-    numpy = sys.modules.get("numpy")
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,18 +194,6 @@ def assert_same_weights(found: dict[str, Tensor], expected: nn.Module | dict[str
     assert found.keys() == by_name.keys()
     for name, value in by_name.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
-
-
-@contextlib.contextmanager
-def temporary_directory() -> Iterator[Path]:
-    """Works inside a fresh directory; for spawned ranks, which have no `tmp_path`."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as name:
-        os.chdir(name)
-        try:
-            yield Path(name)
-        finally:
-            os.chdir(before)
 
 
 def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> list[tuple[int, str]]:

@@ -99,9 +99,9 @@ def test_metrics_are_metrics_and_no_models() -> None:
     trainer = empty()
     trainer.model = nn.Linear(1, 1)
     trainer.mean = torchmetrics.MeanMetric()
-    trainer.group = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])
+    trainer.errors = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])
     trainer.by_name = {"sum": torchmetrics.SumMetric()}
-    assert list(trainer.named_metrics()) == ["mean", "group", "by_name.sum"]
+    assert list(trainer.named_metrics()) == ["mean", "errors", "by_name.sum"]
     assert list(trainer.named_models()) == ["model"]
 
 

@@ -4,8 +4,8 @@
 
 The model is an MLP 32-64-64-10 with batch 32, fused AdamW and clipping at 1.0: small enough that the trainer's own work
 shows. Both sides run in one process and one thread, in interleaved pairs; the figures are medians over the pairs.
-"bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`; "everyday" is `DreamTrainer` beside a loop that validates every
-200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar.
+"bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`. "everyday" is `DreamTrainer` beside a loop that
+validates every 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar.
 """
 
 from __future__ import annotations

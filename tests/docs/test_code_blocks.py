@@ -1,0 +1,51 @@
+"""What the pages show is true: their Python runs, top to bottom, as a reader would paste it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.pages import PAGES, ROOT, blocks, name
+from tests.examples.launch import run_script
+
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Blocks of one page share a namespace, as they would in one file.
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            # Line numbers of a traceback are those of the page.
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+def test_every_block_says_what_it_is() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in {"python", "bash", "text"}, f"{name(page)}:{block.line}"
+
+
+def losses(directory: Path) -> list[float]:
+    lines = (directory / "runs/readme/toy/one/metrics.jsonl").read_text().splitlines()
+    return [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
+
+
+def test_the_first_trainer_of_the_readme_learns_the_same_on_two_ranks(tmp_path: Path) -> None:
+    script = blocks(ROOT / "README.md")[0].code
+    for world, n_processes in {"one": 1, "two": 2}.items():
+        (tmp_path / world).mkdir()
+        (tmp_path / world / "train.py").write_text(script)
+        run_script(tmp_path / world / "train.py", cwd=tmp_path / world, n_processes=n_processes)
+    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(alone) == 13  # every 10 of 128 steps, and the last
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=1e-4, atol=0)
+    assert alone[-1] < 0.3 * alone[0]

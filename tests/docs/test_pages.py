@@ -1,0 +1,46 @@
+"""The pages agree with the repository: links, file names, and the setup order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dream_trainer.trainer.mixins.setup import STAGES
+from tests.docs.pages import PAGES, ROOT, links, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    missing = [target for target in links(page) if not (page.parent / target.split("#")[0]).exists()]
+    assert not missing
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    files = set(re.findall(r"[a-z_]+(?:/[a-z_]+)+\.py", text))
+    folders = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*)/`", text))
+    assert len(files) > 20
+    missing = [
+        found
+        for found in sorted(files | folders)
+        if not any((ROOT / at / found).exists() for at in ("dream_trainer", ""))
+    ]
+    assert not missing
+
+
+def test_every_room_of_the_package_is_in_the_architecture() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [path.parent.name for path in (ROOT / "dream_trainer").glob("*/*.py") if path.name != "__init__.py"]
+    assert not [room for room in set(rooms) if f"| `{room}/` |" not in text]
+
+
+def test_the_architecture_shows_the_setup_order_as_it_is() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert "\n".join(f"| {stage} | {reason} |" for stage, reason in STAGES) in text
+
+
+def test_the_readme_opens_with_a_trainer_of_about_thirty_lines() -> None:
+    first = (ROOT / "README.md").read_text().split("```")[1]
+    assert len([line for line in first.splitlines()[1:] if line.strip()]) <= 36

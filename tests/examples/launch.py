@@ -1,0 +1,38 @@
+"""Running the examples as a newcomer does: as scripts, alone or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, timeout: float = 150.0) -> str:
+    """Runs `script` in `cwd` and returns what it printed; a failure is shown with its output.
+
+    Args:
+        script: The script.
+        *arguments: Its arguments.
+        cwd: Working directory, to which runs are written.
+        n_processes: 1 runs plain Python, more run torchrun.
+        timeout: Seconds after which it is killed.
+    """
+    launcher = (
+        [] if n_processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
+    )
+    # The package need not be installed to be tested. COLUMNS would decide how wide a piped table may be.
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout

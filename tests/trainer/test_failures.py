@@ -1,0 +1,227 @@
+"""What a user sees when something is wrong at several ranks: the cause, the fix, a non-zero exit, in seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.small import ROOT, Alone, Batch, Samples, Sharded, Spread, batches, make_config, run_ranks
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(batches(3))
+
+
+class Raises(Sharded):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == 1 and self.global_step == 2:
+            raise KeyError("the cause")
+        return super().training_step(batch, batch_idx)
+
+
+class RaisesInSetup(Sharded):
+    def configure_optimizers(self) -> None:
+        if self.world.rank == 1:
+            raise KeyError("the cause")
+        super().configure_optimizers()
+
+
+class Returns(Sharded):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class NeverSteps(Sharded):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch[0]).mean())
+        return {}
+
+
+class StepsTooEarly(Sharded):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch[0]).mean())
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def loader(length: int = 24) -> DistributedDataLoader:
+    return DistributedDataLoader(Samples(length), 2)
+
+
+def shards(count: int) -> dt.DeviceParameters:
+    return dt.DeviceParameters(device="cpu", dp_shard=count)
+
+
+def trainer_for(case: str) -> Any:
+    """The trainer of one mistake."""
+    match case:
+        case "raises":
+            return Raises(make_config(n_epochs=1), loader())
+        case "raises in setup":
+            return RaisesInSetup(make_config(n_epochs=1), loader())
+        case "mesh":
+            return Sharded(make_config(n_epochs=1, devices=shards(3)), loader())
+        case "shards without FSDPMixin":
+            return Spread(make_config(n_epochs=1, devices=shards(2)), loader())
+        case "alone":
+            return Alone(make_config(n_epochs=1), batches(4))
+        case "iterable dataset":
+            return Spread(make_config(n_epochs=1), DataLoader(Endless(), batch_size=None))
+        case "list":
+            return Spread(make_config(n_epochs=1), batches(4))
+        case "too little data":
+            return Spread(make_config(n_epochs=1, gradient_accumulation_steps=8), loader())
+        case "no data":
+            return Spread(make_config(n_epochs=1), DataLoader(Samples(0), 2))
+        case "global batch":
+            return Spread(make_config(n_epochs=1, global_batch_size=6), loader())
+        case "val without step":
+            return Spread(make_config(n_epochs=1), loader(), loader())
+        case "no dict":
+            return Returns(make_config(n_epochs=1), loader())
+        case "no step":
+            return NeverSteps(make_config(n_epochs=1), loader())
+        case "early step":
+            return StepsTooEarly(make_config(n_epochs=1, gradient_accumulation_steps=2), loader())
+    raise ValueError(case)
+
+
+def fail(case: str, directory: Path) -> list[tuple[int, str]]:
+    code = f"from tests.trainer.test_failures import trainer_for; trainer_for({case!r}).fit()"
+    return run_ranks(code, 2, directory)
+
+
+MISTAKES = {
+    "mesh": ["dp_shard=3", "world_size=2", "1 or 2"],
+    "alone": ["Add SetupMixin", "2 ranks"],
+    "iterable dataset": ["PerRankLoader", "Endless"],
+    "global batch": ["global_batch_size=6", "4", "8"],
+    "no dict": ["training_step returned NoneType", "Return a dict"],
+    "early step": ["is_accumulating_gradients"],
+}
+MORE_MISTAKES = {
+    "shards without FSDPMixin": ["FSDPMixin"],
+    "list": ["PerRankLoader"],
+    "too little data": ["24 samples", "global batch of 32"],
+    "no data": ["0 samples"],
+    "val without step": ["validation_step is not overridden"],
+    "no step": ["self.step(model, optimizer)"],
+}
+
+
+def check_mistake(case: str, words: list[str], directory: Path) -> None:
+    began = time.monotonic()
+    ranks = fail(case, directory)
+    assert time.monotonic() - began < 30
+    text = "".join(error for _, error in ranks)
+    assert [status for status, _ in ranks] == [1, 1], text
+    for word in words:
+        assert word in text, text
+    assert "Traceback" in text
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_ends_all_ranks_with_an_error_that_names_the_fix(case: str, tmp_path: Path) -> None:
+    check_mistake(case, MISTAKES[case], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_MISTAKES)
+def test_further_mistakes_end_all_ranks_with_an_error_that_names_the_fix(case: str, tmp_path: Path) -> None:
+    check_mistake(case, MORE_MISTAKES[case], tmp_path)
+
+
+@pytest.mark.pitfall(13)
+@pytest.mark.pitfall(61)
+@pytest.mark.parametrize("case", ["raises", "raises in setup"])
+def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_shown(
+    case: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"from tests.trainer.test_failures import trainer_for\n"
+        f"trainer = trainer_for({case!r})\nopen('started', 'w').close()\ntrainer.fit()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        started = time.monotonic()
+        while not (tmp_path / "started").exists() and time.monotonic() - started < 60:
+            time.sleep(0.05)
+        began = time.monotonic()
+        text = process.communicate(timeout=60)[1]
+        assert time.monotonic() - began < 15
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode != 0
+    assert "KeyError: 'the cause'" in text
+    assert "test_failures.py" in text
+    assert "[rank 1] failed" in text
+
+
+class Slow(Alone):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2:
+            Path("running").touch()
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def on_interrupt(self) -> None:
+        sys.stderr.write(f"interrupted at {self.global_step}\n")
+
+    def post_fit(self) -> None:
+        sys.stderr.write("post_fit ran\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_training_after_the_running_step_with_the_status_that_shells_expect(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    code = (
+        "from tests.trainer.test_failures import Slow, make_config, batches\n"
+        "Slow(make_config(max_steps=10_000), batches(4)).fit()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "running").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        text = process.communicate(timeout=20)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + number, text
+    assert "interrupted at" in text
+    assert "post_fit ran" in text
+    assert "Traceback" not in text
+
+
+def test_a_signal_handler_of_the_user_is_back_after_fit() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Alone(make_config(n_epochs=1), batches(2)) as trainer:
+        trainer.fit()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

@@ -1,0 +1,362 @@
+"""The loop on several ranks: data is split, counters and decisions agree, seeds differ where they should."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import StepError
+from tests.trainer.small import (
+    Batch,
+    Samples,
+    Sharded,
+    Spread,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    make_config,
+    weights,
+)
+from tests.worlds import run_world
+
+
+def plain_loader(cls: type[Spread]) -> dict[str, Any]:
+    """A plain DataLoader over 12 samples, two epochs, in its own order and shuffled."""
+    found = {}
+    for shuffle in (False, True):
+        with cls(make_config(n_epochs=2), DataLoader(Samples(12), 2, shuffle=shuffle)) as trainer:
+            trainer.fit()
+            found[shuffle] = {
+                "seen": trainer.seen,
+                "weights": weights(trainer.model),
+                "counters": (trainer.global_step, trainer.samples_seen, trainer.local_batches, trainer.total_steps),
+            }
+    return found
+
+
+def global_batch() -> dict[str, Any]:
+    """The same global batch of 12, whatever the ranks."""
+    config = make_config(n_epochs=2, train_batch_size=2, global_batch_size=12)
+    with Spread(config, DistributedDataLoader(Samples(36), 2, shuffle=True)) as trainer:
+        trainer.fit()
+        return {
+            "counters": (trainer.global_step, trainer.samples_seen, trainer.total_steps),
+            "accumulation": trainer.accumulation_steps,
+            "seen": trainer.seen,
+            "weights": weights(trainer.model),
+        }
+
+
+class Drops(Spread):
+    """Records the masks that dropout draws, and one draw of torch in each step."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.dropout = nn.Dropout(0.5)
+        self.masks: list[list[bool]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.masks.append((self.dropout(torch.ones(16)) > 0).tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def dropout_masks() -> list[list[bool]]:
+    with Drops(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as trainer:
+        trainer.fit()
+        return trainer.masks
+
+
+class Stops(Spread):
+    """One rank alone asks for the end, in its third window."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == 1 and self.global_step == 2:
+            self.request_stop("rank 1 has seen enough")
+        return super().training_step(batch, batch_idx)
+
+
+def stop_from_one_rank() -> int:
+    with Stops(make_config(n_epochs=5), DistributedDataLoader(Samples(40), 2)) as trainer:
+        trainer.fit()
+        return trainer.global_step
+
+
+class Naps(Spread):
+    """One rank is slow, and only its clock passes the limit in time."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        time.sleep(0.05 if self.world.rank == 1 else 0.0)
+        return super().training_step(batch, batch_idx)
+
+
+def stop_by_the_clock() -> int:
+    with Naps(make_config(max_time=timedelta(seconds=0.2)), DistributedDataLoader(Samples(40), 2)) as trainer:
+        trainer.fit()
+        return trainer.global_step
+
+
+class Watches(dt.Callback):
+    """Runs on the main process alone."""
+
+    main_process_only = True
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.refused = ""
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.steps.append(trainer.global_step)
+        try:
+            trainer.world.barrier()
+        except RuntimeError as error:
+            self.refused = str(error)
+
+
+def main_process_only() -> tuple[list[int], str]:
+    watch = Watches()
+    with Spread(make_config(n_epochs=1, callbacks=[watch]), DistributedDataLoader(Samples(12), 2)) as trainer:
+        trainer.fit()
+    return watch.steps, watch.refused
+
+
+class Misuses(Sharded):
+    """Tries what would leave other ranks waiting, and goes on."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        try:
+            self.backward(None)
+        except StepError as error:
+            self.said = str(error)
+        return super().training_step(batch, batch_idx)
+
+
+def loss_of_none() -> str:
+    with Misuses(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as trainer:
+        trainer.fit()
+        return trainer.said
+
+
+class Ragged(Sharded):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        x, y, numbers = batch
+        self.seen.append(numbers.tolist())
+        loss = nn.functional.mse_loss(self.model(x), y)
+        try:
+            self.backward(loss)
+        except StepError as error:
+            self.said = str(error)
+            self.backward(loss, weight=len(x))
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def uneven_window() -> tuple[str, list[list[int]], dict[str, torch.Tensor]]:
+    """11 samples at 2 ranks of 2: the last window holds three, two on one rank and one on the other."""
+    with Ragged(make_config(n_epochs=1), DistributedDataLoader(Samples(11), 2, drop_last=False)) as trainer:
+        trainer.fit()
+        return trainer.said, trainer.seen, weights(trainer.model)
+
+
+class Checked(Validates, Spread, dt.EvalMixin):
+    pass
+
+
+def again_and_again() -> dict[str, Any]:
+    """fit twice, evaluate after it, and a second and third trainer in the same processes; two open at once."""
+    loader = DistributedDataLoader(Samples(12), 2)
+    found: dict[str, Any] = {}
+    trainer = Checked(make_config(n_epochs=1), loader, DataLoader(Samples(4), 2))
+    trainer.fit()
+    trainer.fit()
+    found["steps"] = trainer.global_step
+    found["evaluated"] = trainer.evaluate()
+    with Sharded(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as inner:
+        inner.fit()
+        found["inner"] = weights(inner.model)
+    found["after"] = trainer.evaluate()
+    found["outer"] = weights(trainer.model)
+    trainer.close()
+    trainer.close()
+    found["initialised"] = torch.distributed.is_initialized()
+    with Sharded(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as third:
+        third.fit()
+        found["third"] = weights(third.model)
+    return found
+
+
+class Whole(Validates, dt.DreamTrainer):
+    """Everything mixed in, with the config's defaults."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(3, 1).double()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DataLoader(Samples(64), 8), DataLoader(Samples(7), 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def defaults(directory: str) -> int:
+    """All mixins, and a config that says nothing but its names."""
+    os.chdir(directory)
+    with Whole(dt.DreamTrainerConfig(project="p", group="g", experiment="e")) as trainer:
+        trainer.fit()
+        return trainer.global_step
+
+
+def everything(directory: str) -> dict[str, Any]:
+    return {
+        "plain": plain_loader(Spread),
+        "plain sharded": plain_loader(Sharded),
+        "global batch": global_batch(),
+        "masks": dropout_masks(),
+        "stop": stop_from_one_rank(),
+        "clock": stop_by_the_clock(),
+        "main": main_process_only(),
+        "none": loss_of_none(),
+        "uneven": uneven_window(),
+        "again": again_and_again(),
+        "defaults": defaults(directory),
+    }
+
+
+def alone(directory: str) -> dict[str, Any]:
+    return {"global batch": global_batch(), "masks": dropout_masks(), "defaults": defaults(directory)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(everything, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(alone, 1, str(tmp_path_factory.mktemp("one")))[0]
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    return run_world(global_batch, 3)
+
+
+@pytest.mark.pitfall(12)
+@pytest.mark.parametrize("case", ["plain", "plain sharded"])
+def test_a_plain_loader_is_split_over_the_ranks(two: list[dict[str, Any]], case: str) -> None:
+    ranks = [found[case][False] for found in two]
+    assert ranks[0]["seen"] == [[0, 1], [4, 5], [8, 9]] * 2
+    assert ranks[1]["seen"] == [[2, 3], [6, 7], [10, 11]] * 2
+    expected = by_hand([[batch] for batch in batches(3, size=4) * 2])
+    for found in ranks:
+        assert found["counters"] == (6, 24, 6, 6)
+        assert_same_weights(found["weights"], expected)
+
+
+@pytest.mark.pitfall(11)
+@pytest.mark.pitfall(12)
+def test_a_shuffled_loader_is_split_too_and_each_epoch_has_its_own_order(two: list[dict[str, Any]]) -> None:
+    by_rank = [found["plain"][True]["seen"] for found in two]
+    epochs = [
+        [number for batches_of_rank in by_rank for numbers in batches_of_rank[part] for number in numbers]
+        for part in (slice(0, 3), slice(3, 6))
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+
+
+def test_counters_weights_and_samples_do_not_depend_on_the_world(
+    one: dict[str, Any], two: list[dict[str, Any]], three: list[dict[str, Any]]
+) -> None:
+    expected = one["global batch"]
+    assert expected["counters"] == (6, 72, 6)
+    for accumulation, ranks in ((3, [found["global batch"] for found in two]), (2, three)):
+        for found in ranks:
+            assert found["counters"] == expected["counters"]
+            assert found["accumulation"] == accumulation
+            assert_same_weights(found["weights"], expected["weights"])
+        for step in range(6):
+            mine = [n for part in expected["seen"][step * 6 : step * 6 + 6] for n in part]
+            theirs = [
+                n for found in ranks for part in found["seen"][step * accumulation : (step + 1) * accumulation] for n in part
+            ]
+            assert sorted(mine) == sorted(theirs)
+
+
+@pytest.mark.pitfall(11)
+def test_dropout_draws_differ_between_ranks_and_steps_and_come_again_in_the_next_run(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    masks = [found["masks"] for found in two]
+    assert len(masks[0]) == 3
+    drawn = {tuple(mask) for found in masks for mask in found}
+    assert len(drawn) == 6
+    assert one["masks"][:3] == masks[0], "rank 0 draws as a single process does"
+
+
+def test_a_stop_asked_for_by_one_rank_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
+    assert [found["stop"] for found in two] == [4, 4]
+
+
+def test_a_limit_that_one_ranks_clock_sees_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
+    first, second = (found["clock"] for found in two)
+    assert first == second
+    assert 2 <= first <= 7
+
+
+def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(two: list[dict[str, Any]]) -> None:
+    assert two[0]["main"][0] == [1, 2, 3]
+    assert "Watches.post_train_step, which is main_process_only" in two[0]["main"][1]
+    assert two[1]["main"] == ([], "")
+
+
+def test_a_loss_of_none_is_refused_over_ranks_and_weight_0_named(two: list[dict[str, Any]]) -> None:
+    assert all("weight=0" in found["none"] for found in two)
+
+
+def test_an_unweighted_backward_over_unequal_batches_is_refused_and_the_weighted_one_is_exact(
+    two: list[dict[str, Any]],
+) -> None:
+    assert all("weight=number of samples" in found["uneven"][0] for found in two)
+    seen = [found["uneven"][1] for found in two]
+    assert sorted(len(ranks[2]) for ranks in seen) == [1, 2]
+    data = Samples(11)
+    windows = [slice(0, 4), slice(4, 8), slice(8, 11)]
+    expected = by_hand([[(data.x[rows], data.y[rows])] for rows in windows])
+    for found in two:
+        assert_same_weights(found["uneven"][2], expected)
+
+
+@pytest.mark.pitfall(18)
+def test_fit_twice_evaluate_after_it_and_further_trainers_work_in_the_same_processes(two: list[dict[str, Any]]) -> None:
+    expected = by_hand([[batch] for batch in batches(3, size=4)])
+    for found in two:
+        again = found["again"]
+        assert again["steps"] == 3
+        assert again["evaluated"] == again["after"]
+        assert not again["initialised"]
+        for name in ("inner", "outer", "third"):
+            assert_same_weights(again[name], expected)
+
+
+@pytest.mark.pitfall(26)
+def test_a_config_of_defaults_runs_on_a_machine_without_accelerator(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    assert one["defaults"] == 8
+    assert [found["defaults"] for found in two] == [4, 4]

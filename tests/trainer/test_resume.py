@@ -1,0 +1,245 @@
+"""A run that was stopped anywhere and started again is the run that was not: bit for bit at the same layout, and in its
+samples, weights and moments at any."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from tests.trainer.resumable import (
+    EPOCHS,
+    LAST_STEP,
+    STEPS_PER_EPOCH,
+    differences,
+    make_config,
+    run_plans,
+    train,
+    train_in_parts,
+)
+from tests.worlds import run_world
+
+STOPS: dict[str, Sequence[int]] = {
+    "first": [1],
+    "mid-epoch": [3],
+    "last of an epoch": [STEPS_PER_EPOCH],
+    "first of the next": [STEPS_PER_EPOCH + 1],
+    "last of all": [LAST_STEP],
+    "twice in a row": [2, 4],
+    "before and at an epoch's end": [STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH],
+    "at every step": range(1, LAST_STEP),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every plan at 1 rank, and the run without a stop."""
+    before = os.getcwd()
+    try:
+        return run_plans(str(tmp_path_factory.mktemp("one")), {"straight": []} | STOPS, {})
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every plan at 2 ranks under FSDP, each part in a process group of its own; a result of each rank."""
+    options = {"own": {"samples": 46}}
+    return run_world(run_plans, 2, str(tmp_path_factory.mktemp("two")), {"straight": []} | STOPS, options)
+
+
+def test_the_straight_run_exercises_what_it_should(one_rank: dict[str, Any]) -> None:
+    """The tests below compare with it; here it is compared with what was meant."""
+    run = one_rank["straight"]
+    sizes = [[len(ids) for ids in step["ids"]] for step in run["record"]]
+    assert sizes == ([[2, 2]] * 5 + [[2, 1]]) * EPOCHS
+    assert [step["lr"] for step in run["record"]] == [0.02] * 2 + [0.01] * 6 + [0.0025] * 2 + [0.00125] * 2
+    first, second = run["record"][:STEPS_PER_EPOCH], run["record"][STEPS_PER_EPOCH:]
+    orders = [[i for step in epoch for ids in step["ids"] for i in ids] for epoch in (first, second)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(23))
+    assert [step for step, _ in run["history"]["validations"]] == [4, 6, 8, 12]
+    draws = [draw for step in run["record"] for three in step["draws"] for draw in three]
+    assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.pitfall(2)
+@pytest.mark.pitfall(6)
+@pytest.mark.pitfall(32)
+@pytest.mark.pitfall(54)
+@pytest.mark.parametrize("name", STOPS)
+def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(one_rank: dict[str, Any], name: str) -> None:
+    assert differences(one_rank[name], one_rank["straight"]) == []
+
+
+@pytest.mark.pitfall(2)
+@pytest.mark.pitfall(32)
+@pytest.mark.pitfall(33)
+@pytest.mark.parametrize("name", STOPS)
+def test_at_two_sharded_ranks_too(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert [differences(rank[name], rank["straight"]) for rank in two_ranks] == [[], []]
+
+
+@pytest.mark.pitfall(33)
+def test_two_ranks_draw_differently_and_hold_different_statistics(two_ranks: list[dict[str, Any]]) -> None:
+    """So that a state given back to the wrong rank would show above."""
+    one, two = (rank["straight"] for rank in two_ranks)
+    assert one["random"] != two["random"]
+    assert one["record"][0]["ids"] != two["record"][0]["ids"]
+    assert not torch.equal(one["tensors"]["batch_norm.running_mean"], two["tensors"]["batch_norm.running_mean"])
+    assert torch.equal(one["tensors"]["head.weight"], two["tensors"]["head.weight"])
+
+
+def test_another_seed_gives_another_run(one_rank: dict[str, Any]) -> None:
+    wrong = differences(train(make_config("other", seed=43)), one_rank["straight"])
+    assert {"record", "history", "best", "own", "random", "log", "head.weight", "head.weight.exp_avg"} <= set(wrong)
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize("name", STOPS)
+def test_the_log_of_a_resumed_run_has_every_step_once_and_in_order(one_rank: dict[str, Any], name: str) -> None:
+    lines = one_rank[name]["log"]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, LAST_STEP + 1))
+    assert [line["step"] for line in lines if "val/loss" in line] == [4, 6, 8, 12]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert [line["samples"] for line in lines if "train/loss" in line][5::6] == [23, 46]
+
+
+@pytest.fixture(scope="module")
+def saved_at_each_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run that saved after every step, and logged every fifth."""
+    directory, before = tmp_path_factory.mktemp("saved"), os.getcwd()
+    os.chdir(directory)
+    try:
+        return directory, train(make_config("run", **saving()))
+    finally:
+        os.chdir(before)
+
+
+def saving() -> dict[str, Any]:
+    return {"checkpoint": dt.CheckpointParameters(save_every_n_steps=1), "log_every": 5}
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize("step", [1, 4, 6, 7, 11])
+def test_a_run_that_was_killed_between_two_flushes_writes_the_same_curve_and_ends_alike(
+    step: int, saved_at_each_step: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A kill leaves log lines of later steps; here the later checkpoints are taken away as if it had come before them."""
+    directory, straight = saved_at_each_step
+    shutil.copytree(directory / "runs", tmp_path / "runs")
+    for later in range(step + 1, LAST_STEP + 1):
+        shutil.rmtree(make_config("run").run_dir / "checkpoints" / f"step_{later:08d}")
+    found = train(make_config("run", **saving()))
+    assert [entry["step"] for entry in found["record"]] == list(range(step + 1, LAST_STEP + 1))
+    found["record"] = straight["record"][:step] + found["record"]
+    assert differences(found, straight) == []
+
+
+@pytest.mark.pitfall(34)
+@pytest.mark.parametrize("loader", ["plain", "stateful"])
+def test_other_loaders_resume_bit_for_bit(loader: str, all_cases: bool) -> None:
+    own = {"loader": loader}
+    straight = train(make_config("straight", own=own))
+    plans = STOPS.values() if all_cases else [[2, 4, 6, 7]]
+    for number, stops in enumerate(plans):
+        assert differences(train_in_parts(f"parts {number}", stops, own=own), straight) == []
+
+
+def resume_in(directory: str, stop: int | None) -> dict[str, Any]:
+    os.chdir(directory)
+    return train(make_config("run", stop_after=stop, own={"samples": 46}))
+
+
+@pytest.mark.pitfall(33)
+def test_new_processes_go_on_where_others_ended(two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    before = run_world(resume_in, 2, str(tmp_path), 4)
+    after = run_world(resume_in, 2, str(tmp_path), None)
+    for one, two, rank in zip(before, after, two_ranks, strict=True):
+        assert differences(two | {"record": one["record"] + two["record"]}, rank["straight"]) == []
+
+
+GLOBAL_BATCH = 8
+RESHAPED: dict[str, Any] = {
+    "gradient_accumulation_steps": 1,
+    "global_batch_size": GLOBAL_BATCH,
+    "val_every_n_steps": None,
+    "own": {"samples": 44, "double": True, "random_layers": False, "drop_last": True},
+}
+
+
+def at_another_size(directory: str, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Goes on from each step's copy of the run."""
+    results = []
+    for step in steps:
+        os.chdir(Path(directory) / f"at {step}")
+        results.append(train(make_config("run", **RESHAPED)))
+    return results
+
+
+def saved_at_two(directory: str, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Stops at each step in a directory of its own; the last result is of the straight run."""
+    results = []
+    for step in steps:
+        path = Path(directory) / f"at {step}"
+        path.mkdir(exist_ok=True)
+        os.chdir(path)
+        results.append(train(make_config("run", stop_after=step, **RESHAPED)))
+    os.chdir(directory)
+    return [*results, train(make_config("straight", **RESHAPED))]
+
+
+def global_order(ranks: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    """Samples of each optimizer step: the micro-batches in order, in each the ranks' parts."""
+    steps = [entry["step"] for entry in ranks[0]["record"]]
+    windows = [[rank["record"][index]["ids"] for rank in ranks] for index in range(len(steps))]
+    return {
+        step: [i for micro in zip(*window, strict=True) for ids in micro for i in ids]
+        for step, window in zip(steps, windows, strict=True)
+    }
+
+
+def mean_losses(ranks: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Mean loss of each optimizer step; all micro-batches have one size."""
+    found: dict[int, list[float]] = {}
+    for rank in ranks:
+        for entry in rank["record"]:
+            found.setdefault(entry["step"], []).extend(entry["losses"])
+    return {step: sum(losses) / len(losses) for step, losses in found.items()}
+
+
+@pytest.mark.pitfall(21)
+@pytest.mark.pitfall(34)
+def test_saved_at_two_ranks_resumes_at_one_and_at_four(tmp_path: Path) -> None:
+    steps = [3, 5]  # in the middle of an epoch, and at the end of one
+    *saved, straight = zip(*run_world(saved_at_two, 2, str(tmp_path), steps), strict=True)
+    for step in steps:
+        shutil.copytree(tmp_path / f"at {step}", tmp_path / "one" / f"at {step}")
+    one = [[result] for result in at_another_size(str(tmp_path / "one"), steps)]
+    four = list(zip(*run_world(at_another_size, 4, str(tmp_path), steps), strict=True))
+    order, losses = global_order(straight), mean_losses(straight)
+    assert list(order) == list(range(1, 11))
+    for index, step in enumerate(steps):
+        written = saved[index][0]["tensors"]
+        assert {"head.weight.exp_avg", "head.weight.exp_avg_sq", "head.weight.step"} <= written.keys()
+        for ranks in (one[index], four[index]):
+            later = {number: ids for number, ids in order.items() if number > step}
+            assert global_order(ranks) == later
+            assert mean_losses(ranks) == pytest.approx({n: losses[n] for n in later}, rel=0, abs=1e-10)
+            for rank in ranks:
+                assert rank["loaded"].keys() == written.keys()
+                assert all(torch.equal(rank["loaded"][name], value) for name, value in written.items())
+                for name, value in straight[0]["tensors"].items():
+                    torch.testing.assert_close(rank["tensors"][name], value, rtol=0, atol=1e-10)
+                assert rank["progress"]["samples_seen"] == straight[0]["progress"]["samples_seen"]

@@ -1,0 +1,233 @@
+"""What a steady step does beside the model: host reads, copies and collectives are those of a loop written by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.small import WIDTH, Batch, Samples, make_config
+from tests.worlds import run_world
+
+# Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
+FIRST, LAST = 12, 18
+# The pulse is eight numbers and the norm two; copies of so few are bookkeeping on the host, not data.
+FEW = 8
+
+
+class Counts(TorchDispatchMode):
+    """Counts host reads, copies and collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"):
+            self.found["reads"] += 1
+        elif name in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"):
+            tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
+            self.found["copies"] += 1
+            self.found["large copies"] += tensor.numel() > FEW
+        elif name.startswith(("c10d", "_c10d")) and "wait" not in name:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model() -> nn.Module:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)))
+    return nn.Sequential(nn.Linear(WIDTH, 32), blocks, nn.Linear(32, 32))
+
+
+def optimizer_for(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+
+
+def data() -> Any:
+    """One rank's batches in float32, made beforehand so that loading counts for neither side."""
+    source = Samples(4)
+    return [(source.x.float(), source.y.float(), torch.arange(4))] * 24
+
+
+class Body:
+    """The step of both trainers; starts and ends the counting at the same place of a window."""
+
+    def __init__(self, config: Any, weighted: bool = False) -> None:
+        super().__init__(config)
+        self.counts, self.weighted = Counts(), weighted
+        self.counting = contextlib.ExitStack()
+
+    def configure_models(self) -> None:
+        self.model = model()
+
+    def setup(self) -> None:
+        super().setup()
+        if not isinstance(self, dt.SetupMixin):
+            self.model = model()
+            self.optimizer = optimizer_for(self.model)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = optimizer_for(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return data(), None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        accumulation = self.accumulation_steps
+        if self.local_batches == FIRST * accumulation:
+            self.counting.enter_context(self.counts)
+        if self.local_batches == LAST * accumulation:
+            self.counting.close()
+        loss = mse_loss(self.model(batch[0]).mean(1, keepdim=True), batch[1])
+        self.backward(loss, weight=len(batch[0]) if self.weighted else None)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+class Bare(Body, dt.BaseTrainer):
+    pass
+
+
+class Whole(Body, dt.DreamTrainer):
+    pass
+
+
+def counted(trainer: Any) -> dict[str, int]:
+    with trainer:
+        trainer.fit()
+    assert trainer.global_step > LAST
+    return dict(trainer.counts.found)
+
+
+def start_or_end(number: int, counts: Counts, stack: contextlib.ExitStack) -> None:
+    """As in the trainers: counts from the start of the first steady window to the start of the last."""
+    if number == FIRST:
+        stack.enter_context(counts)
+    if number == LAST:
+        stack.close()
+
+
+def by_hand() -> dict[str, int]:
+    net, counts, stack = model(), Counts(), contextlib.ExitStack()
+    optimizer = optimizer_for(net)
+    for number, (x, y, _) in enumerate(data()):
+        start_or_end(number, counts, stack)
+        mse_loss(net(x).mean(1, keepdim=True), y).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(counts.found)
+
+
+@pytest.mark.pitfall(16)
+@pytest.mark.parametrize("cls", [Bare, Whole])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_hand(
+    cls: Any, weighted: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = counted(cls(make_config(max_steps=24, gradient_clip_val=1.0), weighted))
+    expected = by_hand()
+    assert found.get("reads", 0) == expected.get("reads", 0) == 0
+    assert [name for name in found if "c10d" in name] == []
+    assert found.get("large copies", 0) == expected.get("large copies", 0) == 0
+    if not weighted:
+        assert found.get("copies", 0) == expected.get("copies", 0) == 0
+
+
+def sharded_by_hand() -> dict[str, int]:
+    """FSDP2 as its documentation shows it, with one all-reduce for the norm over local shards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        net, counts, stack = model(), Counts(), contextlib.ExitStack()
+        for block in net[1]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        optimizer = optimizer_for(net)
+        for number, (x, y, _) in enumerate(data()):
+            start_or_end(number, counts, stack)
+            mse_loss(net(x).mean(1, keepdim=True), y).backward()
+            grads = [p.grad.to_local() for p in net.parameters()]
+            total = torch.stack([grad.square().sum() for grad in grads]).sum()
+            dist.all_reduce(total)
+            for grad in grads:
+                grad.mul_(torch.clamp(1.0 / (total.sqrt() + 1e-6), max=1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(counts.found)
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_cases(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {"hand": sharded_by_hand()}
+    for accumulation in (1, 2):
+        for weighted in (False, True):
+            config = make_config(max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
+            found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
+    return found
+
+
+class Sharded(Whole):
+    """Loads through our own loader, as a user would, at two ranks."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Float32(64), 1), None
+
+
+class Float32(Samples):
+    def __getitem__(self, index: int) -> Any:
+        x, y, number = super().__getitem__(index)
+        return x.float(), y.float(), number
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(sharded_cases, 2, str(tmp_path_factory.mktemp("ranks")))
+
+
+def collectives(found: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in found.items() if "c10d" in name}
+
+
+@pytest.mark.pitfall(16)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sharded_a_step_has_fully_shards_collectives_one_for_the_norm_and_one_for_the_pulse(
+    ranks: list[dict[str, Any]], weighted: bool
+) -> None:
+    for rank in ranks:
+        hand, found = rank["hand"], rank[f"trainer/1/{weighted}"]
+        steps = LAST - FIRST
+        assert hand["c10d::allreduce_"] == steps
+        assert collectives(found) == collectives(hand) | {"c10d::allreduce_": 2 * steps}
+        assert found.get("reads", 0) == hand.get("reads", 0) == 0
+        assert found.get("large copies", 0) <= hand.get("large copies", 0)
+
+
+@pytest.mark.pitfall(4)
+@pytest.mark.pitfall(5)
+def test_gradients_are_reduced_once_per_window_and_not_once_per_micro_batch(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        one, two = (collectives(rank[f"trainer/{accumulation}/False"]) for accumulation in (1, 2))
+        reduced = [name for name in one if "reduce_scatter" in name]
+        assert reduced
+        assert all(one[name] == two[name] for name in reduced)
+        assert one["c10d::allreduce_"] == two["c10d::allreduce_"]

@@ -1,0 +1,241 @@
+"""Applies one-line faults to a copy of the repository, one at a time, and runs the tests that must notice each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: `old` in `file` becomes `new`, and `tests` (pytest arguments) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+TRAINER, DATA, META, SAVED = (
+    "dream_trainer/trainer",
+    "dream_trainer/data",
+    "dream_trainer/meta",
+    "dream_trainer/checkpoint",
+)
+PARITY = "tests/trainer/test_arithmetic_parity.py"
+
+MUTANTS = [
+    Mutant(
+        "short window scaled by the full one",
+        f"{TRAINER}/accumulation.py",
+        "self._counted_batches = size",
+        "self._counted_batches = self._trainer.accumulation_steps",
+        f"{PARITY} -k [1]",
+    ),
+    Mutant(
+        "weights not summed over ranks",
+        f"{TRAINER}/accumulation.py",
+        "dp_size / total.double()",
+        "1 / total.double()",
+        f"{PARITY} -k [2]",
+    ),
+    Mutant(
+        "replicated elements counted twice in the norm",
+        "dream_trainer/distributed/gradients.py",
+        ".square() / group.copies",
+        ".square()",
+        f"{PARITY} -k [2]",
+    ),
+    Mutant(
+        "gradients scaled up to the clipping limit",
+        f"{TRAINER}/accumulation.py",
+        ".clamp_(max=1.0)",
+        "",
+        "tests/trainer/test_accumulation.py",
+    ),
+    Mutant(
+        "steps counted without a step",
+        f"{TRAINER}/progress.py",
+        "self.global_step += stepped",
+        "self.global_step += 1",
+        "tests/trainer/test_accumulation.py tests/trainer/test_loop.py",
+    ),
+    Mutant(
+        "steps after a non-finite one train on",
+        f"{TRAINER}/nonfinite.py",
+        "self._latch.add_(norm, alpha=0)",
+        "norm * 0",
+        "tests/trainer/test_nonfinite.py",
+    ),
+    Mutant(
+        "modules kept in eval mode flipped to train",
+        f"{TRAINER}/validation.py",
+        "module.training = mode",
+        "module.training = True",
+        "tests/trainer/test_validation.py",
+    ),
+    Mutant(
+        "validation moves training's random stream",
+        "dream_trainer/distributed/seeds.py",
+        "torch.default_generator.set_state(torch_state)",
+        "pass",
+        "tests/trainer/test_validation.py tests/data",
+    ),
+    Mutant(
+        "gathered parameters not frozen",
+        "dream_trainer/distributed/sharding.py",
+        "gathered.requires_grad_(False)",
+        "pass",
+        "tests/trainer/test_several_models.py",
+    ),
+    Mutant(
+        "every epoch in the same order",
+        f"{DATA}/order.py",
+        'hash_seed(b"order", seed, epoch)',
+        'hash_seed(b"order", seed)',
+        "tests/data",
+    ),
+    Mutant(
+        "loader draws from the global generator",
+        f"{DATA}/loader.py",
+        "generator=self.generator,",
+        "",
+        "tests/data",
+    ),
+    Mutant(
+        "one augmentation for a whole epoch",
+        f"{DATA}/order.py",
+        'hash_seed(b"sample", seed, epoch, index)',
+        'hash_seed(b"sample", seed, epoch)',
+        "tests/data",
+    ),
+    Mutant(
+        "cut window takes the wrong batches",
+        f"{TRAINER}/feed.py",
+        "list(window.batches)[:size]",
+        "list(window.batches)[-size:]",
+        "tests/trainer/test_feed.py -k [2]",
+    ),
+    Mutant(
+        "counters not restored",
+        f"{TRAINER}/saved_state.py",
+        'trainer.progress.load_state_dict(shared["progress"])',
+        "pass",
+        "tests/trainer/test_checkpoint_mixin.py",
+    ),
+    Mutant(
+        "random states not restored",
+        f"{TRAINER}/saved_state.py",
+        'set_random_state(state["random"], tensors, world.device)',
+        "pass",
+        "tests/trainer/test_resume.py",
+    ),
+    Mutant(
+        "another seed resumes",
+        f"{TRAINER}/saved_state.py",
+        "if shared[name] != value:",
+        "if False:",
+        "tests/trainer/test_checkpoint_mixin.py",
+    ),
+    Mutant(
+        "truncated files pass for whole",
+        f"{SAVED}/manifest.py",
+        "if size != entry.size:",
+        "if False:",
+        "tests/checkpoint",
+    ),
+    Mutant(
+        "metrics not weighted",
+        "dream_trainer/loggers/buffer.py",
+        "values = [value * weight for",
+        "values = [value for",
+        "tests/loggers",
+    ),
+    Mutant(
+        "rank 0's callbacks on every rank",
+        f"{TRAINER}/events.py",
+        "if is_main or not callback.main_process_only",
+        "if True",
+        "tests/trainer/test_events.py tests/trainer/test_loop_ranks.py",
+    ),
+    Mutant(
+        "mixins' config fields not checked",
+        f"{TRAINER}/checks.py",
+        "    _check_config_classes(cls, config)\n",
+        "",
+        "tests/trainer/test_mixins.py",
+    ),
+    Mutant(
+        "draws of initial weights not seeded by their number",
+        f"{META}/history.py",
+        "(self._first_seed + number)",
+        "self._first_seed",
+        "tests/meta",
+    ),
+    Mutant(
+        "padding batches counted",
+        f"{TRAINER}/validation.py",
+        "MetricBuffer(), 0, True",
+        "buffer, trainer._val_weight, True",
+        "tests/trainer/test_validation.py",
+    ),
+]
+
+
+def run_tests(folder: Path, tests: str) -> bool:
+    """Whether the tests pass on the copy in `folder`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    if finished.returncode not in (0, 1):
+        raise SystemExit(f"the tests {tests!r} did not run:\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}")
+    return finished.returncode == 0
+
+
+def copy_repository(folder: Path) -> None:
+    """Copies what the tests need, without the environment and the history."""
+    skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "shared")
+    shutil.copytree(ROOT, folder, ignore=skipped, dirs_exist_ok=True)
+
+
+def kills(mutant: Mutant) -> bool:
+    """Whether the tests notice the fault."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_repository(folder)
+        path = folder / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            count = text.count(mutant.old)
+            raise SystemExit(f"mutant {mutant.name}: {mutant.old!r} is {count} times in {mutant.file}, not once.")
+        path.write_text(text.replace(mutant.old, mutant.new))
+        return not run_tests(folder, mutant.tests)
+
+
+def main() -> None:
+    wanted = set(sys.argv[1:])
+    unknown = wanted - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        raise SystemExit(f"no such mutant: {', '.join(sorted(unknown))}")
+    survivors = []
+    for mutant in MUTANTS:
+        if wanted and mutant.name not in wanted:
+            continue
+        killed = kills(mutant)
+        print(f"{'red' if killed else 'SURVIVED':10}{mutant.name:40}{mutant.file}", flush=True)
+        if not killed:
+            survivors.append(mutant.name)
+    if survivors:
+        raise SystemExit(f"{len(survivors)} faults went unnoticed: {', '.join(survivors)}")
+
+
+if __name__ == "__main__":
+    main()
