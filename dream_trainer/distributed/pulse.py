@@ -61,6 +61,11 @@ class Pulse:
             self._sums.copy_(torch.tensor(self._speak()))
             self._pending = dist.all_reduce(self._sums, group=self._world.cpu_group, async_op=True)
 
+    def exchange(self) -> Flags:
+        """The sums of all ranks' flags as they are now; waits for every rank to call it, so only between windows."""
+        self.post()
+        return self.read()
+
     def read(self) -> Flags:
         """The sums over all ranks of what was last posted; at world size 1 this rank's flags as they are now.
 

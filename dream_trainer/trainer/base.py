@@ -342,15 +342,25 @@ class BaseTrainer(AbstractTrainer):
         """
         self._hear(flags)
         is_last = self._stopped or self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
+        requested = bool(flags.save)
         self._window_finished(is_last=is_last)
-        if self._val_batches and self._cadence.validation_is_due(
+        validates = bool(self._val_batches) and self._cadence.validation_is_due(
             self.progress, epoch_ended=epoch_ended, by_the_clock=bool(flags.validate)
-        ):
+        )
+        if validates:
             self._validate()
         if epoch_ended:
             self.progress.finish_epoch()
             self._notify("post_epoch")
-        self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=bool(flags.save))
+        if (validates or epoch_ended) and not is_last:
+            # What their events ask for (early stopping) counts here and now, not a window later.
+            asked = self._pulse.exchange()
+            requested |= bool(asked.save)
+            self._hear(asked)
+            if self._stopped:
+                is_last = True
+                self._window_finished(is_last=True)
+        self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=requested)
         return is_last
 
     def _validate(self) -> None:

@@ -3,8 +3,8 @@
     python examples/gpt/train.py
     torchrun --nproc-per-node=2 examples/gpt/train.py --training-parameters.max-steps 600
 
-The same file runs on one CPU and on many GPUs, and learns the same on each: the global batch is fixed, ranks only divide
-it. Started again under the same name it resumes; `--help` lists everything that the command line can change.
+The same file runs on one CPU and on many GPUs, and learns the same on each: the global batch is fixed, ranks only
+divide it. Started again under the same name it resumes; `--help` lists everything that the command line can change.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,15 +14,15 @@ from tests.examples.launch import ROOT, run_script
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
 TINY = (
     "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8 --warmup-steps 2 "
-    "--training-parameters.val-steps-per-epoch 2 --training-parameters.val-every-n-steps 4 "
-    "--checkpoint-parameters.save-every-n-steps 4 --logger-parameters.log-every-n-steps 1 --device-parameters.device cpu"
+    "--training-parameters.val-every-n-steps 4 --checkpoint-parameters.save-every-n-steps 4 "
+    "--logger-parameters.log-every-n-steps 1 --device-parameters.device cpu"
 ).split()
 RUN = Path("runs/examples/gpt/stdlib")
 
 
 def train(cwd: Path, max_steps: int, n_processes: int) -> str:
-    cwd.mkdir(exist_ok=True)
-    return run_script(TRAIN, *TINY, "--training-parameters.max-steps", str(max_steps), cwd=cwd, n_processes=n_processes)
+    arguments = [*TINY, "--training-parameters.max-steps", str(max_steps)]
+    return run_script(TRAIN, *arguments, cwd=cwd, n_processes=n_processes)
 
 
 def metric(cwd: Path, name: str) -> dict[int, float]:
@@ -28,45 +30,55 @@ def metric(cwd: Path, name: str) -> dict[int, float]:
     return {record["step"]: record[name] for record in records if name in record}
 
 
-def test_two_ranks_train_show_resume_and_draw(tmp_path: Path) -> None:
-    first = train(tmp_path, 6, 2)
-    for shown in (
+class Run(NamedTuple):
+    """A finished run: where, and what it printed."""
+
+    directory: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Five steps on two ranks."""
+    directory = tmp_path_factory.mktemp("two")
+    return Run(directory, train(directory, 5, 2))
+
+
+def test_a_run_shows_its_way_in_plain_text_and_draws_its_curve(two_ranks: Run) -> None:
+    said = two_ranks.said
+    for once in (
         "## Setup order",
         "| 1 | configure_models |",
-        "model: ",
         "32 samples = 16 micro-batch x 1 accumulated x 2 data-parallel",
-        "tokens/s",
-        "eta",
         "validation | step 4 | val/loss",
         f"checkpoint | step 4 | {RUN}/checkpoints/step_00000004",
         "The model writes:",
         "byte-unigram entropy of the validation text",
         f"loss curve: {RUN}/loss.png",
-        "finished at step 6",
+        "finished at step 5",
     ):
-        assert first.count(shown) == 1 or (shown in first and shown in {"tokens/s", "eta", "model: "}), shown
-    assert "\x1b" not in first
-    assert "\r" not in first
-    assert (tmp_path / RUN / "loss.png").read_bytes().startswith(b"\x89PNG")
-    again = train(tmp_path, 6, 2)
-    assert "resumed at step 6" in again
-    assert "finished at step 6" in again
-    assert "step 7" not in again
-    longer = train(tmp_path, 9, 2)
-    assert "resumed at step 6" in longer
-    assert "finished at step 9" in longer
-    assert list(metric(tmp_path, "train/loss")) == list(range(1, 10))
+        assert said.count(once) == 1, once
+    for shown in ("step 5/5 | train/loss", "tokens/s", "eta", "parameters"):
+        assert shown in said
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert (two_ranks.directory / RUN / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_ranks_do_not_change_what_is_learned(tmp_path: Path) -> None:
-    one = train(tmp_path / "one", 6, 1)
-    train(tmp_path / "two", 6, 2)
-    assert "32 samples = 16 micro-batch x 2 accumulated x 1 data-parallel" in one
+def test_the_ranks_do_not_change_what_is_learned(two_ranks: Run, tmp_path: Path) -> None:
+    said = train(tmp_path, 5, 1)
+    assert "32 samples = 16 micro-batch x 2 accumulated x 1 data-parallel" in said
     for name in ("train/loss", "train/grad_norm", "val/loss"):
-        alone, together = metric(tmp_path / "one", name), metric(tmp_path / "two", name)
-        assert together == pytest.approx(alone, rel=1e-5)
+        assert metric(two_ranks.directory, name) == pytest.approx(metric(tmp_path, name), rel=1e-5)
 
 
-def test_a_batch_that_does_not_divide_is_named_before_training(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="global_batch_size=30 is not a multiple"):
-        run_script(TRAIN, *TINY, "--training-parameters.global-batch-size", "30", cwd=tmp_path)
+def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(two_ranks: Run, tmp_path: Path) -> None:
+    shutil.copytree(two_ranks.directory, tmp_path, dirs_exist_ok=True)
+    again = train(tmp_path, 5, 1)
+    assert "resumed at step 5" in again
+    assert "finished at step 5" in again
+    assert list(metric(tmp_path, "train/loss")) == [1, 2, 3, 4, 5]
+    longer = train(tmp_path, 7, 2)
+    assert "resumed at step 5" in longer
+    assert "finished at step 7" in longer
+    assert list(metric(tmp_path, "train/loss")) == [1, 2, 3, 4, 5, 6, 7]

@@ -30,6 +30,8 @@ from tests.trainer.arithmetic import full
 FEATURES, CLASSES = 5, 3
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 LAST_STEP = STEPS_PER_EPOCH * EPOCHS
+# A process that was spawned, as a test's ranks are, spawns its own by default, which takes seconds for each worker.
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 class Augmented(Dataset[tuple[Tensor, int, int]]):
@@ -81,8 +83,8 @@ class Config(dt.DreamTrainerConfig):
 
     loader: str = "own"
     """"own", "plain", or "stateful": a loader of another kind that keeps its own state."""
-    samples: int = 23
-    batch_size: int = 2
+    samples: int = 46
+    batch_size: int = 4
     double: bool = False
     random_layers: bool = True
     noise: float = 0.1
@@ -145,11 +147,10 @@ class Resumable(dt.DreamTrainer):
         validation = DistributedDataLoader(Augmented(7, self.config.noise), 2, drop_last=False)
         size = self.config.batch_size
         if self.config.loader == "plain":
-            return DataLoader(data, size, shuffle=True, num_workers=2), validation
+            return DataLoader(data, size, shuffle=True, **WORKERS), validation
         if self.config.loader == "stateful":
             return PerRankLoader(stateful_loader(data, size)), validation
-        own = DistributedDataLoader(data, size, shuffle=True, num_workers=2, drop_last=self.config.drop_last)
-        return own, validation
+        return DistributedDataLoader(data, size, shuffle=True, drop_last=self.config.drop_last, **WORKERS), validation
 
     def configure_optimizers(self) -> None:
         parameters = list(self.model.parameters())
@@ -209,7 +210,7 @@ def stateful_loader(data: Dataset[Any], size: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     sampler = WeightedRandomSampler([1.0 + i % 3 for i in range(len(data))], len(data))  # type: ignore[arg-type]
-    return StatefulDataLoader(data, size, sampler=sampler, num_workers=2)
+    return StatefulDataLoader(data, size, sampler=sampler, **WORKERS)
 
 
 def state_tensors(trainer: Resumable) -> dict[str, Tensor]:

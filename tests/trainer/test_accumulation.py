@@ -1,4 +1,4 @@
-"""`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: test_arithmetic_parity."""
+"""`backward` and `step` in one process: exact arithmetic, and every misuse named. Over ranks: arithmetic.py."""
 
 from __future__ import annotations
 
@@ -279,9 +279,7 @@ def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
     data = batches(6)
     trainer = train(step, data, gradient_accumulation_steps=2, make_optimizer=fused_adamw)
     assert trainer.global_step == 2
-    assert_same_weights(
-        weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=fused_adamw)
-    )
+    assert_same_weights(weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=fused_adamw))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])

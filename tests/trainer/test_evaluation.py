@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -219,9 +220,11 @@ def measure() -> dict[str, Any]:
                 again = trainer.evaluate()
                 predicted = torch.cat(trainer.predict(DataLoader(Samples(7), 2)))
                 found[f"{name}/{size}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model))
-    rank = int(__import__("os").environ.get("RANK", "0"))
-    mine = batches(3)[: rank + 1] if rank else batches(1)
-    with ShardedMeasured(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2), PerRankLoader(mine)) as trainer:
+    rank = int(os.environ["RANK"])
+    mine = batches(3)[: rank + 1]
+    with ShardedMeasured(
+        make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2), PerRankLoader(mine)
+    ) as trainer:
         trainer.fit()
         found["unequal"] = (trainer.metrics, trainer.evaluate(), None, None, weights(trainer.model))
     return found
@@ -251,7 +254,7 @@ def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_i
         metrics, again, alone, predicted, state = results[0][case]
         assert all(rank[case][0] == metrics and rank[case][1] == metrics for rank in results), case
         if case == "unequal":
-            numbers = [n for rank in range(world_size) for n in range(2 * (rank + 1 if rank else 1))]
+            numbers = [n for rank in range(world_size) for n in range(2 * (rank + 1))]
         else:
             numbers = list(range(7))
             assert set(alone) == set(metrics)

@@ -145,13 +145,13 @@ def test_callbacks_replace_no_method_of_the_trainer() -> None:
 
     watchers = [getattr(callbacks, name) for name in callbacks.__all__]
     built = [w() for w in watchers if inspect.isclass(w) and issubclass(w, dt.Callback) and w is not dt.Callback]
-    with Validates_Alone(make_config(n_epochs=1, callbacks=built), batches(2), batches(1)) as trainer:
+    with CheckedAlone(make_config(n_epochs=1, callbacks=built), batches(2), batches(1)) as trainer:
         methods = {name for name, value in inspect.getmembers(type(trainer), inspect.isfunction)}
         trainer.fit()
     assert methods & set(vars(trainer)) == set()
 
 
-class Validates_Alone(Validates, Alone):  # noqa: N801
+class CheckedAlone(Validates, Alone):
     pass
 
 

@@ -107,10 +107,10 @@ MISTAKES = {
     "alone": ["Add SetupMixin", "2 ranks"],
     "iterable dataset": ["PerRankLoader", "Endless"],
     "global batch": ["global_batch_size=6", "4", "8"],
-    "no dict": ["training_step returned NoneType", "Return a dict"],
     "early step": ["is_accumulating_gradients"],
 }
 MORE_MISTAKES = {
+    "no dict": ["training_step returned NoneType", "Return a dict"],
     "shards without FSDPMixin": ["FSDPMixin"],
     "list": ["PerRankLoader"],
     "too little data": ["24 samples", "global batch of 32"],
@@ -190,7 +190,10 @@ class Slow(Alone):
         sys.stderr.write("post_fit ran\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="Ctrl-C"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_training_after_the_running_step_with_the_status_that_shells_expect(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -383,6 +383,18 @@ def test_a_stop_request_ends_training_after_the_running_window_and_fit_again_goe
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(5) * 2]))
 
 
+def test_a_stop_asked_for_after_a_validation_trains_no_further_step() -> None:
+    class Early(Checked):
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            if self.current_epoch == 1:
+                self.request_stop("it gets no better")
+
+    with Early(make_config(n_epochs=5), batches(3), batches(1)) as trainer:
+        trainer.fit()
+    assert trainer.global_step == 6
+    assert trainer.current_epoch == 2
+
+
 def test_a_closed_trainer_says_so() -> None:
     trainer = train(batches(2), n_epochs=1)
     with pytest.raises(StepError, match="closed"):

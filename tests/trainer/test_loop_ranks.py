@@ -24,7 +24,9 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fused_adamw,
     make_config,
+    sgd,
     weights,
 )
 from tests.worlds import run_world
@@ -167,8 +169,64 @@ def uneven_window() -> tuple[str, list[list[int]], dict[str, torch.Tensor]]:
         return trainer.said, trainer.seen, weights(trainer.model)
 
 
+class NothingToLearn(Sharded):
+    """Weighs a whole window with nothing, then one rank's part of another."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        x, y, _ = batch
+        is_nothing = self.global_step == 1 or (self.global_step == 2 and self.world.rank == 1)
+        self.backward(nn.functional.mse_loss(self.model(x), y), weight=torch.tensor(0 if is_nothing else 2))
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def zero_weights() -> dict[str, Any]:
+    found = {}
+    for make_optimizer in (sgd, fused_adamw):
+        data = DistributedDataLoader(Samples(16), 2)
+        with NothingToLearn(make_config(n_epochs=1), data, make_optimizer=make_optimizer) as trainer:
+            trainer.fit()
+            found[make_optimizer.__name__] = (trainer.global_step, trainer.skipped_steps, weights(trainer.model))
+    return found
+
+
 class Checked(Validates, Spread, dt.EvalMixin):
-    pass
+    validations = 0
+
+    def pre_val_epoch(self) -> None:
+        self.validations += 1
+
+
+class StopsAfterValidation(Checked):
+    """As early stopping does; one rank alone asks."""
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        if self.world.rank == 1 and self.current_epoch == 1:
+            self.request_stop("it gets no better")
+
+
+def stop_after_validation() -> tuple[int, int]:
+    loader = DistributedDataLoader(Samples(12), 2)
+    with StopsAfterValidation(make_config(n_epochs=5), loader, DataLoader(Samples(4), 1)) as trainer:
+        trainer.fit()
+        return trainer.global_step, trainer.current_epoch
+
+
+def dry_runs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, training in {
+        "overfit": {"overfit_batches": 2, "n_epochs": 2},
+        "fast": {"fast_dev_run": True, "n_epochs": 2},
+        "samples": {"max_samples": 9},
+        "minutes": {"n_epochs": 1, "val_every_minutes": 1e-9, "val_every_n_epochs": None},
+        "long epoch": {"n_epochs": 1, "train_steps_per_epoch": 5},
+    }.items():
+        with Checked(
+            make_config(**training), DistributedDataLoader(Samples(12), 2), DataLoader(Samples(4), 1)
+        ) as trainer:
+            trainer.fit()
+            found[name] = (trainer.seen, trainer.validations)
+    return found
 
 
 def again_and_again() -> dict[str, Any]:
@@ -233,6 +291,9 @@ def everything(directory: str) -> dict[str, Any]:
         "none": loss_of_none(),
         "uneven": uneven_window(),
         "again": again_and_again(),
+        "zero": zero_weights(),
+        "dry": dry_runs(),
+        "early": stop_after_validation(),
         "defaults": defaults(directory),
     }
 
@@ -293,7 +354,10 @@ def test_counters_weights_and_samples_do_not_depend_on_the_world(
         for step in range(6):
             mine = [n for part in expected["seen"][step * 6 : step * 6 + 6] for n in part]
             theirs = [
-                n for found in ranks for part in found["seen"][step * accumulation : (step + 1) * accumulation] for n in part
+                n
+                for found in ranks
+                for part in found["seen"][step * accumulation : (step + 1) * accumulation]
+                for n in part
             ]
             assert sorted(mine) == sorted(theirs)
 
@@ -311,6 +375,10 @@ def test_dropout_draws_differ_between_ranks_and_steps_and_come_again_in_the_next
 
 def test_a_stop_asked_for_by_one_rank_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
     assert [found["stop"] for found in two] == [4, 4]
+
+
+def test_a_stop_asked_for_after_a_validation_by_one_rank_trains_no_further_step(two: list[dict[str, Any]]) -> None:
+    assert [found["early"] for found in two] == [(6, 2), (6, 2)]
 
 
 def test_a_limit_that_one_ranks_clock_sees_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
@@ -340,6 +408,28 @@ def test_an_unweighted_backward_over_unequal_batches_is_refused_and_the_weighted
     expected = by_hand([[(data.x[rows], data.y[rows])] for rows in windows])
     for found in two:
         assert_same_weights(found["uneven"][2], expected)
+
+
+def test_a_total_weight_of_zero_over_all_ranks_skips_the_step_everywhere(two: list[dict[str, Any]]) -> None:
+    data = batches(4, size=4)
+    half = tuple(part[:2] for part in data[2])
+    for make_optimizer in (sgd, fused_adamw):
+        expected = by_hand([[data[0]], [half], [data[3]]], make_optimizer=make_optimizer)
+        for found in two:
+            steps, skipped, trained = found["zero"][make_optimizer.__name__]
+            assert (steps, skipped) == (4, 1)
+            assert_same_weights(trained, expected)
+
+
+@pytest.mark.pitfall(8)
+def test_dry_runs_and_limits_hold_on_every_rank(two: list[dict[str, Any]]) -> None:
+    for number, found in enumerate(two):
+        own = [[0, 1], [4, 5], [8, 9]] if number == 0 else [[2, 3], [6, 7], [10, 11]]
+        assert found["dry"]["overfit"] == (own[:2] * 2, 2)
+        assert found["dry"]["fast"] == (own[:1], 1)
+        assert found["dry"]["samples"][0] == own
+        assert found["dry"]["minutes"] == (own, 3)
+        assert found["dry"]["long epoch"] == ([*own, *own[:2]], 1)
 
 
 @pytest.mark.pitfall(18)

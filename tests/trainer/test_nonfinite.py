@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
+import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.errors import NonFiniteError, StepError
 from tests.trainer.small import (
@@ -83,7 +84,9 @@ def test_raise_is_seen_before_a_validation(make_optimizer: Any) -> None:
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             raise AssertionError("validated after a bad step")
 
-    trainer = Checked(make_config(n_epochs=1, val_every_n_steps=3), batches(6), batches(1), make_optimizer=make_optimizer)
+    trainer = Checked(
+        make_config(n_epochs=1, val_every_n_steps=3), batches(6), batches(1), make_optimizer=make_optimizer
+    )
     trainer.poison = {1: (float("nan"), 1)}
     with pytest.raises(NonFiniteError, match="optimizer step 1 "):
         trainer.fit()
@@ -114,10 +117,10 @@ def test_skip_works_on_whole_windows(make_optimizer: Any) -> None:
 @OPTIMIZERS
 def test_skip_gives_up_after_too_many_in_a_row(make_optimizer: Any) -> None:
     nan = float("nan")
-    in_a_row = {i: (nan, 1) for i in (1, 2, 3)}
+    in_a_row = dict.fromkeys((1, 2, 3), (nan, 1))
     with pytest.raises(NonFiniteError, match="max_nonfinite=2"):
         train(make_optimizer, in_a_row, nonfinite="skip", max_nonfinite=2)
-    apart = {i: (nan, 1) for i in (0, 1, 3, 4)}
+    apart = dict.fromkeys((0, 1, 3, 4), (nan, 1))
     assert train(make_optimizer, apart, nonfinite="skip", max_nonfinite=2).skipped_steps == 4
 
 
@@ -135,6 +138,25 @@ def test_retry_gives_up_at_its_limit(make_optimizer: Any) -> None:
     with pytest.raises(NonFiniteError, match="max_nonfinite=3"):
         train(make_optimizer, {2: (float("nan"), 99)}, nonfinite="retry", max_nonfinite=3)
     assert train(make_optimizer, {2: (float("nan"), 3)}, nonfinite="retry", max_nonfinite=3).global_step == 6
+
+
+def test_a_retried_window_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logs(Poisoned, Alone, dt.LoggerMixin):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            super().training_step(batch, batch_idx)
+            return {"value": 1.0 + batch_idx}
+
+        def on_log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append(metrics["train/value"])
+
+    logged: list[float] = []
+    monkeypatch.chdir(tmp_path)
+    config = make_config(n_epochs=1, nonfinite="retry", gradient_accumulation_steps=2, log_every=1)
+    trainer = Logs(config, batches(2), make_optimizer=sgd)
+    trainer.poison = {1: (float("nan"), 2)}
+    with trainer:
+        trainer.fit()
+    assert logged == [1.5]
 
 
 def test_retry_does_not_step_the_windows_first_optimizer_twice() -> None:
@@ -253,7 +275,9 @@ def halves() -> list[Batch]:
 
 
 @pytest.mark.pitfall(14)
-@pytest.mark.parametrize(("layout", "kind"), [("fsdp", "adamw"), ("replicate", "sgd")])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("fsdp", "adamw"), pytest.param("replicate", "sgd", marks=pytest.mark.slow)]
+)
 def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
     layout: str, kind: str, tmp_path: Path
 ) -> None:

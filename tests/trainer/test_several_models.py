@@ -21,7 +21,6 @@ from tests.trainer.small import (
     Samples,
     assert_same_weights,
     fill,
-    full,
     make_config,
     network,
     weights,
@@ -59,7 +58,10 @@ def results_of(trainer: Any) -> dict[str, Any]:
     with trainer:
         trainer.fit()
         models = {name: weights(model) for name, model in trainer.named_models().items()}
-    return {"models": models, "norms": trainer.norms, "steps": trainer.global_step}
+        names = {name: list(model.state_dict()) for name, model in trainer.named_models().items()}
+        parts = [part for model in trainer.named_models().values() for part in model.modules()]
+        patched = [name for part in parts for name in ("forward", "__call__", "state_dict") if name in vars(part)]
+    return {"models": models, "norms": trainer.norms, "names": names, "patched": patched}
 
 
 # -- a GAN
@@ -366,9 +368,16 @@ def test_frozen_gives_back_what_each_parameter_required_also_after_an_exception(
     model = network()
     model[1].requires_grad_(False)
     before = [p.requires_grad for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError), trainer.frozen(model):
-        assert not any(p.requires_grad for p in model.parameters())
-        raise ZeroDivisionError
+    inside: list[bool] = []
+
+    def fail_inside() -> None:
+        with trainer.frozen(model):
+            inside.extend(p.requires_grad for p in model.parameters())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert inside == [False] * len(before)
     assert [p.requires_grad for p in model.parameters()] == before
 
 
@@ -393,30 +402,16 @@ def test_one_weighted_loss_of_two_models_normalises_both() -> None:
 # -- models stay what they are
 
 
-def names_and_forwards() -> dict[str, Any]:
-    found = {}
-    for name, cls in {"replicate": GAN, "fsdp": ShardedGAN}.items():
-        with cls(make_config(n_epochs=1)) as trainer:
-            trainer.fit()
-            found[name] = {
-                "state": [list(model.state_dict()) for model in trainer.named_models().values()],
-                "patched": [
-                    key for m in trainer.named_models().values() for part in m.modules() for key in vars(part)
-                    if key in ("forward", "__call__", "state_dict")
-                ],
-                "full": [full(p).shape for p in trainer.generator.parameters()],
-            }
-    return found
-
-
 @pytest.mark.pitfall(24)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_names_in_the_state_dict_and_forward_stay_as_the_user_wrote_them(world_size: int) -> None:
-    for rank in run_world(names_and_forwards, world_size):
-        for found in rank.values():
-            assert found["state"] == [list(generator().state_dict()), list(discriminator().state_dict())]
-            assert found["patched"] == []
-            assert found["full"] == [p.shape for p in generator().parameters()]
+@pytest.mark.parametrize("name", RUNS)
+def test_names_in_the_state_dict_and_forward_stay_as_the_user_wrote_them(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    expected = RUNS[name].by_hand(len(ranks), 1)["models"]
+    for rank in ranks:
+        found = rank[f"{name}/1"]
+        assert found["names"] == {model: list(state) for model, state in expected.items()}
+        assert found["patched"] == []
 
 
 @pytest.mark.pitfall(24)
