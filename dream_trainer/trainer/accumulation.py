@@ -69,7 +69,7 @@ class Accumulation:
         self._is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
-        self._backwards = 0
+        self._backwards = self._stepped_backwards = 0
         self._batch_backwards = 0
         self._counted_batches = 0
 
@@ -80,7 +80,7 @@ class Accumulation:
         self._is_uneven = is_uneven
         self._weighted = None
         self._totals.clear()
-        self._backwards = 0
+        self._backwards = self._stepped_backwards = 0
         self._counted_batches = size
 
     def start_batch(self, *, is_last: bool) -> None:
@@ -148,9 +148,10 @@ class Accumulation:
         Raises:
             StepError: Gradients were accumulated and never stepped.
         """
-        if self._backwards and not self.stepped:
+        if self._backwards > self._stepped_backwards:
             raise StepError(
-                "the accumulation window ended with backward() but no step(): its gradients would leak into the next. "
+                "the accumulation window ended with backward() but no step() after it: its gradients would "
+                "leak into the next. "
                 "Call self.step(model, optimizer) when `not self.is_accumulating_gradients`."
             )
         self._guard.settle_when_full()
@@ -168,11 +169,13 @@ class Accumulation:
         plan = self._plan(optimizers)
         if self._counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._world.device)
+        can_rerun = not self.stepped
         self.stepped = True
+        self._stepped_backwards = self._backwards
         self._trainer._reshard()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-            skipped = self._guard.step(optimizers, plan.guards_itself, norm, empty)
+            skipped = self._guard.step(optimizers, plan.guards_itself, norm, empty, can_rerun=can_rerun)
         if not skipped and self._after_step:
             for optimizer in optimizers:
                 for listener in self._after_step:

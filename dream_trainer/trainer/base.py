@@ -235,13 +235,14 @@ class BaseTrainer(AbstractTrainer):
     # -- the loop
 
     def _train(self) -> None:
+        parameters = self.config.training_parameters
+        self._cadence.start(self.progress)
+        self._hear(self._pulse.exchange())  # a limit, signal or request may have come before the first step
         if self._is_done():
             return
-        parameters = self.config.training_parameters
         with deterministic(parameters.deterministic):
             if parameters.num_sanity_val_steps and self._val_batches:
                 validate(self, self._val_batches, parameters.num_sanity_val_steps)
-            self._cadence.start(self.progress)
             self._notify("pre_fit")
             while not self._is_done():
                 self._train_epoch()
@@ -252,7 +253,9 @@ class BaseTrainer(AbstractTrainer):
 
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
-        is_over = False
+        is_over = self._steps_per_epoch == 0
+        if is_over:
+            self._end_epoch()
         while not is_over:
             window = self._feed.take()
             if window is None:  # a pass without a window; two in a row are an error
@@ -350,8 +353,7 @@ class BaseTrainer(AbstractTrainer):
         if validates:
             self._validate()
         if epoch_ended:
-            self.progress.finish_epoch()
-            self._notify("post_epoch")
+            self._end_epoch()
         if (validates or epoch_ended) and not is_last:
             # What their events ask for (early stopping) counts here and now, not a window later.
             asked = self._pulse.exchange()
@@ -362,6 +364,10 @@ class BaseTrainer(AbstractTrainer):
                 self._window_finished(is_last=True)
         self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=requested)
         return is_last
+
+    def _end_epoch(self) -> None:
+        self.progress.finish_epoch()
+        self._notify("post_epoch")
 
     def _validate(self) -> None:
         self.settle()

@@ -59,8 +59,18 @@ class NonFiniteGuard:
                 "fused=True where the optimizer has it.",
             )
 
-    def step(self, optimizers: Sequence[Optimizer], guards_itself: bool, norm: Tensor, empty: Tensor | bool) -> bool:
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        guards_itself: bool,
+        norm: Tensor,
+        empty: Tensor | bool,
+        *,
+        can_rerun: bool,
+    ) -> bool:
         """Steps the optimizers unless the norm is not finite or the window weighed nothing.
+
+        `can_rerun` says that no other optimizer has stepped in this window yet.
 
         Returns:
             Whether it is known on the host that the step was skipped.
@@ -73,7 +83,7 @@ class NonFiniteGuard:
             self._trainer.progress.skipped_steps += 1
             return True
         if self._policy == "retry" or not guards_itself:
-            return self._step_by_host(optimizers, norm, empty)
+            return self._step_by_host(optimizers, norm, empty, can_rerun)
         self._step_by_device(optimizers, norm, empty)
         return False
 
@@ -97,7 +107,9 @@ class NonFiniteGuard:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
 
-    def _step_by_host(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> bool:
+    def _step_by_host(
+        self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool
+    ) -> bool:
         if isinstance(empty, Tensor) and bool(empty):
             self._trainer.progress.skipped_steps += 1
             return True
@@ -109,6 +121,12 @@ class NonFiniteGuard:
             return False
         if self._policy == "retry":
             self._count_bad(value, self._trainer.progress.global_step, "runs of one window")
+            if not can_rerun:
+                raise NonFiniteError(
+                    f"the gradient norm is {value} in step {self._trainer.progress.global_step}, after another "
+                    "optimizer "
+                    'has stepped in the same window, which can therefore not be run again. Use nonfinite="skip".'
+                )
             raise RetryWindow
         self._judge(value, self._trainer.progress.global_step)
         return True
