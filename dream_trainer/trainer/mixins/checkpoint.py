@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from dream_trainer.checkpoint.files import step_directories
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
+from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.trainer import saved_state
@@ -68,6 +69,7 @@ class CheckpointMixin(AbstractTrainer):
         super().__init__(config, *args, **kwargs)
         self._last_metrics: dict[str, float] = {}
         self._resumed_from: Path | None = None
+        self._has_claim = False
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -107,6 +109,18 @@ class CheckpointMixin(AbstractTrainer):
         self._notify("on_load", manifest.path)
 
     # -- resume
+
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if not self.config.training_parameters.fast_dev_run:
+            claim(self.run_dir, self.world)
+            self._has_claim = True
+
+    def _close(self) -> None:
+        if self._has_claim:
+            self._has_claim = False
+            release(self.run_dir)
+        super()._close()
 
     def _resume(self) -> None:
         super()._resume()

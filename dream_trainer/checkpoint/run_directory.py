@@ -1,0 +1,88 @@
+"""A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
+
+The claim is a lock held on an open file, not the file's existence, so a killed job leaves nothing that blocks its
+restart. Trainers of one process share a claim. Rank 0 holds the lock and writes a token into the file; a rank that does
+not read the same token there has another directory under that name, such as a disk of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import time
+from pathlib import Path
+from typing import IO
+
+from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.errors import CheckpointError
+
+LOCK_NAME = "run.lock"
+# A killed job's loader workers hold its lock until they notice; network file systems show a new file late.
+PATIENCE_SECONDS = 15.0
+
+_held: dict[Path, tuple[IO[str], int]] = {}
+
+
+def claim(run_dir: Path, world: CheckpointWorld) -> None:
+    """Claims `run_dir` for this job until `release`; every rank calls it.
+
+    Raises:
+        CheckpointError: Another live job has it, or some rank sees another directory; the same on every rank.
+    """
+    task = f"claim the run directory {run_dir}"
+    mine = on_all_ranks(world, task, lambda: _lock(run_dir) if world.is_main else None)
+    token = world.all_gather_object(mine)[0]
+    on_all_ranks(world, task, lambda: _expect(run_dir, token))
+
+
+def release(run_dir: Path) -> None:
+    """Gives the claim back, on rank 0 where it is held; elsewhere nothing happens."""
+    path = (run_dir / LOCK_NAME).resolve()
+    if path not in _held:
+        return
+    file, users = _held.pop(path)
+    if users > 1:
+        _held[path] = (file, users - 1)
+    else:
+        file.close()
+
+
+def _lock(run_dir: Path) -> str:
+    """Takes the lock and returns the token written beside it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = (run_dir / LOCK_NAME).resolve()
+    if path in _held:
+        file, users = _held[path]
+        _held[path] = (file, users + 1)
+        return path.read_text()
+    file = path.open("a+")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise CheckpointError(
+                    f"another live job writes to {run_dir}. Stop it, or give this run another experiment name."
+                ) from None
+            time.sleep(0.2)
+    token = secrets.token_hex(8)
+    file.truncate(0)
+    file.write(token)
+    file.flush()
+    _held[path] = (file, 1)
+    return token
+
+
+def _expect(run_dir: Path, token: str) -> None:
+    path = run_dir / LOCK_NAME
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists() or path.read_text() != token:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{run_dir.resolve()} is not the directory that rank 0 sees under that name. "
+                "Start all ranks in one directory of a file system that all hosts share."
+            )
+        time.sleep(0.2)

@@ -1,0 +1,81 @@
+"""One job at a time writes to a run directory, and all its ranks see the same one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dream_trainer.checkpoint import run_directory
+from dream_trainer.checkpoint.run_directory import claim, release
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.config.device import DeviceParameters
+from dream_trainer.distributed.world import World
+from dream_trainer.errors import CheckpointError
+from tests.worlds import run_world
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from dream_trainer.checkpoint.run_directory import claim
+from dream_trainer.checkpoint.world import Alone
+claim(Path(sys.argv[1]), Alone())
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.pitfall(55)
+def test_a_second_live_job_is_refused_and_a_killed_one_blocks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "PATIENCE_SECONDS", 0.3)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match="another live job"):
+            claim(tmp_path, Alone())
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    claim(tmp_path, Alone())
+    release(tmp_path)
+
+
+def test_trainers_of_one_process_share_a_claim(tmp_path: Path) -> None:
+    claim(tmp_path, Alone())
+    claim(tmp_path, Alone())
+    release(tmp_path)
+    release(tmp_path)
+    release(tmp_path)
+
+
+def claim_in_own_directory(root: str) -> str:
+    world = World(DeviceParameters(device="cpu"), shard_by_default=False)
+    run_directory.PATIENCE_SECONDS = 0.3
+    folder = Path(root) / str(world.rank)
+    folder.mkdir()
+    os.chdir(folder)
+    started = time.monotonic()
+    try:
+        claim(Path("runs"), world)
+        return "claimed"
+    except CheckpointError as error:
+        assert time.monotonic() - started < 10
+        return str(error)
+    finally:
+        release(Path("runs"))
+        world.close()
+
+
+@pytest.mark.pitfall(55)
+def test_ranks_with_different_directories_of_one_name_are_told_on_all_ranks(tmp_path: Path) -> None:
+    for message in run_world(claim_in_own_directory, 2, str(tmp_path)):
+        assert "not the directory that rank 0 sees" in message
