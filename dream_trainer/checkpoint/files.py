@@ -38,6 +38,19 @@ def step_directories(root: Path) -> list[tuple[int, Path]]:
     return sorted((step, entry) for step, entry in named if step is not None)
 
 
+def set_newer_aside(root: Path, step: int) -> list[Path]:
+    """Renames the checkpoints under `root` after `step`, so that none of them is resumed; returns their new paths."""
+    moved = []
+    for newer, path in step_directories(root):
+        if newer > step:
+            aside = path.with_name(f".aside-{secrets.token_hex(4)}-{path.name}")
+            path.rename(aside)
+            moved.append(aside)
+    if moved:
+        sync_directory(root)
+    return moved
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Writes a new file and waits until the disk has it.
 

@@ -44,6 +44,7 @@ def release(run_dir: Path) -> None:
     if users > 1:
         _held[path] = (file, users - 1)
     else:
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a loader's worker may have the file open too
         file.close()
 
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
 from dream_trainer.errors import ConfigError
 
+SyncPolicy = Literal["no_sync", "reduce_scatter_each", "defer_all_reduce"]
 NonFinitePolicy = Literal["raise", "skip", "retry"]
 
 
@@ -54,6 +55,10 @@ class TrainingParameters:
     """Minutes of wall-clock time between validations; None does not look at the clock."""
     num_sanity_val_steps: int = 0
     """Batches per rank of a validation before training, to find its errors early; 0 has none."""
+    sync_policy: SyncPolicy = "no_sync"
+    """When gradients of an accumulation window cross ranks: once, at its end, keeping whole gradients until then
+    ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed
+    over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not."""
     nonfinite: NonFinitePolicy = "raise"
     """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window."""
     max_nonfinite: int = 10
@@ -69,6 +74,7 @@ class TrainingParameters:
         self._check_limits()
         self._check_batches()
         self._check_validation()
+        check_choice("sync_policy", self.sync_policy, get_args(SyncPolicy))
         check_choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
         check_integer("max_nonfinite", self.max_nonfinite, minimum=0)
         check_boolean("fast_dev_run", self.fast_dev_run)

@@ -292,6 +292,11 @@ class ForeignStream(TrainStream):
 
     def end_pass(self) -> None:
         if self._position.batches:
+            if self._iterator is None and not self._is_exhausted:
+                # A state was loaded and nothing read since. It may be of a pass whose end had not been looked for yet,
+                # and a loader keeps it until it is read: the next pass would begin at this one's end.
+                with preserved_random_state():
+                    next(self._open(self._position.batches), None)
             self._begin_pass(self._position.epoch + 1)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from dream_trainer.distributed.torch_compat import foreach_mul_, foreach_norm, local_gradients
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class StepPlan:
     """What `step` needs to know of a set of optimizers, worked out once.
 
     Attributes:
-        parameters: All trainable parameters, each once.
+        parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
         unsynced: Parameters that no wrapper reduces over ranks; empty at world size 1.
         guards_itself: Whether every optimizer skips on the device when told `found_inf`.
@@ -70,7 +74,8 @@ def plan_step(optimizers: Sequence[Optimizer], world_size: int) -> StepPlan:
     """Works out the plan for stepping `optimizers` together."""
     from torch.distributed.tensor import DTensor
 
-    unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+    # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
+    unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
     parameters = list(unique.values())
     kinds: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -118,21 +123,25 @@ def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     return [group.gradients() for group in plan.groups]
 
 
-def average_unsynced(parameters: Sequence[nn.Parameter], world_size: int) -> None:
-    """Averages over all ranks the gradients of parameters that no wrapper reduces, in one collective.
+def average_unsynced(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Averages over all ranks the gradients of parameters that no wrapper reduces, in one collective per dtype.
 
-    A rank whose parameter got no gradient contributes zeros, so that all ranks send as much.
+    A rank without a gradient that others have counts as zero; a parameter without one on all ranks stays without.
     """
     import torch.distributed as dist
 
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-    dist.all_reduce(flat)
-    flat /= world_size
-    for p, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = mean.view_as(p)
+    there = world.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p, is_there in zip(parameters, there, strict=True):
+        if is_there:
+            by_dtype.setdefault(p.dtype, []).append(p)
+    for members in by_dtype.values():
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat)
+        flat /= world.world_size
+        for p, mean in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            p.grad = mean.view_as(p)
 
 
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:

@@ -12,33 +12,21 @@ from types import FrameType
 
 
 class Signals:
-    """SIGTERM and SIGINT received by this process.
+    """SIGTERM and SIGINT received by this process. The pulse tells the other ranks.
 
     Args:
         another_rank_failed: Whether the job is lost already. torchrun then sends SIGTERM to the others, which must not
             wait for a step that will never end.
 
     Attributes:
-        terminated: SIGTERM came, here or on another rank.
-        interrupted: SIGINT came, here or on another rank.
+        terminated: SIGTERM came.
+        interrupted: SIGINT came.
     """
 
     def __init__(self, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
         self._another_rank_failed = another_rank_failed
         self.terminated = False
         self.interrupted = False
-
-    @property
-    def received(self) -> signal.Signals | None:
-        """The signal that ends the run, or None."""
-        if self.terminated:
-            return signal.SIGTERM
-        return signal.SIGINT if self.interrupted else None
-
-    def adopt(self, *, terminated: bool, interrupted: bool) -> None:
-        """Takes over what any rank received."""
-        self.terminated |= terminated
-        self.interrupted |= interrupted
 
     @contextmanager
     def handled(self) -> Iterator[None]:

@@ -259,11 +259,17 @@ class World:
         except RuntimeError:
             return self.rank
 
-    def close(self) -> None:
+    def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
 
         The barrier and the short sleep keep gloo's threads from dropping work while the interpreter finalises, which
         aborted up to a third of the runs that destroyed the group bare (TORCH.md section 12).
+
+        Args:
+            timeout_seconds: How long to wait for the other ranks; None for as long as any collective may take.
+
+        Raises:
+            RuntimeError: Another rank is gone, or did not come in time.
         """
         global _group_users, _owns_group
         if not self._open:
@@ -275,7 +281,10 @@ class World:
 
         _group_users -= 1
         if _group_users == 0 and _owns_group and dist.is_initialized():
-            dist.barrier(group=self.cpu_group)
+            if timeout_seconds is None:
+                dist.barrier(group=self.cpu_group)
+            else:
+                dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=timeout_seconds))
             dist.destroy_process_group()
             _owns_group = False
             gc.collect()
@@ -324,6 +333,9 @@ def close_at_exit(world: World) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        world.close()
+        try:
+            world.close(timeout_seconds=10)
+        except RuntimeError as error:  # a rank left in another way; there is nothing left to wait for
+            sys.stderr.write(f"[rank {world.rank}] leaves without the others: {error}\n")
 
     atexit.register(leave)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.data.nested import batch_size, to_device
-from dream_trainer.errors import HookError
+from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.events import event_table
@@ -62,6 +62,7 @@ class AbstractTrainer(Lifecycle, Cooperation):
         training: Whether the trainer trains (True) or validates (False).
         is_accumulating_gradients: True unless this batch ends its accumulation window.
         is_padding_batch: Whether this validation batch only keeps collectives company and counts for nothing.
+        is_sanity_validation: Whether the running validation is the one before training, which logs nothing.
         val_name: Name of the validation loader at work; "" for a single one.
         local_batches: Training batches processed since this process started.
         best: Best value seen of each validation metric asked for (EvalMixin).
@@ -93,6 +94,7 @@ class AbstractTrainer(Lifecycle, Cooperation):
         self.training = True
         self.is_accumulating_gradients = False
         self.is_padding_batch = False
+        self.is_sanity_validation = False
         self.val_name = ""
         self.local_batches = 0
         self._world: World | None = None
@@ -352,12 +354,21 @@ class AbstractTrainer(Lifecycle, Cooperation):
                 self.log(name, value, weight=weight, reduce=reduce)
 
     def request_stop(self, reason: str = "requested") -> None:
-        """Asks that training end after the running window, on all ranks. Any rank may call it, at any time."""
+        """Asks that training end, on all ranks at the same step. Any rank may call it, at any time.
+
+        One rank alone stops after the running window. Of several, the others hear of it with the next window's pulse,
+        which is then the last; asked for in a validation or at an epoch's end, all stop there.
+        """
         self._stop_reason = reason
 
     def request_save(self) -> None:
-        """Asks for a checkpoint after the running window (CheckpointMixin). Any rank may call it, at any time."""
+        """Asks for a checkpoint (CheckpointMixin) as soon as all ranks know. Any rank may call it, at any time."""
         self._save_requested = True
+
+    def _refuse_inside_window(self, what: str) -> None:
+        """Raises StepError if an accumulation window is running, whose gradients are no state anybody keeps."""
+        if self._is_ready and self._accumulation.is_open:
+            raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
 
     def _samples_in_batch(self) -> int:
         """Samples of the running micro-batch on this rank, counted once."""

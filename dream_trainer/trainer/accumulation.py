@@ -29,6 +29,7 @@ from dream_trainer.distributed.gradients import (
 )
 from dream_trainer.distributed.torch_compat import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
+from dream_trainer.trainer.events import anyone_listens
 from dream_trainer.trainer.nonfinite import NonFiniteGuard
 
 if TYPE_CHECKING:
@@ -48,27 +49,36 @@ class Accumulation:
         is_last: Whether the running micro-batch is the window's last.
         batch_weight: The running micro-batch's backward weight, or None.
         stepped: Whether `step` ran in the window.
+        is_open: Whether a window is running.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         parameters = trainer.config.training_parameters
         self._trainer = trainer
         self._world = trainer.world
+        # MPS has no float64.
+        self._scalar_dtype = torch.float32 if self._world.device.type == "mps" else torch.float64
         self._clip_norm = parameters.gradient_clip_val
         self._clip_tensors: dict[torch.dtype, Tensor] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer)
-        self._plans: dict[tuple[int, ...], StepPlan] = {}
+        self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
+        # Listeners may change gradients, so the norm is taken anew: on all ranks, also where only rank 0 listens.
+        self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
         self._after_step = trainer._events["post_optimizer_step"]
         self.size = 1
         self.is_last = True
         self.batch_weight: Weight | None = None
         self.stepped = False
+        self.is_open = False
         self._is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
+        self._spent: set[int] = set()
+        self._only_trained: int | None = None
+        self._batch_is_empty = False
         self._backwards = self._stepped_backwards = 0
         self._batch_backwards = 0
         self._counted_batches = 0
@@ -77,9 +87,11 @@ class Accumulation:
         """A window of `size` micro-batches begins; `is_uneven` if ranks hold different sample counts in it."""
         self.size = size
         self.stepped = False
+        self.is_open = True
         self._is_uneven = is_uneven
         self._weighted = None
         self._totals.clear()
+        self._spent.clear()
         self._backwards = self._stepped_backwards = 0
         self._counted_batches = size
 
@@ -88,9 +100,12 @@ class Accumulation:
         self.is_last = is_last
         self.batch_weight = None
         self._batch_backwards = 0
+        self._batch_is_empty = False
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
         """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
+        if not self.is_open:
+            raise StepError("backward() was called between two windows, where its gradients would leak into the next.")
         if loss is None:
             self._skip_batch()
             return
@@ -108,9 +123,15 @@ class Accumulation:
                 self._refuse_mixture()
             self._weighted = True
             key = self._total_key(model)
-            self._totals[key] = self._totals[key] + weight if key in self._totals else weight
+            if key in self._totals and key not in self._spent:
+                self._totals[key] = self._totals[key] + weight
+            else:  # the first of the window, or since this model's last step in it
+                self._totals[key] = weight
+                self._spent.discard(key)
             self.batch_weight = weight
             loss = loss * weight
+        if self._batch_is_empty and self._batch_backwards == 0:
+            self._counted_batches += 1
         self._backwards += 1
         self._batch_backwards += 1
         loss.backward()
@@ -127,20 +148,24 @@ class Accumulation:
                 "backward(None) with several data-parallel ranks would leave the others waiting in a collective. "
                 "Call backward(loss, weight=0) on a batch that has nothing to learn from, and weight the others."
             )
-        if self._batch_backwards == 0:
+        if self._batch_backwards == 0 and not self._batch_is_empty:
             self._counted_batches -= 1
+        self._batch_is_empty = True
 
     def _total_key(self, model: nn.Module | None) -> int:
         if model is not None:
             return id(model)
-        trained = list(self._trainer._trainable_models())
-        if len(trained) > 1:
-            names = [name for name, m in self._trainer.named_models().items() if any(m is t for t in trained)]
-            raise StepError(
-                f"several models are trained ({', '.join(names)}): say whose weight it is, backward(loss, "
-                "weight=..., model=...)."
-            )
-        return id(trained[0]) if trained else 0
+        if self._only_trained is None:
+            trained = {
+                n: m for n, m in self._trainer.named_models().items() if self._trainer.get_optimizers_by_model(m)
+            }
+            if len(trained) > 1:
+                raise StepError(
+                    f"several models are trained ({', '.join(trained)}): say whose weight it is, "
+                    "backward(loss, weight=..., model=...)."
+                )
+            self._only_trained = next((id(m) for m in trained.values()), 0)
+        return self._only_trained
 
     def finish_window(self) -> bool:
         """Closes the window and returns whether it counts as an optimizer step.
@@ -154,6 +179,11 @@ class Accumulation:
                 "leak into the next. "
                 "Call self.step(model, optimizer) when `not self.is_accumulating_gradients`."
             )
+        unspent = set(self._totals) - self._spent
+        if unspent:
+            names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
+            raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
+        self.is_open = False
         self._guard.settle_when_full()
         return self.stepped
 
@@ -163,7 +193,7 @@ class Accumulation:
 
     # -- the step
 
-    def step(self, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any) -> Tensor:
+    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], scheduler: Any) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
         self._check(scheduler)
         plan = self._plan(optimizers)
@@ -175,7 +205,7 @@ class Accumulation:
         self._trainer._reshard()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-            skipped = self._guard.step(optimizers, plan.guards_itself, norm, empty, can_rerun=can_rerun)
+            skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
         if not skipped and self._after_step:
             for optimizer in optimizers:
                 for listener in self._after_step:
@@ -202,13 +232,12 @@ class Accumulation:
                 "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
             )
 
-    def _plan(self, optimizers: Sequence[Optimizer]) -> StepPlan:
-        key = tuple([id(optimizer) for optimizer in optimizers])
-        plan = self._plans.get(key)
+    def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
+        plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
-            plan = self._plans[key] = plan_step(optimizers, self._world.world_size)
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world.world_size)
             if not plan.guards_itself:
-                self._guard.say_it_reads_the_host(optimizers)
+                self._guard.read_on_the_host(optimizers)
         return plan
 
     def _finish_gradients(
@@ -216,12 +245,12 @@ class Accumulation:
     ) -> tuple[Tensor, Tensor | bool]:
         """Normalises and clips in place; returns the norm before clipping and whether the window weighed nothing."""
         if plan.unsynced:
-            average_unsynced(plan.unsynced, self._world.world_size)
+            average_unsynced(plan.unsynced, self._world)
         weight = self._weight_of(model)
         grads = gradients_of(plan)
         norm, total = self._norm(plan, grads, weight)
         scale, empty = self._scale(weight, total)
-        if self._before_step:
+        if self._renormalises:
             if scale is not None:
                 scale_gradients(plan, grads, scale)
             for optimizer in optimizers:
@@ -251,12 +280,18 @@ class Accumulation:
         return clip
 
     def _weight_of(self, model: nn.Module) -> Weight | None:
+        """The total weight of `model` in this window; from now on spent."""
         if not self._weighted:
             return None
-        for key in (id(model), *(id(part) for part in self._trainer._trainable_models()), 0):
-            if key in self._totals:
-                return self._totals[key]
-        return None
+        key = id(model)
+        if key not in self._totals:
+            if len(self._totals) != 1:
+                raise StepError(
+                    "step() was given a model without a weight in this window. Pass backward(..., model=model)."
+                )
+            key = next(iter(self._totals))
+        self._spent.add(key)
+        return self._totals[key]
 
     def _norm(self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None) -> tuple[Tensor, Weight | None]:
         if self._world.world_size > 1:
@@ -265,23 +300,21 @@ class Accumulation:
 
     def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
-        device = self._world.device
         if weight is None or total is None:
             if self._counted_batches == 1:
                 return None, False
             if self._counted_batches not in self._inverses:
-                inverse = torch.tensor(1.0 / self._counted_batches, dtype=torch.float64, device=_wide(device))
-                self._inverses[self._counted_batches] = inverse.to(device)
+                self._inverses[self._counted_batches] = self._scalar(1.0 / self._counted_batches)
             return self._inverses[self._counted_batches], False
         dp_size = self._world.dp_size
         if isinstance(total, Tensor):
+            total = total.detach().to(device=self._world.device, dtype=self._scalar_dtype)
             empty = total == 0
-            return torch.where(empty, torch.zeros_like(total, dtype=torch.float64), dp_size / total.double()), empty
+            return torch.where(empty, torch.zeros_like(total), dp_size / total), empty
         if total == 0 or not math.isfinite(total):
-            return torch.zeros((), device=device), total == 0
-        return torch.tensor(dp_size / total, dtype=torch.float64, device=_wide(device)).to(device), False
+            return self._scalar(0.0), total == 0
+        return self._scalar(dp_size / total), False
 
-
-def _wide(device: torch.device) -> torch.device:
-    """Where a float64 scalar can be made: MPS has none."""
-    return torch.device("cpu") if device.type == "mps" else device
+    def _scalar(self, value: float) -> Tensor:
+        """A 0-dim tensor on the device, made there: a copy from the host would wait."""
+        return torch.full((), value, dtype=self._scalar_dtype, device=self._world.device)

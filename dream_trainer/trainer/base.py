@@ -11,8 +11,9 @@ by the clock, the last window) is decided after a window's pulse, from numbers t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import logging
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -21,24 +22,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.config.base import BaseTrainerConfig
-from dream_trainer.config.training import TrainingParameters
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.signals import Signals, exit_code
-from dream_trainer.distributed.world import World, close_at_exit
-from dream_trainer.errors import ConfigError, HookError, StepError
+from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.accumulation import Accumulation
 from dream_trainer.trainer.dataflow import connect_data, steps_in_epoch
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.determinism import deterministic
-from dream_trainer.trainer.events import event_table
 from dream_trainer.trainer.feed import WindowFeed
+from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.nonfinite import RetryWindow
-from dream_trainer.trainer.schedule import Cadence
+from dream_trainer.trainer.schedule import Cadence, limits, stop_reason
 from dream_trainer.trainer.validation import validate
+
+logger = logging.getLogger("dream_trainer")
 
 
 class BaseTrainer(AbstractTrainer):
@@ -77,13 +78,14 @@ class BaseTrainer(AbstractTrainer):
         self._signals = Signals(lambda: self._world is not None and self._world.another_rank_failed())
         self._cadence = Cadence(config.training_parameters)
         self._gradients_sync = True
-        self._limits = _limits(config.training_parameters)
+        self._limits = limits(config.training_parameters)
         self._is_first_window = True
         self._window_samples = 0
         self._sizes: list[int] | None = None
         self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
         self._stopped = False
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
+        self._ended_by: signal.Signals | None = None
 
     # -- what the user calls
 
@@ -95,13 +97,14 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code.
         """
-        self._stopped, self._stop_reason = False, None
+        self._stopped = False
         with self._failing_for_all(), self._signals.handled():
             self._start()
             self._train()
-        if self._signals.received is not None:
+        self._stop_reason = None
+        if self._ended_by is not None:
             self.close()
-            raise SystemExit(exit_code(self._signals.received))
+            raise SystemExit(exit_code(self._ended_by))
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None
@@ -123,6 +126,19 @@ class BaseTrainer(AbstractTrainer):
         if not self._is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
         self._accumulation.backward(loss, weight, model)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        loss_fn: Callable[[Any], Tensor],
+        *,
+        weight: Tensor | float | None = None,
+    ) -> Tensor:
+        """`loss = loss_fn(model(*inputs))`, then `backward(loss, weight=weight, model=model)`; returns the loss."""
+        loss = loss_fn(model(*inputs))
+        self.backward(loss, weight=weight, model=model)
+        return loss
 
     def step(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | None = None
@@ -177,12 +193,13 @@ class BaseTrainer(AbstractTrainer):
 
     def _start(self) -> None:
         """Launches, builds and resumes, once."""
-        if self._is_closed:
-            raise StepError("this trainer is closed. Build a new one to train on; it resumes from the checkpoints.")
-        if self._world is not None:
+        if self._is_closed or self._has_failed:
+            state = "closed" if self._is_closed else "left in the middle of a step by an exception"
+            raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
+        if self._is_ready:
             return
         self._notify("pre_launch")
-        self._launch()
+        launch(self)
         self._notify("post_launch")
         self._notify("pre_configure")
         self.configure()
@@ -190,7 +207,8 @@ class BaseTrainer(AbstractTrainer):
         self._notify("pre_setup")
         self.setup()
         if self._train_stream is None:
-            self._place_models()
+            for model in self.named_models().values():
+                model.to(self.world.device)
             connect_data(self)
         assert self._train_stream is not None  # connect_data sets it
         self._ranks_are_even = self._train_stream.is_even
@@ -204,32 +222,18 @@ class BaseTrainer(AbstractTrainer):
         seed_everything(hash_seed(b"rank", self.config.seed, self.world.dp_rank))
         self._resume()
 
-    def _launch(self) -> None:
-        self._world = World(self.config.device_parameters, shard_by_default=self._shards_parameters)
-        if self.world.world_size > 1 and not self._keeps_ranks_equal:
-            raise ConfigError(
-                f"{type(self).__name__} runs on {self.world.world_size} ranks, but nothing in it keeps them equal. "
-                "Add SetupMixin to the trainer (and SetupConfigMixin to its config), or start one process."
-            )
-        close_at_exit(self._world)
-        self._events = event_table(self, AbstractTrainer, is_main=self._world.is_main)
-        seed_everything(hash_seed(b"setup", self.config.seed))
-
-    def _place_models(self) -> None:
-        for model in self.named_models().values():
-            model.to(self.world.device)
-
     @contextmanager
     def _failing_for_all(self) -> Iterator[None]:
         """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised."""
         try:
             yield
-        except SystemExit:
-            raise
         except BaseException as exc:
-            self._notify("on_exception", exc)
-            if self._world is not None and self._world.world_size > 1:
-                self._world.fail(exc)
+            self._has_failed = True
+            try:
+                self._notify("on_exception", exc)
+            finally:
+                if self._world is not None and self._world.world_size > 1:
+                    self._world.fail(exc)
             raise
 
     # -- the loop
@@ -242,12 +246,17 @@ class BaseTrainer(AbstractTrainer):
             return
         with deterministic(parameters.deterministic):
             if parameters.num_sanity_val_steps and self._val_batches:
-                validate(self, self._val_batches, parameters.num_sanity_val_steps)
+                self.is_sanity_validation = True
+                self._notify("post_val_epoch", validate(self, self._val_batches, parameters.num_sanity_val_steps))
+                self.is_sanity_validation = False
             self._notify("pre_fit")
             while not self._is_done():
                 self._train_epoch()
             self.settle()
-        if self._signals.received is not None:
+        # A signal may have come to one rank after the last pulse was posted.
+        self._hear(self._pulse.exchange())
+        self._cadence.stop()
+        if self._ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
 
@@ -348,7 +357,10 @@ class BaseTrainer(AbstractTrainer):
         requested = bool(flags.save)
         self._window_finished(is_last=is_last)
         validates = bool(self._val_batches) and self._cadence.validation_is_due(
-            self.progress, epoch_ended=epoch_ended, by_the_clock=bool(flags.validate)
+            self.progress,
+            stepped=self._accumulation.stepped,
+            epoch_ended=epoch_ended,
+            by_the_clock=bool(flags.validate),
         )
         if validates:
             self._validate()
@@ -362,7 +374,9 @@ class BaseTrainer(AbstractTrainer):
             if self._stopped:
                 is_last = True
                 self._window_finished(is_last=True)
-        self._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=requested)
+        self._save_if_due(
+            stepped=self._accumulation.stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested
+        )
         return is_last
 
     def _end_epoch(self) -> None:
@@ -384,8 +398,8 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             NonFiniteError: The policy is "raise" and a norm was not finite.
         """
-        self.progress.elapsed_seconds = self._cadence.elapsed_seconds()
         if self._is_ready:
+            self._cadence.update(self.progress)
             self._accumulation.settle()
 
     # -- when training ends
@@ -421,13 +435,8 @@ class BaseTrainer(AbstractTrainer):
         if flags.save:
             self._save_requested = False
         if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
+            if not self._stopped and self.world.is_main:
+                logger.info("stopping at step %d: %s", self.global_step, stop_reason(flags, self._stop_reason))
             self._stopped = True
-            self._signals.adopt(terminated=bool(flags.terminate), interrupted=bool(flags.interrupt))
-
-
-def _limits(parameters: TrainingParameters) -> tuple[float, float, float]:
-    """Epochs, optimizer steps and samples after which training ends; infinity where there is no limit."""
-    max_steps = 1 if parameters.fast_dev_run else parameters.max_steps
-    limits = (parameters.epoch_limit, max_steps, parameters.max_samples)
-    epochs, steps, samples = [math.inf if limit is None else limit for limit in limits]
-    return epochs, steps, samples
+            if flags.terminate or flags.interrupt:
+                self._ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT

@@ -47,3 +47,22 @@ def _check_hooks(cls: type) -> None:
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
             if getattr(cls, hook) is getattr(AbstractTrainer, hook):
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
+
+
+_SETUP_HOOKS = (
+    "configure_models",
+    "init_weights",
+    "load_pretrained",
+    "configure_optimizers",
+    "configure_schedulers",
+    "configure_metrics",
+)
+
+
+def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
+    """Hooks that `cls` overrides and nothing in it calls."""
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    if cls._keeps_ranks_equal:
+        return []
+    return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(AbstractTrainer, hook)]

@@ -72,7 +72,7 @@ class Cooperation:
         """A validation loader is done; returns further metrics."""
         return {}
 
-    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         """Saves a checkpoint when due; between windows, all ranks at the same step."""
 
     def _mixin_state(self) -> dict[str, Any]:

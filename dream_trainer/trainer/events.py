@@ -57,6 +57,13 @@ def trainer_listens(trainer: AbstractTrainer, event: str, base: type) -> bool:
     return getattr(type(trainer), event) is not getattr(base, event)
 
 
+def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
+    """Whether `event` has a listener on any rank; the same answer on all of them."""
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    return trainer_listens(trainer, event, AbstractTrainer) or bool(listening_callbacks(trainer, event))
+
+
 def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:

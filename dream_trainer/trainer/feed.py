@@ -48,6 +48,7 @@ class WindowFeed:
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool) -> None:
         """Goes on after `position`; with `is_pass_over`, with the next pass."""
         self._ahead, self._is_fetched = None, False
+        self.rank_state = rank_state
         if position != DataPosition(0, 0, 0) or rank_state is not None:
             self._stream.seek(position, rank_state)
         if is_pass_over:

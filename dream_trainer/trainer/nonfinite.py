@@ -25,7 +25,7 @@ SETTLE_EVERY = 50
 _EMPTY = -1.0
 
 
-class RetryWindow(Exception):
+class RetryWindow(BaseException):
     """The window's gradients were not finite and the policy is to run it again."""
 
 
@@ -48,9 +48,15 @@ class NonFiniteGuard:
         self._norms: list[Tensor] = []
         self._steps: list[int] = []
         self._in_a_row = 0
+        self._reads_the_host = False
 
-    def say_it_reads_the_host(self, optimizers: Sequence[Optimizer]) -> None:
-        """Tells once that these optimizers cost a host read per step."""
+    def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on reads the norm at each step, since these optimizers cannot leave one out on the device.
+
+        For all optimizers of the run: else others would train on between a bad step and its being noticed.
+        """
+        self.settle()
+        self._reads_the_host = True
         names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if self._trainer.world.device.type != "cpu":
             self._trainer._say_once(
@@ -62,7 +68,6 @@ class NonFiniteGuard:
     def step(
         self,
         optimizers: Sequence[Optimizer],
-        guards_itself: bool,
         norm: Tensor,
         empty: Tensor | bool,
         *,
@@ -82,7 +87,7 @@ class NonFiniteGuard:
         if empty is True:
             self._trainer.progress.skipped_steps += 1
             return True
-        if self._policy == "retry" or not guards_itself:
+        if self._policy == "retry" or self._reads_the_host:
             return self._step_by_host(optimizers, norm, empty, can_rerun)
         self._step_by_device(optimizers, norm, empty)
         return False
@@ -91,7 +96,8 @@ class NonFiniteGuard:
         # 0 * x is NaN exactly for the infinite and NaN x, and NaN != 0: cheaper than isfinite, and it latches when
         # summed.
         if self._policy == "raise":
-            torch.ne(self._latch.add_(norm, alpha=0), 0, out=self._found)
+            weighed = norm if not isinstance(empty, Tensor) else torch.where(empty, 0.0, norm)
+            torch.ne(self._latch.add_(weighed, alpha=0), 0, out=self._found)
         else:
             torch.ne(norm * 0, 0, out=self._found)
         seen = norm

@@ -62,6 +62,17 @@ def _refuse_hidden_modules(name: str, container: Any) -> None:
             )
 
 
+def refuse_private_models(attributes: Mapping[str, Any]) -> None:
+    """Raises HookError if a module with state has a private name, under which no registry finds it."""
+    for name, value in attributes.items():
+        if name.startswith("_") and isinstance(value, nn.Module) and not is_metric(value) and _has_state(value):
+            raise HookError(
+                f"self.{name} holds a {type(value).__name__}: under a private name the trainer would neither "
+                "shard nor save "
+                f"it. Call it self.{name.lstrip('_')}."
+            )
+
+
 def named_models(trainer: AbstractTrainer) -> dict[str, nn.Module]:
     """Modules with parameters or buffers assigned to the trainer, save metrics and parts of an earlier one.
 

@@ -111,8 +111,14 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
 
     load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world)
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared))
-    same_layout = manifest.mesh_shape == dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
+    here = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
+    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(here)
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
+
+
+def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
+    """What decides which rank holds which data and random state: not how data-parallel ranks share parameters."""
+    return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
 
 
 def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path) -> None:

@@ -1,12 +1,37 @@
-"""Cadence: when a validation is due and when the time is up."""
+"""When training ends, when a validation is due, and when the time is up."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from dream_trainer.config.training import TrainingParameters
+from dream_trainer.distributed.pulse import Flags
 from dream_trainer.trainer.progress import Progress
+
+
+def limits(parameters: TrainingParameters) -> tuple[float, float, float]:
+    """Epochs, optimizer steps and samples after which training ends; infinity where there is no limit."""
+    max_steps = 1 if parameters.fast_dev_run else parameters.max_steps
+    epochs, steps, samples = (
+        math.inf if limit is None else limit for limit in (parameters.epoch_limit, max_steps, parameters.max_samples)
+    )
+    return epochs, steps, samples
+
+
+def stop_reason(flags: Flags, requested: str | None) -> str:
+    """Why training ends before its limits, in words.
+
+    Args:
+        flags: What all ranks know.
+        requested: What this rank's `request_stop` said, if it was called.
+    """
+    if flags.terminate or flags.interrupt:
+        return "SIGTERM" if flags.terminate else "Ctrl-C"
+    if flags.stop:
+        return requested or "requested on another rank"
+    return "max_time has passed"
 
 
 class Cadence:
@@ -22,6 +47,7 @@ class Cadence:
         self._clock = clock
         self._started = self._last_validation = clock()
         self._before = 0.0
+        self._is_running = False
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
 
     @property
@@ -33,6 +59,16 @@ class Cadence:
         """Training starts now, after `progress.elapsed_seconds` in earlier processes."""
         self._started = self._last_validation = self._clock()
         self._before = progress.elapsed_seconds
+        self._is_running = True
+
+    def update(self, progress: Progress) -> None:
+        """Writes the time of training into the counters, while training runs."""
+        if self._is_running:
+            progress.elapsed_seconds = self.elapsed_seconds()
+
+    def stop(self) -> None:
+        """Training ends now; what comes until it starts again does not count."""
+        self._is_running = False
 
     def elapsed_seconds(self) -> float:
         """Seconds of training, those before a resume included."""
@@ -47,11 +83,12 @@ class Cadence:
         minutes = self._parameters.val_every_minutes
         return minutes is not None and self._clock() - self._last_validation >= 60 * minutes
 
-    def validation_is_due(self, progress: Progress, *, epoch_ended: bool, by_the_clock: bool) -> bool:
+    def validation_is_due(self, progress: Progress, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
         """Whether to validate after the window just completed.
 
         Args:
             progress: Counters; `current_epoch` does not count the epoch that ends with this window.
+            stepped: Whether the window counted as an optimizer step.
             epoch_ended: Whether this window ended an epoch.
             by_the_clock: Whether rank 0's clock says so.
         """
@@ -61,7 +98,7 @@ class Cadence:
         if parameters.fast_dev_run or by_the_clock:
             return True
         steps, epochs = parameters.val_every_n_steps, parameters.val_every_n_epochs
-        if steps is not None and progress.global_step % steps == 0:
+        if steps is not None and stepped and progress.global_step % steps == 0:
             return True
         return epoch_ended and epochs is not None and (progress.current_epoch + 1) % epochs == 0
 

@@ -111,30 +111,29 @@ class History(dt.Callback):
         self._validations.append((trainer.global_step, metrics))
 
 
-class StopAfter(dt.Callback):
-    """Asks for a stop in time for it to come after step `step`: before that step's window begins."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def pre_epoch(self, trainer: Any) -> None:
-        self.post_train_step(trainer)
-
-    def post_train_step(self, trainer: Any) -> None:
-        if self._step is not None and trainer.global_step == self._step - 1:
-            trainer.request_stop("the test says so")
-
-
 class Resumable(dt.DreamTrainer):
     """Records what each optimizer step of this process saw and did."""
 
     config: Config
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, stop_after: int | None = None) -> None:
         super().__init__(config)
+        self.stop_after = stop_after
         self.record: list[dict[str, Any]] = []
         self.loaded: dict[str, Tensor] = {}
         self.own_count, self.own_draws = 0, [0.0]
+
+    def pre_fit(self) -> None:
+        self._ask_for_stop()
+
+    def _save_if_due(self, **when: Any) -> None:
+        super()._save_if_due(**when)
+        self._ask_for_stop()
+
+    def _ask_for_stop(self) -> None:
+        """Between two windows, where no event is: what is asked here is heard of in the window that follows."""
+        if self.stop_after is not None and self.global_step == self.stop_after - 1:
+            self.request_stop("the test says so")
 
     def configure_models(self) -> None:
         dropout = 0.3 if self.config.random_layers else 0.0
@@ -174,7 +173,7 @@ class Resumable(dt.DreamTrainer):
         current["ids"].append(numbers.tolist())
         current["sums"].append(x.sum().item())
         current["draws"].append([random.random(), np.random.rand(), torch.rand(()).item()])
-        self.own_count += len(labels)
+        self.own_count += 1
         self.own_draws[0] += current["draws"][-1][1]
         self.log("draw", current["draws"][-1][0])
         if not self.is_accumulating_gradients:
@@ -231,7 +230,6 @@ def random_digest() -> str:
 def make_config(
     experiment: str,
     *,
-    stop_after: int | None = None,
     seed: int = 42,
     checkpoint: dt.CheckpointParameters | None = None,
     log_every: int = 1,
@@ -246,7 +244,7 @@ def make_config(
         group="resume",
         experiment=experiment,
         seed=seed,
-        callbacks=dt.CallbackCollection([History(), StopAfter(stop_after), *callbacks]),
+        callbacks=dt.CallbackCollection([History(), *callbacks]),
         device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(**(defaults | training)),
         checkpoint_parameters=checkpoint or dt.CheckpointParameters(save_every_n_epochs=None),
@@ -255,7 +253,7 @@ def make_config(
     )
 
 
-def train(config: Config) -> dict[str, Any]:
+def train(config: Config, stop_after: int | None = None) -> dict[str, Any]:
     """Trains until the run ends or is stopped, in a world launched for it, and tells what happened.
 
     The generators are disturbed before, as a new process would find them in any state.
@@ -263,7 +261,7 @@ def train(config: Config) -> dict[str, Any]:
     torch.manual_seed(int.from_bytes(os.urandom(2)))
     random.seed()
     np.random.seed()
-    trainer = Resumable(config)
+    trainer = Resumable(config, stop_after)
     trainer.fit()
     result = {
         "record": trainer.record,
@@ -284,7 +282,8 @@ def train(config: Config) -> dict[str, Any]:
 def log_lines(run_dir: Path) -> list[dict[str, float]]:
     """The run's log without the clock."""
     return [
-        {name: value for name, value in line.items() if name != "time"} for line in read_jsonl(run_dir / "metrics.jsonl")
+        {name: value for name, value in line.items() if name != "time"}
+        for line in read_jsonl(run_dir / "metrics.jsonl")
     ]
 
 
@@ -292,7 +291,7 @@ def train_in_parts(experiment: str, stops: Sequence[int], **options: Any) -> dic
     """Trains up to each of `stops`, each time by a new trainer in a new world, and then to the end; one result."""
     record: list[dict[str, Any]] = []
     for stop in (*stops, None):
-        result = train(make_config(experiment, stop_after=stop, **options))
+        result = train(make_config(experiment, **options), stop)
         record += result["record"]
         assert stop is None or result["progress"]["global_step"] == stop
     return result | {"record": record}

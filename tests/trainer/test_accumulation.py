@@ -363,6 +363,7 @@ def test_weighted_and_unweighted_windows_may_follow_each_other() -> None:
 def test_several_weighted_models_want_to_know_whose_weight_it_is() -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         trainer.other = nn.Linear(1, 1)
+        trainer.other_optimizer = torch.optim.SGD(trainer.other.parameters(), lr=1.0)
         trainer.backward(loss_of(trainer, batch), weight=2)
 
     with pytest.raises(StepError, match=r"\(model, other\).*model="):

@@ -31,7 +31,15 @@ def every_case() -> list[Case]:
 
 def spanning_cases() -> list[Case]:
     """Few cases in which every pair of option values meets, in every layout order rotated by one."""
-    rows = [(0, 0, 0, 0, 0), (0, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 0, 0, 1), (1, 0, 0, 1, 1), (1, 1, 1, 0, 0), (0, 0, 1, 0, 1)]
+    rows = [
+        (0, 0, 0, 0, 0),
+        (0, 1, 1, 1, 1),
+        (1, 0, 1, 1, 0),
+        (1, 1, 0, 0, 1),
+        (1, 0, 0, 1, 1),
+        (1, 1, 1, 0, 0),
+        (0, 0, 1, 0, 1),
+    ]
     chosen = []
     for mode, world_size in LAYOUTS:
         for number, row in enumerate(rows):

@@ -161,7 +161,7 @@ def test_other_loaders_resume_bit_for_bit(loader: str, all_cases: bool) -> None:
 
 def resume_in(directory: str, stop: int | None) -> dict[str, Any]:
     os.chdir(directory)
-    return train(make_config("run", stop_after=stop, own={"samples": 93}))
+    return train(make_config("run", own={"samples": 93}), stop)
 
 
 @pytest.mark.pitfall(33)
@@ -197,7 +197,7 @@ def saved_at_two(directory: str, steps: Sequence[int]) -> list[dict[str, Any]]:
         path = Path(directory) / f"at {step}"
         path.mkdir(exist_ok=True)
         os.chdir(path)
-        results.append(train(make_config("run", stop_after=step, **RESHAPED)))
+        results.append(train(make_config("run", **RESHAPED), step))
     os.chdir(directory)
     return [*results, train(make_config("straight", **RESHAPED))]
 

@@ -190,7 +190,7 @@ class Sharded(Whole):
     """Loads through our own loader, as a user would, at two ranks."""
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Float32(64), 1), None
+        return DistributedDataLoader(Float32(96), 1), None
 
 
 class Float32(Samples):

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.checkpoint.files import set_newer_aside, step_directories
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.run_directory import claim, release
+from dream_trainer.checkpoint.world import on_all_ranks
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.trainer import saved_state
@@ -90,18 +91,28 @@ class CheckpointMixin(AbstractTrainer):
             CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
             NonFiniteError: A gradient norm was not finite and the policy says to raise.
         """
+        self._refuse_inside_window("save_checkpoint")
         self.settle()
         path = saved_state.write(self, self.checkpoint_dir, self._last_metrics)
         self._notify("on_save", path)
         return path
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Loads the checkpoint at `path` into this trainer; called by every rank, after setup.
+        """Loads the checkpoint at `path` into this trainer; between windows, called by every rank.
+
+        Launches and sets up on the first call. Newer checkpoints of this run are set aside (renamed, not deleted): the
+        run goes on from this one and will write those steps anew.
 
         Raises:
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
-        manifest = verify_checkpoint(Path(path), world=self.world)
+        self._start()
+        self._refuse_inside_window("load_checkpoint")
+        self._load(verify_checkpoint(Path(path), world=self.world))
+
+    def _load(self, manifest: Manifest) -> None:
+        if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
+            self._set_newer_aside(manifest.step)
         saved_state.restore(self, manifest)
         self._resumed_from = manifest.path
         self._last_metrics = dict(manifest.metrics)
@@ -117,10 +128,10 @@ class CheckpointMixin(AbstractTrainer):
             self._has_claim = True
 
     def _close(self) -> None:
+        super()._close()  # first, since loggers write their last lines
         if self._has_claim:
             self._has_claim = False
             release(self.run_dir)
-        super()._close()
 
     def _resume(self) -> None:
         super()._resume()
@@ -132,22 +143,32 @@ class CheckpointMixin(AbstractTrainer):
         elif resume is None:
             self._refuse_used_directory()
         elif isinstance(resume, int):
-            self.load_checkpoint(self._path_of_step(resume))
+            self._load(verify_checkpoint(self._path_of_step(resume), world=self.world))
         else:
-            self.load_checkpoint(resume)
+            self._load(verify_checkpoint(Path(resume), world=self.world))
 
     def _resume_newest(self) -> None:
         """Loads the newest checkpoint that is whole, chosen by rank 0; says which damaged ones it passes over."""
         candidates = [path for _, path in step_directories(self.checkpoint_dir)] if self.world.is_main else []
         for path in reversed(self.world.broadcast_object(candidates)):
             try:
-                verify_checkpoint(path, world=self.world)
+                manifest = verify_checkpoint(path, world=self.world)
             except CheckpointError as error:
                 if self.world.is_main:
                     logger.warning("passing over a damaged checkpoint: %s", error)
                 continue
-            self.load_checkpoint(path)
+            self._load(manifest)
             return
+
+    def _set_newer_aside(self, step: int) -> None:
+        """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now."""
+        found = on_all_ranks(
+            self.world,
+            "set newer checkpoints aside",
+            lambda: set_newer_aside(self.checkpoint_dir, step) if self.world.is_main else [],
+        )
+        if found:
+            logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
 
     def _refuse_used_directory(self) -> None:
         found = self.world.broadcast_object(len(step_directories(self.checkpoint_dir)) if self.world.is_main else 0)
@@ -179,8 +200,8 @@ class CheckpointMixin(AbstractTrainer):
         super()._validated(metrics)
         self._last_metrics = dict(metrics)
 
-    def _save_if_due(self, *, epoch_ended: bool, is_last: bool, requested: bool) -> None:
-        super()._save_if_due(epoch_ended=epoch_ended, is_last=is_last, requested=requested)
+    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        super()._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
         parameters = self.config.checkpoint_parameters
         if self.config.training_parameters.fast_dev_run:
             return
@@ -188,7 +209,7 @@ class CheckpointMixin(AbstractTrainer):
         due = (
             requested
             or (is_last and parameters.save_at_end)
-            or (every is not None and self.global_step % every == 0)
+            or (every is not None and stepped and self.global_step % every == 0)
             or (epoch_ended and epochs is not None and self.current_epoch % epochs == 0)
         )
         if due:

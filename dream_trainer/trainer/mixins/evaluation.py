@@ -78,7 +78,7 @@ class EvalMixin(AbstractTrainer):
         is logged. Metrics are exact over all samples and ranks.
 
         Args:
-            dataloader: Any loader that `configure_dataloaders` could return for validation.
+            dataloader: A loader, or a dict of named ones, as `configure_dataloaders` could return for validation.
 
         Raises:
             HookError: There is no validation_step, or nothing to evaluate on.
@@ -87,14 +87,24 @@ class EvalMixin(AbstractTrainer):
             self._start()
             if type(self).validation_step is AbstractTrainer.validation_step:
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
-            if dataloader is None:
-                if not self._val_batches:
+            own, limit = dataloader is None, None
+            if own:
+                batches, limit = self._val_batches, self.config.training_parameters.val_steps_per_epoch
+                if not batches:
                     raise HookError(
                         "there is no validation loader. Pass evaluate(dataloader), or return one from "
                         "configure_dataloaders."
                     )
-                return validate(self, self._val_batches, self.config.training_parameters.val_steps_per_epoch)
-            return validate(self, {"": self._batches_of(dataloader)}, None)
+            else:
+                named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
+                batches = {name: self._batches_of(loader) for name, loader in named.items()}
+            try:
+                metrics = validate(self, batches, limit)
+                self._notify("post_val_epoch", metrics)
+            finally:
+                for loader in () if own else batches.values():
+                    loader.close()
+            return metrics
 
     def predict(self, dataloader: Any) -> list[Any]:
         """Runs `predict_step` over `dataloader` and returns the results on the CPU, in the data's order, on every rank.
@@ -108,11 +118,13 @@ class EvalMixin(AbstractTrainer):
         with self._failing_for_all():
             self._start()
             mine: list[Any] = []
+            batches = self._batches_of(dataloader)
             with validation_mode(self), self._validation_context():
-                for batch_idx, (batch, is_padding) in enumerate(in_step(self, self._batches_of(dataloader), None)):
+                for batch_idx, (batch, is_padding) in enumerate(in_step(self, batches, None)):
                     result = self.predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
                         mine.append(to_device(detach(result), torch.device("cpu")))
+            batches.close()
             ranks = self.world.all_gather_object(mine)
             longest = max(len(results) for results in ranks)
             return [results[index] for index in range(longest) for results in ranks if index < len(results)]

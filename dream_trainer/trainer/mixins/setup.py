@@ -18,6 +18,7 @@ from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.registry import refuse_private_models
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,8 +69,10 @@ class SetupMixin(AbstractTrainer):
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
+        before = set(vars(self))
         with self._tape.recording():
             self.configure_models()
+        refuse_private_models({name: value for name, value in vars(self).items() if name not in before})
         models = self.named_models()
         if not models:
             raise HookError("configure_models assigned no module with parameters to self.")
@@ -126,8 +129,12 @@ class SetupMixin(AbstractTrainer):
 
     def _sync_gradients(self, enabled: bool) -> None:
         super()._sync_gradients(enabled)
+        policy = self.config.training_parameters.sync_policy
         for module in self._wrapped:
-            module.set_requires_gradient_sync(enabled, recurse=False)
+            if policy == "no_sync":
+                module.set_requires_gradient_sync(enabled, recurse=False)
+            elif policy == "defer_all_reduce":
+                module.set_requires_all_reduce(enabled, recurse=False)
 
     def _reshard(self) -> None:
         super()._reshard()

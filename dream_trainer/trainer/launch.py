@@ -1,0 +1,47 @@
+"""Launch: the world is joined, and what only the world can tell is checked."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from typing import TYPE_CHECKING
+
+from dream_trainer.distributed.seeds import hash_seed, seed_everything
+from dream_trainer.distributed.world import World, close_at_exit
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.checks import uncalled_hooks
+from dream_trainer.trainer.events import event_table
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.base import BaseTrainer
+
+
+def launch(trainer: BaseTrainer) -> None:
+    """Gives `trainer` its world and the event table of its rank, and seeds all generators alike on all ranks.
+
+    Raises:
+        ConfigError: The mesh does not fit, the device is missing, or several ranks have nothing that keeps them equal.
+    """
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    cls = type(trainer)
+    world = trainer._world = World(trainer.config.device_parameters, shard_by_default=cls._shards_parameters)
+    if world.world_size > 1 and not cls._keeps_ranks_equal:
+        raise ConfigError(
+            f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "
+            "Add SetupMixin to the trainer (and SetupConfigMixin to its config), or start one process."
+        )
+    if world.world_size == 1:
+        atexit.register(_close_if_alive, weakref.ref(trainer))
+    else:
+        close_at_exit(world)
+    for hook in uncalled_hooks(cls):
+        trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
+    trainer._events = event_table(trainer, AbstractTrainer, is_main=world.is_main)
+    seed_everything(hash_seed(b"setup", trainer.config.seed))
+
+
+def _close_if_alive(reference: weakref.ref[BaseTrainer]) -> None:
+    trainer = reference()
+    if trainer is not None:
+        trainer.close()

@@ -1,0 +1,184 @@
+"""Initial weights, buffers and ties are the same bits on every world size and layout, as users get them: through the
+trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import dream_trainer as dt
+from tests.meta.families import FAMILIES
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+LAYOUTS: dict[str, Callable[[], dt.DeviceParameters]] = {
+    "replicate": lambda: dt.DeviceParameters(device="cpu", dp_shard=1),
+    "fsdp": lambda: dt.DeviceParameters(device="cpu", dp_replicate=1),
+    "hsdp of 2": lambda: dt.DeviceParameters(device="cpu", dp_shard=2),
+    "hsdp of 4": lambda: dt.DeviceParameters(device="cpu", dp_shard=4),
+}
+# What cannot be sharded (a scalar parameter, several dtypes in one group) is left to tests/meta.
+TOGETHER = ["every_init", "nano_gpt", "embedding", "late"]
+FURTHER = ["conv", "batch_norm", "attention", "encoder", "orthogonal", "flat"]
+
+
+class Scaled(nn.Module):
+    """A layer scale, an ALiBi-like mask of -inf, a rotary table and an embedding with padding, initialised by apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6, padding_idx=4)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((6,), 10.0 ** -(i + 1))) for i in range(3))
+        self.head = nn.Linear(6, 9, bias=False)
+        angles = torch.outer(torch.arange(7.0), 100.0 ** -torch.linspace(0, 1, 3))
+        self.register_buffer("rotary", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("mask", torch.full((7, 7), -torch.inf).triu(1))
+        self.apply(self._init)
+        self.head.weight = self.embedding.weight
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.03, b=0.03)
+            if module.bias is not None:
+                nn.init.ones_(module.bias)
+
+
+@dataclass
+class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.FSDPConfigMixin):
+    families: tuple[str, ...] = ()
+
+
+class Replicated(dt.BaseTrainer, dt.SetupMixin):
+    """Builds its models and trains none of them."""
+
+    config: Config
+
+    def configure_models(self) -> None:
+        self.models = nn.ModuleDict({name: FAMILIES[name]() for name in self.config.families} | {"scaled": Scaled()})
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return torch.utils.data.DataLoader(torch.zeros(64, 1), 1), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.models.parameters(), lr=0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        raise AssertionError("max_steps=0 trains nothing")
+
+
+class Sharded(Replicated, dt.FSDPMixin):
+    pass
+
+
+def build(layout: str, families: list[str], seed: int = 42) -> Replicated:
+    """A trainer whose setup is done, the global generators in any state before it."""
+    torch.seed()
+    config = Config(
+        project="tests",
+        group="init",
+        experiment=layout,
+        seed=seed,
+        families=tuple(families),
+        training_parameters=dt.TrainingParameters(max_steps=0),
+        device_parameters=LAYOUTS[layout](),
+    )
+    trainer = (Replicated if layout == "replicate" else Sharded)(config)
+    trainer.fit()
+    return trainer
+
+
+def values(trainer: Replicated) -> dict[str, Tensor]:
+    """Every parameter and buffer as a whole tensor, ties by each of their names."""
+    found = dict(trainer.models.named_parameters(remove_duplicate=False)) | dict(trainer.models.named_buffers())
+    return {name: full(tensor).detach() for name, tensor in found.items()}
+
+
+def digests(trainer: Replicated) -> dict[str, str]:
+    """A short text for the bits of each."""
+    return {
+        name: hashlib.sha256(
+            value.contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else repr(value).encode()
+        ).hexdigest()
+        for name, value in values(trainer).items()
+    }
+
+
+def build_on_rank(layouts: list[str], families: list[str]) -> list[tuple[dict[str, str], int, bool]]:
+    """For each layout: the bits, how many parameters are really sharded, and whether the ties hold."""
+    from torch.distributed.tensor import DTensor
+
+    results = []
+    for layout in layouts:
+        trainer = build(layout, families)
+        parameters = list(trainer.models.parameters())
+        sharded = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in parameters)
+        scaled = trainer.models["scaled"]
+        results.append((digests(trainer), sharded, scaled.head.weight is scaled.embedding.weight))
+        trainer.close()
+    return results
+
+
+def assert_same_everywhere(world_size: int, layouts: list[str], families: list[str]) -> None:
+    with build("replicate", families) as trainer:
+        expected = digests(trainer)
+    for ranks in run_world(build_on_rank, world_size, layouts, families):
+        for layout, (found, sharded, tied) in zip(layouts, ranks, strict=True):
+            assert found == expected, layout
+            assert tied
+            assert (sharded > 0) == (layout != "replicate")
+
+
+@pytest.mark.pitfall(21)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_replicas_and_shards_start_with_the_bits_of_one_process(world_size: int, all_cases: bool) -> None:
+    assert_same_everywhere(world_size, ["replicate", "fsdp"], TOGETHER + (FURTHER if all_cases else []))
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall(21)
+def test_every_family_starts_with_the_same_bits_on_four_ranks() -> None:
+    assert_same_everywhere(4, ["replicate", "fsdp", "hsdp of 2"], TOGETHER + FURTHER)
+
+
+@pytest.mark.pitfall(21)
+def test_eight_ranks_start_with_the_bits_of_one_process_in_every_layout(all_cases: bool) -> None:
+    families = TOGETHER + FURTHER if all_cases else TOGETHER
+    assert_same_everywhere(8, ["replicate", "fsdp", "hsdp of 2", "hsdp of 4"], families)
+
+
+def test_another_seed_starts_with_other_weights() -> None:
+    with build("replicate", ["nano_gpt"]) as one, build("replicate", ["nano_gpt"], seed=43) as two:
+        assert digests(one)["nano_gpt.wte.weight"] != digests(two)["nano_gpt.wte.weight"]
+
+
+@pytest.mark.pitfall(20)
+@pytest.mark.pitfall(57)
+def test_what_the_constructor_computed_is_there() -> None:
+    """So that the tests above compare what is right."""
+    with build("replicate", TOGETHER) as trainer:
+        found, models = values(trainer), trainer.models
+        angles = torch.outer(torch.arange(7.0), 100.0 ** -torch.linspace(0, 1, 3))
+        assert torch.equal(found["scaled.rotary"], torch.polar(torch.ones_like(angles), angles))
+        assert torch.equal(found["scaled.mask"], torch.full((7, 7), -torch.inf).triu(1))
+        assert models["scaled"].head.weight is models["scaled"].embedding.weight
+        assert models["nano_gpt"].head.weight is models["nano_gpt"].wte.weight
+        for index in range(3):
+            assert torch.equal(found[f"scaled.scales.{index}"], torch.full((6,), 10.0 ** -(index + 1)))
+            weight = found[f"scaled.layers.{index}.weight"]
+            assert 0 < weight.abs().max() <= 0.03
+            assert torch.equal(found[f"scaled.layers.{index}.bias"], torch.ones(6))
+        embedding = found["scaled.embedding.weight"]
+        assert torch.equal(embedding[4], torch.zeros(6))
+        assert (embedding[torch.arange(9) != 4] != 0).all()
+        torch.testing.assert_close(found["every_init.orthogonal"].T @ found["every_init.orthogonal"], torch.eye(8))
+        assert torch.equal(found["every_init.eye"], torch.eye(12, 8))
+        assert (found["every_init.sparse"] == 0).sum(0).tolist() == [3] * 8
+        assert torch.equal(found["late.inner.weight"], torch.full((4, 4), 0.5))
