@@ -37,6 +37,7 @@ class Case:
     clip: float | None = None
     tied: bool = False
     optimizer: str = "sgd"
+    sync_policy: str = "no_sync"
 
     @property
     def n_samples(self) -> int:
@@ -161,6 +162,7 @@ def run_trainer(case: Case) -> dict[str, Any]:
             train_batch_size=BATCH,
             gradient_accumulation_steps=case.accumulation,
             gradient_clip_val=case.clip,
+            sync_policy=case.sync_policy,
         ),
         case=case,
     )

@@ -30,8 +30,6 @@ from tests.trainer.arithmetic import full
 FEATURES, CLASSES = 5, 3
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 LAST_STEP = STEPS_PER_EPOCH * EPOCHS
-# A process that was spawned, as a test's ranks are, spawns its own by default, which takes seconds for each worker.
-WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 class Augmented(Dataset[tuple[Tensor, int, int]]):
@@ -83,6 +81,7 @@ class Config(dt.DreamTrainerConfig):
 
     loader: str = "own"
     """"own", "plain", or "stateful": a loader of another kind that keeps its own state."""
+    workers: int = 2
     samples: int = 46
     batch_size: int = 4
     double: bool = False
@@ -145,11 +144,15 @@ class Resumable(dt.DreamTrainer):
         data = Augmented(self.config.samples, self.config.noise)
         validation = DistributedDataLoader(Augmented(7, self.config.noise), 2, drop_last=False)
         size = self.config.batch_size
+        # A process that was spawned, as a test's ranks are, spawns its own by default, which takes seconds for each.
+        workers: dict[str, Any] = {"num_workers": self.config.workers}
+        if self.config.workers:
+            workers["multiprocessing_context"] = "fork"
         if self.config.loader == "plain":
-            return DataLoader(data, size, shuffle=True, **WORKERS), validation
+            return DataLoader(data, size, shuffle=True, **workers), validation
         if self.config.loader == "stateful":
-            return PerRankLoader(stateful_loader(data, size)), validation
-        return DistributedDataLoader(data, size, shuffle=True, drop_last=self.config.drop_last, **WORKERS), validation
+            return PerRankLoader(stateful_loader(data, size, workers)), validation
+        return DistributedDataLoader(data, size, shuffle=True, drop_last=self.config.drop_last, **workers), validation
 
     def configure_optimizers(self) -> None:
         parameters = list(self.model.parameters())
@@ -204,12 +207,12 @@ class Resumable(dt.DreamTrainer):
         self.loaded = state_tensors(self)
 
 
-def stateful_loader(data: Dataset[Any], size: int) -> Any:
+def stateful_loader(data: Dataset[Any], size: int, workers: dict[str, Any]) -> Any:
     """A loader that cannot be rebuilt as ours, because of its sampler, and resumes by its own state."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     sampler = WeightedRandomSampler([1.0 + i % 3 for i in range(len(data))], len(data))  # type: ignore[arg-type]
-    return StatefulDataLoader(data, size, sampler=sampler, **WORKERS)
+    return StatefulDataLoader(data, size, sampler=sampler, **workers)
 
 
 def state_tensors(trainer: Resumable) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from dream_trainer.errors import StepError
 from tests.trainer.small import (
     Alone,
     Batch,
+    Validates,
     assert_same_weights,
     batches,
     by_hand,
@@ -243,6 +244,88 @@ def test_a_parameter_group_added_during_training_is_stepped() -> None:
         torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parameters_unfrozen_during_training_are_normalised_clipped_and_zeroed(
+    clip: float | None, accumulation: int
+) -> None:
+    class Unfreezes(Alone):
+        def setup(self) -> None:
+            super().setup()
+            self.model[0].requires_grad_(False)
+
+        def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
+            if batch_idx == 2 * accumulation:
+                self.model[0].requires_grad_(True)
+
+    data = batches(6 * accumulation)
+    training: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "gradient_clip_val": clip}
+    with Unfreezes(make_config(n_epochs=1, **training), data) as trainer:
+        trainer.fit()
+    model = network()
+    fill(model)
+    model[0].requires_grad_(False)
+    optimizer, norms = sgd(model), []
+    for number, window in enumerate(windows_of(data, accumulation)):
+        model[0].requires_grad_(number >= 2)
+        sum(mse_loss(model(x), y) / len(window) for x, y, _ in window).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert trainer.norms == pytest.approx(norms, rel=1e-6)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.pitfall(3)
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_total(as_tensor: bool) -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        for count in (2, 5, 3):  # a critic's turns
+            weight: Any = torch.tensor(count) if as_tensor else count
+            trainer.backward(loss_of(trainer, batch), weight=weight)
+            trainer.backward(loss_of(trainer, batch) * 2, weight=2 * weight)
+            finish(trainer)
+
+    data = batches(2)
+    trainer = train(step, data)
+    model = network()
+    fill(model)
+    optimizer = sgd(model)
+    for x, y, _ in [batch for batch in data for _ in range(3)]:
+        (mse_loss(model(x), y) * 5 / 3).backward()  # (count * 1 + 2 * count * 2) / (3 * count)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(weights(trainer.model), model)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_forward_backward_is_forward_and_backward(weighted: bool) -> None:
+    returned: list[tuple[float, float]] = []
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        x, y, _ = batch
+        expected = mse_loss(trainer.model(x), y).item()
+        weight = batch_idx % 3 + 1 if weighted else None
+        loss = trainer.forward_backward(trainer.model, (x,), lambda out: mse_loss(out, y), weight=weight)
+        returned.append((loss.item(), expected))
+        finish(trainer)
+
+    def apart(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        weight = batch_idx % 3 + 1 if weighted else None
+        trainer.backward(loss_of(trainer, batch), weight=weight, model=trainer.model)
+        finish(trainer)
+
+    data = batches(5)
+    trainer = train(step, data, gradient_accumulation_steps=2)
+    assert [loss for loss, _ in returned] == [expected for _, expected in returned]
+    assert len(returned) == 5
+    other = train(apart, data, gradient_accumulation_steps=2)
+    assert all(torch.equal(value, weights(other.model)[name]) for name, value in weights(trainer.model).items())
+    if not weighted:
+        assert_same_weights(weights(trainer.model), by_hand(windows_of(data, 2)))
+
+
 def test_a_scheduler_given_to_step_is_stepped_once_per_optimizer_step() -> None:
     rates: list[float] = []
 
@@ -269,6 +352,29 @@ def test_a_loss_of_none_is_skipped_and_the_rest_of_the_window_still_counts_alike
     data = batches(3)
     trainer = train(step, data, gradient_accumulation_steps=3)
     assert_same_weights(weights(trainer.model), by_hand([[data[0], data[2]]]))
+
+
+@pytest.mark.parametrize(
+    ("calls", "counted"),
+    [
+        ("none none", [0, 2]),
+        ("none loss", [0, 1, 2]),
+        ("loss none", [0, 1, 2]),
+        ("none none loss", [0, 1, 2]),
+        ("none loss none", [0, 1, 2]),
+    ],
+)
+def test_a_batch_counts_once_or_not_at_all_however_often_none_is_said_of_it(calls: str, counted: list[int]) -> None:
+    """As with two models of which one has nothing to learn from a batch."""
+
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        for call in calls.split() if batch_idx == 1 else ["loss"]:
+            trainer.backward(None if call == "none" else loss_of(trainer, batch))
+        finish(trainer)
+
+    data = batches(3)
+    trainer = train(step, data, gradient_accumulation_steps=3)
+    assert_same_weights(weights(trainer.model), by_hand([[data[number] for number in counted]]))
 
 
 def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
@@ -396,3 +502,13 @@ def test_a_backward_after_the_windows_last_step_is_an_error() -> None:
 
     with pytest.raises(StepError, match="step"):
         train(step, batches(2))
+
+
+@pytest.mark.parametrize("event", ["post_train_step", "post_epoch", "post_val_epoch"])
+def test_a_backward_between_two_windows_is_an_error_that_says_where_its_gradients_would_go(event: str) -> None:
+    def listener(self: Any, *args: Any) -> None:
+        self.backward(self.model(batches(1)[0][0]).mean())
+
+    cls = type("Leaks", (Validates, Alone), {event: listener})
+    with pytest.raises(StepError, match="between two windows"):
+        cls(make_config(n_epochs=2), batches(2), batches(1)).fit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.trainer.arithmetic import Case, reference, run_cases
 from tests.worlds import run_world
 
 LAYOUTS = [("single", 1), ("replicate", 2), ("fsdp", 2), ("replicate", 4), ("fsdp", 4), ("hsdp", 4)]
+POLICIES = ("reduce_scatter_each", "defer_all_reduce")  # the default is in all others
 OPTIONS = {
     "accumulation": (1, 3),
     "short_window": (False, True),
@@ -22,11 +24,13 @@ OPTIONS = {
 
 
 def every_case() -> list[Case]:
-    return [
+    cases = [
         Case(mode, world_size, *values, optimizer="adamw" if number % 4 == 3 else "sgd")
         for mode, world_size in LAYOUTS
         for number, values in enumerate(itertools.product(*OPTIONS.values()))
     ]
+    accumulating = [case for case in cases if case.accumulation > 1 and case.world_size > 1]
+    return cases + [replace(case, sync_policy=policy) for case in accumulating for policy in POLICIES]
 
 
 def spanning_cases() -> list[Case]:
@@ -45,6 +49,10 @@ def spanning_cases() -> list[Case]:
         for number, row in enumerate(rows):
             values = [options[i] for options, i in zip(OPTIONS.values(), row, strict=True)]
             chosen.append(Case(mode, world_size, *values, optimizer="adamw" if number % 3 == 2 else "sgd"))
+    for mode, world_size in (("fsdp", 2), ("hsdp", 4)):
+        for policy in POLICIES:
+            short = Case(mode, world_size, accumulation=3, short_window=True, clip=0.05, sync_policy=policy)
+            chosen += [short, replace(short, short_window=False, weighted=True, clip=None, optimizer="adamw")]
     return chosen
 
 

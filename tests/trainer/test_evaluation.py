@@ -149,6 +149,16 @@ def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
         Checked(make_config(), batches(1)).evaluate()
 
 
+def test_evaluate_takes_named_loaders_and_names_their_metrics() -> None:
+    with Checked(make_config(n_epochs=1), batches(2), batches(3)) as trainer:
+        found = trainer.evaluate({"short": batches(1), "long": DataLoader(Samples(10), 4)})
+        assert found == {
+            "val/short/loss": pytest.approx(mean_loss(trainer.model, batches(1)), rel=1e-12),
+            "val/long/loss": pytest.approx(mean_loss(trainer.model, batches(5)), rel=1e-12),
+        }
+        assert trainer.evaluate({"only": batches(3)}) == {"val/only/loss": trainer.evaluate()["val/loss"]}
+
+
 # -- predict
 
 

@@ -227,3 +227,29 @@ def test_the_setup_order_that_describe_prints_is_the_order_in_which_hooks_run() 
     assert ran == hooks
     places = [text.index(f"| {hook} |") for hook in hooks]
     assert places == sorted(places)
+
+
+def test_validation_events_come_in_pairs_in_sanity_validation_in_training_and_in_evaluate() -> None:
+    class Hears(Validates, Alone, dt.EvalMixin):
+        def pre_val_epoch(self) -> None:
+            book.append(("pre", self.is_sanity_validation, self.global_step))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            book.append(("step", self.is_sanity_validation, self.global_step))
+            return super().validation_step(batch, batch_idx)
+
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            assert metrics.keys() == {"val/loss"}
+            book.append(("post", self.is_sanity_validation, self.global_step))
+
+    book: list[tuple[str, bool, int]] = []
+    events = ("pre", "step", "post")
+    with Hears(make_config(n_epochs=2, num_sanity_val_steps=1), batches(2), batches(1)) as trainer:
+        trainer.evaluate()
+        assert book == [(event, False, 0) for event in events]
+        book.clear()
+        trainer.fit()
+        assert book == [(event, step == 0, step) for step in (0, 2, 4) for event in events]
+        book.clear()
+        trainer.evaluate(batches(1))
+        assert book == [(event, False, 4) for event in events]

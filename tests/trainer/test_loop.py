@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import os
+import subprocess
+import sys
 import time
 from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
@@ -17,8 +21,18 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import DataError, HookError, StepError
-from tests.trainer.small import Alone, Samples, Validates, assert_same_weights, batches, by_hand, make_config, weights
+from dream_trainer.errors import DataError, HookError, NonFiniteError, StepError
+from tests.trainer.small import (
+    ROOT,
+    Alone,
+    Samples,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    make_config,
+    weights,
+)
 
 
 def train(data: Any, **training: Any) -> Alone:
@@ -399,6 +413,172 @@ def test_a_closed_trainer_says_so() -> None:
     trainer = train(batches(2), n_epochs=1)
     with pytest.raises(StepError, match="closed"):
         trainer.fit()
+
+
+class FailsOnce(Alone):
+    """Fails the first time it comes to `where`."""
+
+    where = ""
+
+    def fail_at(self, place: str) -> None:
+        if self.where == place:
+            self.where = ""
+            raise ZeroDivisionError(place)
+
+    def setup(self) -> None:
+        self.fail_at("setup")
+        super().setup()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        factor = float("nan") if self.where == "gradients" and batch_idx == 3 else 1.0
+        self.backward(torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]) * factor)
+        if batch_idx == 2:
+            self.fail_at("window")
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {}
+
+    def post_train_step(self) -> None:
+        self.fail_at("event")
+
+
+@pytest.mark.parametrize("where", ["setup", "window", "event", "gradients"])
+def test_after_an_exception_a_trainer_trains_no_further_with_what_it_left_and_says_to_build_a_new_one(
+    where: str,
+) -> None:
+    trainer = FailsOnce(make_config(n_epochs=3, gradient_accumulation_steps=2), batches(4))
+    trainer.where = where
+    with pytest.raises(NonFiniteError if where == "gradients" else ZeroDivisionError):
+        trainer.fit()
+    before, step = weights(trainer.model) if where != "setup" else {}, trainer.global_step
+    with pytest.raises(StepError, match="by an exception.*Build a new one"):
+        trainer.fit()
+    assert trainer.global_step == step
+    if before:
+        assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
+
+
+class Naps(Alone):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def test_only_time_in_fit_counts_as_elapsed() -> None:
+    """Asked for three steps at a time, with a pause between; the clock of the test bounds what may be counted."""
+
+    class Stops(Naps):
+        def post_train_step(self) -> None:
+            if self.global_step % 3 == 2:
+                self.request_stop("a pause")
+
+    inside = 0.0
+    with Stops(make_config(max_steps=6), batches(6)) as trainer:
+        for _ in range(2):
+            began = time.monotonic()
+            trainer.fit()
+            inside += time.monotonic() - began
+            time.sleep(0.4)
+            trainer.settle()
+        assert trainer.global_step == 6
+        assert 6 * 0.02 <= trainer.progress.elapsed_seconds <= inside
+
+
+@pytest.mark.parametrize("why", ["finished", "stopped"])
+def test_time_after_a_fit_that_had_nothing_to_train_does_not_count_as_elapsed(why: str) -> None:
+    with Naps(make_config(max_steps=2), batches(4)) as trainer:
+        if why == "stopped":
+            trainer.request_stop("not yet")
+        else:
+            trainer.fit()
+        before = trainer.progress.elapsed_seconds
+        trainer.fit()
+        assert trainer.global_step == (0 if why == "stopped" else 2)
+        time.sleep(0.3)
+        trainer.settle()
+        assert trainer.progress.elapsed_seconds == pytest.approx(before, abs=0.1)
+
+
+def test_a_stop_asked_for_before_fit_trains_no_step_and_the_next_fit_all_of_them() -> None:
+    with Alone(make_config(max_steps=3), batches(4)) as trainer:
+        trainer.request_stop("not yet")
+        trainer.fit()
+        assert (trainer.global_step, trainer.seen) == (0, [])
+        trainer.fit()
+        assert trainer.global_step == 3
+    assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(3)]))
+
+
+def test_the_reason_of_a_stop_is_logged_with_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    class Stops(Alone):
+        def post_train_step(self) -> None:
+            if self.global_step == 1:
+                self.request_stop("the loss is good enough")
+
+    with caplog.at_level(logging.INFO, logger="dream_trainer"), Stops(make_config(max_steps=9), batches(9)) as trainer:
+        trainer.fit()
+    said = [record.getMessage() for record in caplog.records if "stopping" in record.getMessage()]
+    assert said == [f"stopping at step {trainer.global_step}: the loss is good enough"]
+    assert trainer.global_step == 2
+
+
+# -- windows without a step
+
+
+def test_windows_without_a_step_validate_and_save_no_second_time_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Idles(Checked, dt.CheckpointMixin):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            if batch_idx in (0, 1, 4, 5, 8):
+                return {}
+            return super().training_step(batch, batch_idx)
+
+        def pre_val_epoch(self) -> None:
+            done.append(("validates", self.global_step, self.batch_idx))
+
+        def on_save(self, path: Path) -> None:
+            done.append(("saves", self.global_step, self.batch_idx))
+
+    done: list[tuple[str, int, int]] = []
+    monkeypatch.chdir(tmp_path)
+    config = make_config(max_steps=5, val_every_n_steps=2, val_every_n_epochs=None)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, save_every_n_epochs=None)
+    with Idles(config, batches(12), batches(1)) as trainer:
+        trainer.fit()
+    assert done == [
+        *(("validates", 2, 4), ("saves", 2, 4)),
+        *(("validates", 4, 8), ("saves", 4, 8)),
+        ("saves", 5, 10),
+    ]
+
+
+# -- the end
+
+
+class Leaves(Alone):
+    def teardown(self) -> None:
+        print("teardown")
+
+
+@pytest.mark.parametrize("ends", ["by itself", pytest.param("in an exception", marks=pytest.mark.slow)])
+def test_a_trainer_that_nobody_closed_is_torn_down_when_the_interpreter_ends(ends: str, tmp_path: Path) -> None:
+    code = (
+        "from tests.trainer.test_loop import Leaves, batches, make_config\n"
+        "trainer = Leaves(make_config(max_steps=1), batches(2))\n"
+        "trainer.fit()\n"
+        "print('trained')\n"
+    ) + ("1 / 0\n" if ends == "in an exception" else "")
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == ["trained", "teardown"], result.stderr
+    assert result.returncode == (0 if ends == "by itself" else 1)
 
 
 # -- dry runs

@@ -24,8 +24,10 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fill,
     fused_adamw,
     make_config,
+    network,
     sgd,
     weights,
 )
@@ -129,6 +131,76 @@ def main_process_only() -> tuple[list[int], str]:
     with Spread(make_config(n_epochs=1, callbacks=[watch]), DistributedDataLoader(Samples(12), 2)) as trainer:
         trainer.fit()
     return watch.steps, watch.refused
+
+
+class LooksAtGradients(dt.Callback):
+    """Runs on the main process alone, between the reduction of gradients and the step."""
+
+    main_process_only = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pre_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: Any) -> None:
+        self.calls += 1
+
+
+def looks_at_gradients() -> dict[str, Any]:
+    found = {}
+    for cls in (Spread, Sharded):
+        looks = LooksAtGradients()
+        config = make_config(n_epochs=1, gradient_clip_val=0.05, callbacks=[looks])
+        with cls(config, DistributedDataLoader(Samples(12), 2)) as trainer:
+            trainer.fit()
+            found[cls.__name__] = (looks.calls, trainer.norms, weights(trainer.model))
+    return found
+
+
+class WithPlainParts(Sharded):
+    """One model is sharded; two more, in other dtypes, are on no wrapper, and one of these is never used."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.narrow, self.wide, self.unused = plain_parts()
+
+    def init_weights(self) -> None:
+        for model in self.named_models().values():
+            fill(model)
+
+    def apply_fully_shard(self, config: dict[str, Any]) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.model, **config)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = decaying(*self.named_models().values())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(summed_loss(self.model, self.narrow, self.wide, batch))
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def plain_parts() -> tuple[nn.Module, nn.Module, nn.Module]:
+    """One in float32, one in float64, one that nothing uses."""
+    return nn.Linear(3, 1), nn.Linear(3, 1, bias=False).double(), nn.Linear(3, 1).double()
+
+
+def decaying(*models: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay moves every parameter that has a gradient, be it zero."""
+    return torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.01, weight_decay=0.5)
+
+
+def summed_loss(model: nn.Module, narrow: nn.Module, wide: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y, _ = batch
+    return nn.functional.mse_loss(model(x) + narrow(x.float()).double() + wide(x), y)
+
+
+def plain_parts_of_a_sharded_trainer() -> dict[str, dict[str, torch.Tensor]]:
+    with WithPlainParts(make_config(n_epochs=1), DistributedDataLoader(Samples(12), 2)) as trainer:
+        trainer.fit()
+        assert all(p.grad is None for p in trainer.unused.parameters())
+        return {name: weights(model) for name, model in trainer.named_models().items()}
 
 
 class Misuses(Sharded):
@@ -288,6 +360,8 @@ def everything(directory: str) -> dict[str, Any]:
         "stop": stop_from_one_rank(),
         "clock": stop_by_the_clock(),
         "main": main_process_only(),
+        "looks": looks_at_gradients(),
+        "plain parts": plain_parts_of_a_sharded_trainer(),
         "none": loss_of_none(),
         "uneven": uneven_window(),
         "again": again_and_again(),
@@ -391,6 +465,45 @@ def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(t
     assert two[0]["main"][0] == [1, 2, 3]
     assert "Watches.post_train_step, which is main_process_only" in two[0]["main"][1]
     assert two[1]["main"] == ([], "")
+
+
+def test_a_main_process_only_callback_may_look_at_gradients_while_other_ranks_have_none(
+    two: list[dict[str, Any]],
+) -> None:
+    model = network()
+    fill(model)
+    optimizer, norms = sgd(model), []
+    for x, y, _ in batches(3, size=4):
+        nn.functional.mse_loss(model(x), y).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, found in enumerate(two):
+        for calls, norms_found, trained in found["looks"].values():
+            assert calls == (3 if rank == 0 else 0)
+            assert norms_found == pytest.approx(norms, rel=1e-6)
+            for name, value in weights(model).items():
+                torch.testing.assert_close(trained[name], value, rtol=1e-7, atol=1e-8)
+
+
+def test_parameters_that_no_wrapper_reduces_train_in_any_dtype_and_stay_as_they_are_where_nothing_uses_them(
+    two: list[dict[str, Any]],
+) -> None:
+    used, unused = (network(), *plain_parts()[:2]), plain_parts()[2]
+    for model in (*used, unused):
+        fill(model)
+    start = weights(unused)
+    optimizer = decaying(*used)
+    for batch in batches(3, size=4):
+        summed_loss(*used, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in two:
+        models = found["plain parts"]
+        assert all(torch.equal(value, start[name]) for name, value in models["unused"].items())
+        for name, model in zip(("model", "narrow", "wide"), used, strict=True):
+            for key, value in weights(model).items():
+                torch.testing.assert_close(models[name][key], value, rtol=1e-5, atol=1e-6)  # one is in float32
 
 
 def test_a_loss_of_none_is_refused_over_ranks_and_weight_0_named(two: list[dict[str, Any]]) -> None:

@@ -187,3 +187,28 @@ def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    class Overrides(Algorithm, BaseTrainer):
+        def configure_schedulers(self) -> None:
+            raise AssertionError("nothing calls it")
+
+    class Plain(BaseTrainer):
+        training_step = Algorithm.training_step
+        validation_step = Algorithm.validation_step
+        configure_dataloaders = Algorithm.configure_dataloaders
+
+        def setup(self) -> None:
+            self.model, self.optimizer = make()
+
+    said = {}
+    for cls in (Overrides, Plain):
+        caplog.clear()
+        with cls(make_config(())) as trainer:
+            trainer.fit()
+            trainer.fit()
+        messages = [record.getMessage() for record in caplog.records]
+        said[cls] = sorted(m.split()[0] for m in messages if "is never called: only SetupMixin does" in m)
+    hooks = ("configure_models", "configure_optimizers", "configure_schedulers", "init_weights")
+    assert said == {Overrides: [f"Overrides.{hook}" for hook in hooks], Plain: []}

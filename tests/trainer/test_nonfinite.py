@@ -23,8 +23,10 @@ from tests.trainer.small import (
     assert_same_weights,
     batches,
     by_hand,
+    fill,
     fused_adamw,
     make_config,
+    network,
     run_ranks,
     sgd,
     weights,
@@ -201,6 +203,53 @@ def test_the_norm_is_not_finite_though_clipping_is_on(make_optimizer: Any) -> No
     trainer = train(make_optimizer, {1: (float("inf"), 1)}, nonfinite="skip", gradient_clip_val=0.1)
     assert trainer.skipped_steps == 1
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_window_that_weighs_nothing_is_left_out_though_its_gradients_are_nan_and_later_ones_train() -> None:
+    """A batch whose tokens are all masked: 0 / 0, weighted by 0."""
+
+    class Masked(Alone):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            x, y, _ = batch
+            mask = torch.full_like(y, 0.0 if batch_idx in (1, 4) else 1.0)
+            loss = ((self.model(x) - y).square() * mask).sum() / mask.sum()
+            self.backward(loss, weight=mask.sum())
+            self.step(self.model, self.optimizer)
+            return {}
+
+    data = batches(6)
+    with Masked(make_config(n_epochs=1), data, make_optimizer=fused_adamw) as trainer:
+        trainer.fit()
+        assert (trainer.global_step, trainer.skipped_steps) == (6, 2)
+    expected = by_hand([[data[i]] for i in (0, 2, 3, 5)], make_optimizer=fused_adamw)
+    assert_same_weights(weights(trainer.model), expected)
+
+
+@pytest.mark.pitfall(14)
+@pytest.mark.parametrize("bad_step", [0, 1, 4])
+@pytest.mark.parametrize("first", [fused_adamw, sgd], ids=["fused AdamW first", "SGD first"])
+def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_skip(first: Any, bad_step: int) -> None:
+    class Pair(Alone):
+        def setup(self) -> None:
+            self.one, self.two = network(), network()
+            fill(self.one)
+            fill(self.two)
+            self.optimizers = [first(self.one), (sgd if first is fused_adamw else fused_adamw)(self.two)]
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            for model, optimizer in zip((self.one, self.two), self.optimizers, strict=True):
+                factor = float("nan") if model is self.one and self.global_step == bad_step else 1.0
+                self.backward(mse_loss(model(batch[0]), batch[1]) * factor)
+                self.step(model, optimizer)
+            return {}
+
+    trainer = Pair(make_config(n_epochs=1), batches(8))
+    with pytest.raises(NonFiniteError, match=f"optimizer step {bad_step} "):
+        trainer.fit()
+    before = [[batch] for batch in batches(8)[:bad_step]]
+    second = sgd if first is fused_adamw else fused_adamw
+    assert_same_weights(weights(trainer.one), by_hand(before, make_optimizer=first))
+    assert_same_weights(weights(trainer.two), by_hand(before, make_optimizer=second))
 
 
 # -- over ranks

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.errors import HookError
-from tests.trainer.small import Alone, make_config
+from tests.trainer.small import Alone, Spread, batches, make_config
 
 
 def empty() -> Any:
@@ -122,4 +122,26 @@ def test_what_is_assigned_and_deleted_later_is_seen() -> None:
     trainer.extra = nn.Linear(1, 1)
     assert list(trainer.named_models()) == ["model", "extra"]
     del trainer.extra
+    assert list(trainer.named_models()) == ["model"]
+
+
+@pytest.mark.pitfall(64)
+def test_a_model_under_a_private_name_is_an_error_that_gives_it_another() -> None:
+    class Private(Spread):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self._teacher = nn.Linear(1, 1)
+
+    with pytest.raises(HookError, match=r"self\._teacher holds a Linear.*Call it self\.teacher"):
+        Private(make_config(), batches(1)).fit()
+
+
+def test_a_private_name_may_hold_a_module_without_state() -> None:
+    class Activated(Spread):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self._activation = nn.ReLU()
+
+    with Activated(make_config(n_epochs=1), batches(1)) as trainer:
+        trainer.fit()
     assert list(trainer.named_models()) == ["model"]

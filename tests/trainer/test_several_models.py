@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss, softplus
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import StepError
 from tests.trainer.small import (
     WIDTH,
     Batch,
@@ -397,6 +398,70 @@ def test_one_weighted_loss_of_two_models_normalises_both() -> None:
 
     found = results_of(Joint(make_config(n_epochs=1, gradient_accumulation_steps=3)))
     assert_same_weights(found["models"]["first"], found["models"]["second"])
+
+
+class Three(Body):
+    """Three models, of which each test weighs and steps some."""
+
+    def configure_models(self) -> None:
+        self.a, self.b, self.c = network(), network(), network()
+
+    def configure_optimizers(self) -> None:
+        self.optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.1) for name, m in self.named_models().items()}
+
+    def weigh(self, batch: Batch, name: str, weight: float) -> None:
+        model = self.named_models()[name]
+        self.backward(mse_loss(model(batch[0]), batch[1]), weight=weight, model=model)
+
+
+def test_stepping_a_model_that_shares_no_total_with_the_others_is_an_error() -> None:
+    class Wrong(Three):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.weigh(batch, "a", 2)
+            self.weigh(batch, "b", 10)
+            self.step(self.a, self.optimizers["a"])
+            self.step(self.c, self.optimizers["c"])  # whose total would it be?
+            return {}
+
+    with pytest.raises(StepError, match=r"backward\(\.\.\., model=model\)"):
+        results_of(Wrong(make_config(n_epochs=1)))
+
+
+@pytest.mark.pitfall(17)
+def test_weighted_gradients_of_a_model_that_nobody_stepped_are_an_error_that_names_it() -> None:
+    class Forgets(Three):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.weigh(batch, "b", 3)
+            self.weigh(batch, "a", 2)
+            self.step(self.a, self.optimizers["a"])
+            return {}
+
+    with pytest.raises(StepError, match=r"weighted gradients of b and no step\(\)"):
+        results_of(Forgets(make_config(n_epochs=1)))
+
+
+@pytest.mark.pitfall(3)
+def test_a_weighted_critic_of_several_turns_and_its_actor_each_have_their_own_totals() -> None:
+    class Turns(Three):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            for turn in range(3):
+                self.weigh(batch, "a", turn + 1)
+                self.step(self.a, self.optimizers["a"])
+                if turn == 0:
+                    self.weigh(batch, "b", 7)
+            self.step(self.b, self.optimizers["b"])
+            return {}
+
+    found = results_of(Turns(make_config(n_epochs=1)))["models"]
+    for name, turns in {"a": 3, "b": 1, "c": 0}.items():
+        model = network()
+        fill(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for ((x, y, _),) in [window[0] for window in micro_batches(1, 1) for _ in range(turns)]:
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(found[name], model)
 
 
 # -- models stay what they are

@@ -20,7 +20,7 @@ from tests.trainer.small import WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world
 
 # Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
-FIRST, LAST = 12, 18
+FIRST, LAST = 11, 15
 # The pulse is eight numbers and the norm two; copies of so few are bookkeeping on the host, not data.
 FEW = 8
 
@@ -183,6 +183,10 @@ def sharded_cases(directory: str) -> dict[str, Any]:
         for weighted in (False, True):
             config = make_config(max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
+    config = make_config(
+        max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=2, sync_policy="reduce_scatter_each"
+    )
+    found["each"] = counted(Sharded(config, False))
     return found
 
 
@@ -190,7 +194,7 @@ class Sharded(Whole):
     """Loads through our own loader, as a user would, at two ranks."""
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return DistributedDataLoader(Float32(96), 1), None
+        return DistributedDataLoader(Float32(64), 1), None
 
 
 class Float32(Samples):
@@ -231,3 +235,12 @@ def test_gradients_are_reduced_once_per_window_and_not_once_per_micro_batch(rank
         assert reduced
         assert all(one[name] == two[name] for name in reduced)
         assert one["c10d::allreduce_"] == two["c10d::allreduce_"]
+
+
+def test_reduce_scatter_each_reduces_once_per_micro_batch(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        once, each = collectives(rank["trainer/2/False"]), collectives(rank["each"])
+        reduced = [name for name in once if "reduce_scatter" in name]
+        assert reduced
+        assert all(each[name] == 2 * once[name] for name in reduced)
+        assert each["c10d::allreduce_"] == once["c10d::allreduce_"]

@@ -38,7 +38,7 @@ class CheckpointParameters:
     """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
     save_at_end: bool = True
     """Whether the last step is saved, also when a signal or a stop request ends the run."""
-    resume: str | int | None = "auto"
+    resume: int | str | None = "auto"
     """"auto": the newest whole checkpoint of this run if there is one; a step; a checkpoint's path; None: start anew,
     an error if the run directory has checkpoints already."""
 
@@ -49,6 +49,11 @@ class CheckpointParameters:
         }.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer. Use one, or None to turn it off.")
+        is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
+        if not (is_step or self.resume is None or isinstance(self.resume, str)):
+            raise ConfigError(
+                f'resume={self.resume!r} is not understood. Use "auto", a step, the path of a checkpoint, or None.'
+            )
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,510 @@
+"""CheckpointMixin: when it saves, what it resumes, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.config.command_line import parse
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError, ConfigError
+from tests.trainer import small
+from tests.trainer.small import ROOT, Batch, Samples, Validates, assert_same_weights, weights
+from tests.worlds import run_world
+
+STEPS = 6  # of an epoch: 12 samples, batches of 2
+
+
+@dataclass
+class Config(small.Config):
+    learning_rate: float = 0.1
+
+
+class Saves(Validates, small.Sharded, dt.EvalMixin, dt.CheckpointMixin):
+    """Notes what it is told of checkpoints."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, length: int = 2 * STEPS, batch_size: int = 2) -> None:
+        train = DistributedDataLoader(Samples(length), batch_size, shuffle=True)
+        super().__init__(config, train, DistributedDataLoader(Samples(5), 2, drop_last=False), make_optimizer=self.sgd)
+        self.saved: list[int] = []
+        self.loaded: list[str] = []
+
+    def sgd(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.config.learning_rate, momentum=0.9)
+
+    def on_save(self, path: Path) -> None:
+        self.saved.append(self.global_step)
+
+    def on_load(self, path: Path) -> None:
+        self.loaded.append(path.name)
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_config(
+    *,
+    experiment: str = "run",
+    learning_rate: float = 0.1,
+    seed: int = 42,
+    callbacks: Sequence[dt.Callback] = (),
+    training: dict[str, Any] | None = None,
+    **checkpoint: Any,
+) -> Config:
+    """A run of one epoch unless `training` says otherwise; further arguments are checkpoint parameters."""
+    return Config(
+        project="tests",
+        group="checkpoint",
+        experiment=experiment,
+        learning_rate=learning_rate,
+        seed=seed,
+        callbacks=dt.CallbackCollection(callbacks),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(**(training or {"n_epochs": 1})),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
+    )
+
+
+def fit(trainer: Saves) -> Saves:
+    """Trains and closes."""
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def run(**options: Any) -> Saves:
+    """One run with a config of these options."""
+    return fit(Saves(make_config(**options)))
+
+
+def steps_of(trainer: Saves) -> list[int]:
+    return [manifest.step for manifest in trainer.checkpoints()]
+
+
+# -- when
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [6, 12, 18]),
+        ({"save_every_n_epochs": 2, "save_at_end": False}, [12]),
+        ({"save_every_n_epochs": 2}, [12, 18]),
+        ({"save_every_n_steps": 5, "save_every_n_epochs": None, "save_at_end": False}, [5, 10, 15]),
+        ({"save_every_n_steps": 5, "save_every_n_epochs": None}, [5, 10, 15, 18]),
+        ({"save_every_n_steps": 4}, [4, 6, 8, 12, 16, 18]),
+        ({"save_every_n_epochs": None, "save_at_end": False}, []),
+    ],
+    ids=str,
+)
+def test_checkpoints_are_written_when_the_parameters_say(options: dict[str, Any], steps: list[int]) -> None:
+    trainer = run(training={"n_epochs": 3}, **options)
+    assert trainer.saved == steps_of(trainer) == steps
+
+
+@pytest.mark.parametrize("field", ["save_every_n_steps", "save_every_n_epochs"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_an_interval_that_cannot_work_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value!r}"):
+        dt.CheckpointParameters(**{field: value})
+
+
+def test_a_step_on_the_command_line_is_a_step_and_no_path() -> None:
+    arguments = ["--checkpoint-parameters.resume"]
+    found = [
+        parse(make_config(), [*arguments, text]).checkpoint_parameters.resume for text in ("4", "None", "a/b", "auto")
+    ]
+    assert found == [4, None, "a/b", "auto"]
+
+
+@pytest.mark.parametrize("value", [True, -1, 2.5])
+def test_a_resume_that_cannot_work_is_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"resume={value!r}"):
+        dt.CheckpointParameters(resume=value)
+
+
+def test_a_checkpoint_carries_its_own_steps_metrics(tmp_path: Path) -> None:
+    found: dict[int, dict[str, float]] = {}
+
+    class Notes(dt.Callback):
+        def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+            found[trainer.global_step] = metrics
+
+    trainer = run(training={"n_epochs": 2}, callbacks=[Notes()])
+    assert sorted(found) == [6, 12]
+    assert {manifest.step: manifest.metrics for manifest in trainer.checkpoints()} == found
+    assert found[6] != found[12]
+
+
+def test_a_save_that_was_asked_for_comes_after_the_window() -> None:
+    class Asks(Saves):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if self.global_step == 2:
+                self.request_save()
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(Asks(make_config(save_every_n_epochs=None, save_at_end=False)))
+    assert trainer.saved == [3]
+
+
+def test_fast_dev_run_writes_no_checkpoint_and_reads_none() -> None:
+    run()
+    trainer = run(training={"n_epochs": 1, "fast_dev_run": True}, save_every_n_steps=1)
+    assert trainer.global_step == 1
+    assert trainer.saved == trainer.loaded == []
+    assert steps_of(trainer) == [6]
+    fresh = run(experiment="other", training={"n_epochs": 1, "fast_dev_run": True})
+    assert not fresh.checkpoint_dir.exists()
+
+
+# -- what is saved
+
+
+@pytest.mark.pitfall(6)
+def test_saved_counters_are_those_of_the_completed_work() -> None:
+    training = {"max_steps": 4, "gradient_accumulation_steps": 2}
+    trainer = run(training=training, save_every_n_steps=1)
+    saved = [(m, read_shared(m.path)["progress"]) for m in trainer.checkpoints()]
+    names = ("global_step", "current_epoch", "epoch_steps", "batch_idx", "samples_seen")
+    assert [tuple(progress[name] for name in names) for _, progress in saved] == [
+        (1, 0, 1, 2, 4),
+        (2, 0, 2, 4, 8),
+        (3, 1, 0, 0, 12),
+        (4, 1, 1, 2, 16),
+    ]
+    assert [(m.step, m.epoch, m.samples_seen) for m, _ in saved] == [(1, 0, 4), (2, 0, 8), (3, 1, 12), (4, 1, 16)]
+
+
+def test_the_users_own_state_comes_back_as_what_it_was() -> None:
+    given = {"counts": {1: "one", 2: (3, 4.5)}, "table": torch.arange(3), "nan": float("nan"), "bytes": b"\0\xff"}
+    back: list[dict[str, Any]] = []
+
+    class Own(Saves):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | given
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            back.append(state)
+
+        def rank_state_dict(self) -> dict[str, Any]:
+            return super().rank_state_dict() | {"place": (self.world.rank, None)}
+
+        def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_rank_state_dict(state)
+            back.append(state)
+
+    fit(Own(make_config()))
+    fit(Own(make_config()))
+    shared, rank = back
+    assert torch.equal(shared.pop("table"), given["table"])
+    assert repr(shared) == repr({name: value for name, value in given.items() if name != "table"})
+    assert rank == {"place": (0, None)}
+
+
+class Counts(dt.Callback):
+    """Counts the steps it saw, in all processes."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._seen = start
+
+    def post_train_step(self, trainer: Any) -> None:
+        self._seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = state["seen"]
+
+
+class Loses(Counts):
+    pass
+
+
+@pytest.mark.pitfall(50)
+def test_callbacks_of_one_class_get_their_own_state_and_lost_or_new_ones_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run(callbacks=[Counts(), Loses(), Counts(100)])
+    one, two = Counts(), Counts()
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        run(training={"n_epochs": 2}, callbacks=[one, two, NewComer()])
+    assert (one._seen, two._seen) == (12, 112)
+    assert "no state of callback NewComer" in caplog.text
+    assert "no longer there: Loses" in caplog.text
+
+
+class NewComer(Counts):
+    pass
+
+
+# -- what is resumed
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_auto_goes_on_from_the_newest(first: int) -> None:
+    expected = weights(run(experiment="straight", training={"n_epochs": 2}).model)
+    run(training={"max_steps": first}, save_every_n_steps=1)
+    trainer = run(training={"n_epochs": 2})
+    assert trainer.loaded == [f"step_{first:08d}"]
+    assert len(trainer.losses) == 12 - first
+    assert_same_weights(weights(trainer.model), expected)
+
+
+@pytest.mark.parametrize("form", ["step", "relative", "absolute"])
+def test_a_step_or_a_path_is_resumed_instead_of_the_newest(form: str) -> None:
+    earlier = run(training={"n_epochs": 2}, save_every_n_steps=2)
+    path = earlier.checkpoint_dir / "step_00000004"
+    resume = {"step": 4, "relative": str(path), "absolute": str(path.resolve())}[form]
+    experiment = "run" if form == "step" else "other"
+    trainer = run(experiment=experiment, training={"n_epochs": 2}, resume=resume)
+    assert trainer.loaded == ["step_00000004"]
+    assert trainer.seen == earlier.seen[4:]
+    assert_same_weights(weights(trainer.model), weights(earlier.model))
+
+
+def test_a_step_that_was_not_saved_is_an_error_that_lists_those_that_were() -> None:
+    run(save_every_n_steps=2)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 3. There are \[2, 4, 6\]"):
+        run(resume=3)
+
+
+def test_none_in_a_used_directory_is_an_error_and_in_a_fresh_one_a_start() -> None:
+    assert run(resume=None).global_step == STEPS
+    with pytest.raises(ConfigError, match=r"resume=None.*checkpoints holds 1 checkpoint"):
+        run(resume=None)
+
+
+@pytest.mark.pitfall(41)
+def test_a_finished_run_started_again_trains_nothing() -> None:
+    first = run()
+    files = {path: path.stat().st_mtime_ns for path in first.run_dir.rglob("*") if path.name != "run.lock"}
+    again = run()
+    assert again.losses == again.saved == []
+    assert (again.global_step, again.current_epoch) == (STEPS, 1)
+    assert_same_weights(weights(again.model), weights(first.model))
+    assert {p: p.stat().st_mtime_ns for p in again.run_dir.rglob("*") if p.name != "run.lock"} == files
+
+
+@pytest.mark.pitfall(40)
+@pytest.mark.pitfall(41)
+@pytest.mark.parametrize("limit", [{"n_epochs": 3}, {"max_steps": 9}, {"max_samples": 30}], ids=str)
+def test_a_finished_run_goes_on_under_a_larger_limit(limit: dict[str, int]) -> None:
+    straight = run(experiment="straight", training=limit)
+    run()
+    longer = run(training=limit)
+    assert straight.seen[STEPS:] == longer.seen != []
+    assert_same_weights(weights(longer.model), weights(straight.model))
+
+
+def test_evaluate_of_a_new_trainer_is_of_the_newest_checkpoint() -> None:
+    trained = run()
+    expected = trained.best["val/loss"]
+    with Saves(make_config()) as trainer:
+        assert trainer.evaluate() == {"val/loss": expected}
+    assert trainer.losses == []
+
+
+def test_a_checkpoint_loaded_by_hand_takes_the_run_back_to_its_step() -> None:
+    trainer = Saves(make_config(save_every_n_steps=2))
+    with trainer:
+        trainer.fit()
+        expected, seen = weights(trainer.model), list(trainer.seen)
+        trainer.load_checkpoint(trainer.checkpoint_dir / "step_00000004")
+        assert (trainer.global_step, trainer.samples_seen, trainer.current_epoch) == (4, 8, 0)
+        trainer.fit()
+    assert trainer.seen == seen + seen[4:]
+    assert_same_weights(weights(trainer.model), expected)
+
+
+# -- damage
+
+
+def damage(path: Path) -> str:
+    """Flips one byte in the middle of the tensors; the file's name."""
+    (file,) = path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.pitfall(68)
+def test_a_damaged_newest_is_passed_over_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    first = run(save_every_n_steps=2)
+    name = damage(first.checkpoint_dir / "step_00000006")
+    (first.checkpoint_dir / "step_00000099").mkdir()
+    (first.checkpoint_dir / ".step_00000100.tmp-0123456789abcdef").mkdir()
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        trainer = run(save_every_n_steps=2)
+    assert trainer.loaded == ["step_00000004"]
+    assert "passing over" in caplog.text
+    assert f"step_00000006/{name}" in caplog.text
+    assert "step_00000099" in caplog.text
+    assert trainer.seen == first.seen[4:]
+    assert_same_weights(weights(trainer.model), weights(first.model))
+    caplog.clear()
+    again = run(save_every_n_steps=2)  # the damaged one was written anew
+    assert again.loaded == ["step_00000006"]
+    assert again.losses == []
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_names_the_file(by_step: bool) -> None:
+    first = run()
+    path = first.checkpoint_dir / "step_00000006"
+    name = damage(path)
+    with pytest.raises(CheckpointError, match=f"step_00000006/{name}.*damaged"):
+        run(resume=6 if by_step else str(path))
+
+
+# -- other configs
+
+
+def test_another_seed_is_refused() -> None:
+    run()
+    with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed back"):
+        run(seed=43, training={"n_epochs": 2})
+
+
+@pytest.mark.parametrize("by", ["accumulation", "batch size"])
+def test_another_global_batch_is_refused(by: str) -> None:
+    run()
+    accumulation, batch_size = (2, 2) if by == "accumulation" else (1, 4)
+    config = make_config(training={"n_epochs": 2, "gradient_accumulation_steps": accumulation})
+    with pytest.raises(CheckpointError, match="global_batch_size=2, and this run has 4"):
+        fit(Saves(config, batch_size=batch_size))
+
+
+def test_another_split_of_the_same_global_batch_goes_on() -> None:
+    straight = run(experiment="straight", training={"n_epochs": 2, "global_batch_size": 4})
+    run(training={"max_steps": 4, "global_batch_size": 4})
+    other = fit(Saves(make_config(training={"n_epochs": 2, "global_batch_size": 4}), batch_size=4))
+    samples = [index for batch in straight.seen[8:] for index in batch]
+    assert [index for batch in other.seen for index in batch] == samples
+    assert_same_weights(weights(other.model), weights(straight.model))
+
+
+@pytest.mark.pitfall(56)
+def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    run()
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        run(training={"n_epochs": 2}, learning_rate=0.05)
+    (message,) = [r.getMessage() for r in caplog.records if "config differs" in r.getMessage()]
+    assert "learning_rate: 0.1 -> 0.05" in message
+    assert "training_parameters.n_epochs: 1 -> 2" in message
+    assert message.count("->") == 2
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        run(training={"n_epochs": 2}, learning_rate=0.05)
+    assert "config differs" not in caplog.text
+
+
+# -- signals
+
+
+class Interrupted(Saves):
+    """Sends itself a signal in the middle of step 3."""
+
+    number = signal.SIGINT
+    sender = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2 and self.world.rank == self.sender:
+            os.kill(os.getpid(), self.number)
+        return super().training_step(batch, batch_idx)
+
+
+class Terminated(Interrupted):
+    number = signal.SIGTERM
+
+
+@pytest.mark.parametrize(("cls", "status"), [(Interrupted, 130), (Terminated, 143)])
+def test_a_signal_saves_the_step_it_came_in_and_the_same_command_goes_on(
+    cls: type[Interrupted], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    expected = run(experiment="straight")
+    stopped = cls(make_config())
+    with pytest.raises(SystemExit) as ended:
+        stopped.fit()
+    assert ended.value.code == status
+    assert stopped.saved == steps_of(stopped) == [3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer = run()
+    assert stopped.seen + trainer.seen == expected.seen
+    assert_same_weights(weights(trainer.model), weights(expected.model))
+
+
+def interrupted_main() -> None:
+    """What `test_under_torchrun...` starts: rank 1 gets SIGTERM in step 3 of its first start."""
+    config = make_config(training={"n_epochs": 1})
+    cls = Saves if config.run_dir.exists() else type("OnRank1", (Terminated,), {"sender": 1})
+    trainer = cls(config, length=4 * STEPS)
+    with trainer:
+        trainer.fit()
+    assert trainer.global_step == STEPS
+
+
+def test_under_torchrun_workers_exit_0_after_a_signal_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_checkpoint_mixin import interrupted_main\ninterrupted_main()\n"
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    checkpoints = make_config().run_dir / "checkpoints"
+    # What rank 1 knows reaches rank 0 with the window after the one it was told in.
+    for steps in ([4], [4, STEPS]):
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert sorted(int(path.name.removeprefix("step_")) for path in checkpoints.iterdir()) == steps
+
+
+# -- ranks
+
+
+class AsksOnRank1(Saves):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2 and self.world.rank == 1:
+            self.request_save()
+        return super().training_step(batch, batch_idx)
+
+
+def at_two(directory: str) -> dict[str, Any]:
+    """What one of two ranks sees of a save that the other asked for, and of a finished run started again."""
+    os.chdir(directory)
+    config = make_config(save_every_n_epochs=None, save_at_end=False)
+    asked = fit(AsksOnRank1(config, length=4 * STEPS))
+    again = fit(Saves(make_config(), length=4 * STEPS))
+    third = fit(Saves(make_config(), length=4 * STEPS))
+    return {
+        "saved": asked.saved,
+        "again": (again.loaded, again.saved, again.seen == asked.seen[4:]),
+        "third": (third.loaded, third.saved, third.seen),
+    }
+
+
+def test_a_save_asked_for_by_one_rank_is_made_by_all_and_resumed_by_all(tmp_path: Path) -> None:
+    one, two = run_world(at_two, 2, str(tmp_path))
+    assert one == two
+    assert one["saved"] == [4]  # it was asked for in step 3, whose pulse had gone out already
+    assert one["again"] == (["step_00000004"], [STEPS], True)
+    assert one["third"] == ([f"step_{STEPS:08d}"], [], [])
