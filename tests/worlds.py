@@ -63,7 +63,8 @@ def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout
     queue = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_entry, args=(rank, world_size, port, function, args, queue)) for rank in range(world_size)
+        context.Process(target=_entry, args=(rank, world_size, port, function, args, queue))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -79,7 +80,7 @@ def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout
                     codes = {rank: processes[rank].exitcode for rank in dead}
                     raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"no result within {timeout} s; there are results of {sorted(results)}") from None
+                    raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}") from None
                 continue
             if error is not None:
                 raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")

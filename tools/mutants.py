@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "weights not summed over ranks",
         f"{TRAINER}/accumulation.py",
-        "dp_size / total.double()",
-        "1 / total.double()",
+        "torch.zeros_like(total), dp_size / total)",
+        "torch.zeros_like(total), 1 / total)",
         f"{PARITY} -k [2]",
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "steps after a non-finite one train on",
         f"{TRAINER}/nonfinite.py",
-        "self._latch.add_(norm, alpha=0)",
-        "norm * 0",
+        "self._latch.add_(weighed, alpha=0)",
+        "weighed * 0",
         "tests/trainer/test_nonfinite.py",
     ),
     Mutant(
@@ -230,7 +230,7 @@ def main() -> None:
         if wanted and mutant.name not in wanted:
             continue
         killed = kills(mutant)
-        print(f"{'red' if killed else 'SURVIVED':10}{mutant.name:40}{mutant.file}", flush=True)
+        print(f"{'red' if killed else 'SURVIVED':10}{mutant.name:55}{mutant.file}", flush=True)
         if not killed:
             survivors.append(mutant.name)
     if survivors:

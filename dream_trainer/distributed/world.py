@@ -281,15 +281,28 @@ class World:
 
         _group_users -= 1
         if _group_users == 0 and _owns_group and dist.is_initialized():
-            if timeout_seconds is None:
-                dist.barrier(group=self.cpu_group)
-            else:
-                dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=timeout_seconds))
+            _arrive(self.world_size, timeout_seconds)
+            dist.barrier(group=self.cpu_group)
             dist.destroy_process_group()
             _owns_group = False
             gc.collect()
             time.sleep(0.1)
         self.cpu_group = self.mesh = None
+
+
+def _arrive(world_size: int, timeout_seconds: float | None) -> None:
+    """Says in the store that this rank leaves, and with a time-out waits until all ranks have said so.
+
+    Not by a collective: a rank that gives up must not leave one running, and gloo's monitored_barrier keeps its
+    time-out on rank 0 only.
+    """
+    if _store is None:
+        return
+    key = f"{_job_prefix()}/{_launches}/leaving"
+    if _store.add(key, 1) == world_size:
+        _store.set(f"{key}/all", "")
+    if timeout_seconds is not None:
+        _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
 
 
 def _job_prefix() -> str:

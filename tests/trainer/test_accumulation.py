@@ -172,6 +172,17 @@ def test_step_returns_the_norm_before_clipping_and_clips_by_norm(weighted: bool,
         torch.testing.assert_close(weights(trainer.model)[name], value, rtol=1e-7, atol=1e-8)
 
 
+def test_a_norm_below_the_limit_is_left_as_it_is() -> None:
+    def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
+        trainer.backward(loss_of(trainer, batch))
+        trainer.step(trainer.model, trainer.optimizer)
+
+    data = batches(3)
+    trainer = train(step, data, gradient_clip_val=1e3)
+    for name, weight in by_hand([[batch] for batch in data]).state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], weight, rtol=1e-12, atol=1e-12)
+
+
 def test_clipping_by_value_clips_the_normalised_gradient() -> None:
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         trainer.backward(loss_of(trainer, batch), weight=3)

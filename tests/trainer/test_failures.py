@@ -176,6 +176,106 @@ def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_
     assert "[rank 1] failed" in text
 
 
+class Leaves(Sharded):
+    """Rank 1 leaves in its third step, without an exception that any code catches."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == 1 and self.global_step == 2:
+            leave(3)
+        return super().training_step(batch, batch_idx)
+
+
+class RaisesWhileRaising(Raises):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == 1 and self.global_step == 2:
+            Path("left").touch()
+        return super().training_step(batch, batch_idx)
+
+    def on_exception(self, exc: BaseException) -> None:
+        raise RuntimeError("the listener's own mistake")
+
+
+def leave(status: int) -> None:
+    Path("left").touch()
+    sys.exit(status)
+
+
+def leaves_in_step() -> None:
+    Leaves(make_config(n_epochs=1), loader()).fit()
+
+
+def leaves_after_fit() -> None:
+    trainer = Sharded(make_config(n_epochs=1), loader())
+    trainer.fit()
+    if trainer.world.rank == 1:
+        leave(4)
+    trainer.world.all_gather_object("is anybody there?")
+
+
+def raises_while_raising() -> None:
+    RaisesWhileRaising(make_config(n_epochs=1), loader()).fit()
+
+
+def outlived(directory: Path) -> float:
+    """Seconds from when a rank left until now."""
+    return time.time() - (directory / "left").stat().st_mtime
+
+
+@pytest.mark.pitfall(13)
+@pytest.mark.parametrize("case", ["leaves_in_step", "leaves_after_fit", "raises_while_raising"])
+def test_however_one_rank_leaves_the_other_ends_within_15_seconds_and_both_say_so_by_their_status(
+    case: str, tmp_path: Path
+) -> None:
+    ranks = run_ranks(f"from tests.trainer.test_failures import {case}; {case}()", 2, tmp_path)
+    assert outlived(tmp_path) < 15
+    text = "".join(error for _, error in ranks)
+    assert [status for status, _ in ranks] == [1, 4 if case == "leaves_after_fit" else 1], text
+    if case == "raises_while_raising":
+        assert "KeyError: 'the cause'" in text
+    if case == "leaves_in_step":
+        assert "SystemExit: 3" in text
+
+
+class TerminatedLate(Sharded):
+    """Rank 1 gets SIGTERM in its last step, whose pulse it has posted."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        result = super().training_step(batch, batch_idx)
+        if self.world.rank == 1 and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    def on_interrupt(self) -> None:
+        Path(f"interrupted-{self.world.rank}").write_text(str(self.global_step))
+
+
+def terminated_late() -> None:
+    trainer = TerminatedLate(make_config(max_steps=3), loader())
+    trainer.fit()
+    Path(f"went-on-{trainer.world.rank}").touch()
+
+
+@pytest.mark.parametrize("starter", ["torchrun", pytest.param("bare", marks=pytest.mark.slow)])
+def test_sigterm_to_one_rank_after_its_last_pulse_ends_both_alike(starter: str, tmp_path: Path) -> None:
+    code = "from tests.trainer.test_failures import terminated_late; terminated_late()"
+    if starter == "torchrun":
+        (tmp_path / "train.py").write_text(code)
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 0, result.stderr  # torchrun sets its own code where a scheduler signals it
+        (tmp_path / "train.py").unlink()
+    else:
+        ranks = run_ranks(code, 2, tmp_path)
+        assert [status for status, _ in ranks] == [128 + signal.SIGTERM] * 2, ranks
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"interrupted-0": "3", "interrupted-1": "3"}
+
+
 class Slow(Alone):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if self.global_step == 2:
