@@ -243,6 +243,7 @@ class BaseTrainer(AbstractTrainer):
         self._cadence.start(self.progress)
         self._hear(self._pulse.exchange())  # a limit, signal or request may have come before the first step
         if self._is_done():
+            self._cadence.stop()
             return
         with deterministic(parameters.deterministic):
             if parameters.num_sanity_val_steps and self._val_batches:

@@ -7,7 +7,6 @@ validation by epochs and by steps, a callback, the user's own state, and every l
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import random
@@ -280,9 +279,6 @@ def train(config: Config, stop_after: int | None = None) -> dict[str, Any]:
     }
     trainer.close()
     result["log"] = log_lines(config.run_dir) if trainer.world.is_main else None
-    # A process would end here. Otherwise workers of a loader that the trainer does not own would live on in the next.
-    del trainer
-    gc.collect()
     return result
 
 

@@ -133,7 +133,7 @@ def assert_same_everywhere(world_size: int, layouts: list[str], families: list[s
 
 
 @pytest.mark.pitfall(21)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_and_shards_start_with_the_bits_of_one_process(world_size: int, all_cases: bool) -> None:
     assert_same_everywhere(world_size, ["replicate", "fsdp"], TOGETHER + (FURTHER if all_cases else []))
 
