@@ -90,11 +90,11 @@ MUTANTS = [
         "tests/trainer/test_validation.py tests/data",
     ),
     Mutant(
-        "gathered parameters not frozen",
+        "gathered parameters stay frozen",
         "dream_trainer/distributed/sharding.py",
-        "gathered.requires_grad_(False)",
+        "gathered.requires_grad_(sharded.requires_grad)",
         "pass",
-        "tests/trainer/test_several_models.py",
+        "tests/distributed/test_sharding.py",
     ),
     Mutant(
         "every epoch in the same order",
@@ -181,11 +181,11 @@ MUTANTS = [
         "tests/meta",
     ),
     Mutant(
-        "padding batches counted",
-        f"{TRAINER}/validation.py",
-        "MetricBuffer(), 0, True",
-        "buffer, trainer._val_weight, True",
-        "tests/trainer/test_validation.py",
+        "padding batches counted by metrics",
+        f"{TRAINER}/mixins/evaluation.py",
+        "setattr(self, name, copy.deepcopy(value))",
+        "pass",
+        "tests/trainer/test_evaluation.py",
     ),
 ]
 

@@ -88,7 +88,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def frozen(*models: nn.Module) -> Iterator[None]:
     """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs.
 
-    Under `fully_shard` the gathered twins of the parameters keep a `requires_grad` of their own, so both are set.
+    Under `fully_shard` a parameter has a gathered twin with a `requires_grad` of its own, taken from the parameter
+    when it is gathered. One that was gathered inside and left so gets its own back at the end.
     """
     wrapped = [module for model in models for module in fsdp_modules(model)]
     parameters = {id(p): p for model in models for p in model.parameters()}
@@ -96,9 +97,6 @@ def frozen(*models: nn.Module) -> Iterator[None]:
     before = [(p, p.requires_grad) for p in parameters.values()]
     for parameter in parameters.values():
         parameter.requires_grad_(False)
-    for module in wrapped:
-        for _, gathered in gathered_twins(module):
-            gathered.requires_grad_(False)
     try:
         yield
     finally:
