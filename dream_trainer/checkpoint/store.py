@@ -121,6 +121,7 @@ def write_checkpoint(
         # cannot know who still writes, and the next save removes what is left.
         if world.is_main:
             remove_tree(temporary)
+        world.all_gather_object(None)  # so that it is gone on every rank
         raise
     return final
 

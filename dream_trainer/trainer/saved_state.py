@@ -166,22 +166,23 @@ def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]]) ->
 
 def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
     world, progress = trainer.world, trainer.progress
+    same_device = same_layout
     if same_layout:
         state, tensors = read_rank(path, world.rank)
+        same_device = f"random.{world.device.type}" in tensors
         load_rank_buffers(trainer.named_models(), tensors)
         trainer.load_rank_state_dict(state["user"])
         data = state["data"]
     else:
         data = None
-        if world.is_main:
-            logger.warning(
-                "resumed at another layout than the checkpoint's: weights, optimizers and sample order are "
-                "exact; random "
-                "layers go on from a new seed."
-            )
+    if not same_device and world.is_main:
+        logger.warning(
+            "resumed at another layout or device than the checkpoint's: weights, optimizers and sample order are "
+            "exact; random layers go on from a new seed."
+        )
     trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)
     # Last, so that nothing above moves the streams.
-    if same_layout:
+    if same_device:
         set_random_state(state["random"], tensors, world.device)
     else:
         seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank))

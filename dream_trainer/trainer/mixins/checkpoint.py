@@ -197,7 +197,11 @@ class CheckpointMixin(AbstractTrainer):
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
         changed = difference(manifest.config, to_dict(self.config))
         if changed:
-            logger.warning("the config differs from the checkpoint's: %s", "; ".join(changed))
+            logger.warning(
+                "the config differs from the checkpoint's: %s. What optimizers and schedulers saved, learning rates "
+                "too, stays as it was.",
+                "; ".join(changed),
+            )
 
     # -- save
 
