@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -53,8 +54,18 @@ def test_trainers_of_one_process_share_a_claim(tmp_path: Path) -> None:
     claim(tmp_path, Alone())
     claim(tmp_path, Alone())
     release(tmp_path)
+    assert is_locked(tmp_path)
     release(tmp_path)
-    release(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def is_locked(run_dir: Path) -> bool:
+    with (run_dir / run_directory.LOCK_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 def claim_in_own_directory(root: str) -> str:
