@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
@@ -58,12 +59,9 @@ def write(trainer: AbstractTrainer, root: Path, metrics: dict[str, float]) -> Pa
         "global_batch_size": global_batch_size(trainer),
         "seed": trainer.config.seed,
         "optimizers": optimizers,
-        "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()},
-        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
         "mixins": trainer._mixin_state(),
         "extra_state": model_extra_state(models),
-        "user": trainer.state_dict(),
-    }
+    } | _given_state(trainer)
     random, random_tensors = random_state(world.device)
     rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
     description = {
@@ -83,6 +81,24 @@ def write(trainer: AbstractTrainer, root: Path, metrics: dict[str, float]) -> Pa
         manifest=description,
         world=world,
     )
+
+
+def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
+    """What users, their callbacks and schedulers give to be kept, equal on all ranks."""
+    return {
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()},
+        "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
+        "user": trainer.state_dict(),
+    }
+
+
+def check(trainer: AbstractTrainer) -> None:
+    """Finds what cannot be kept before the first step, and not when hours of training are to be saved.
+
+    Raises:
+        TypeError: A state holds something of a type that a checkpoint cannot hold; the message says where.
+    """
+    typed_json.dumps(_given_state(trainer) | {"rank": trainer.rank_state_dict()})
 
 
 def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:

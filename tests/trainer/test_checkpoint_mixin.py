@@ -192,6 +192,17 @@ def test_saved_counters_are_those_of_the_completed_work() -> None:
     assert [(m.step, m.epoch, m.samples_seen) for m, _ in saved] == [(1, 0, 4), (2, 0, 8), (3, 1, 12), (4, 1, 16)]
 
 
+def test_state_of_a_type_that_cannot_be_kept_is_an_error_before_the_first_step() -> None:
+    class Holds(Saves):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"model": {"inner": object()}}
+
+    trainer = Holds(make_config())
+    with pytest.raises(TypeError, match=r"user\.model\.inner"):
+        fit(trainer)
+    assert trainer.local_batches == 0
+
+
 def test_the_users_own_state_comes_back_as_what_it_was() -> None:
     given = {"counts": {1: "one", 2: (3, 4.5)}, "table": torch.arange(3), "nan": float("nan"), "bytes": b"\0\xff"}
     back: list[dict[str, Any]] = []

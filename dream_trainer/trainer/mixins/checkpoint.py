@@ -142,6 +142,7 @@ class CheckpointMixin(AbstractTrainer):
         super()._resume()
         if self.config.training_parameters.fast_dev_run:
             return
+        saved_state.check(self)
         resume = self.config.checkpoint_parameters.resume
         if resume == "auto":
             self._resume_newest()
