@@ -170,6 +170,7 @@ def faults(root: Path, good: Path, world: World) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     world.barrier()
     told["left"] = sorted(entry.name for entry in root.iterdir())
+    world.barrier()  # rank 0's next save begins with a temporary directory
     told["later"] = outcome(lambda: save(root, 2, world=world))
 
     wrong = some_tensors() if not second else {**some_tensors(), "models.net.steps": torch.tensor(1.0)}
