@@ -169,7 +169,10 @@ def test_epochs_shorter_than_a_window_divide_nothing_by_zero(
     training: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()  # which never moves
-    fit(Progress(file=io.StringIO(), line_seconds=0.0, clock=clock), tmp_path, monkeypatch, **training)
+    said = io.StringIO()
+    fit(Progress(file=said, line_seconds=0.0, clock=clock), tmp_path, monkeypatch, **training)
+    assert not {"nan", "inf"} & set(said.getvalue().split())
+    assert "steps/s" not in said.getvalue()
 
 
 def on_a_rank(directory: str) -> str:

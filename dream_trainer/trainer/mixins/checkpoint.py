@@ -74,7 +74,6 @@ class CheckpointMixin(AbstractTrainer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._last_metrics: dict[str, float] = {}
-        self._resumed_from: Path | None = None
         self._has_claim = False
 
     @property
@@ -119,7 +118,6 @@ class CheckpointMixin(AbstractTrainer):
         if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
             self._set_newer_aside(manifest.step)
         saved_state.restore(self, manifest)
-        self._resumed_from = manifest.path
         self._last_metrics = dict(manifest.metrics)
         self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
