@@ -34,3 +34,10 @@ class NonFiniteError(DreamTrainerError, FloatingPointError):
 
 class CheckpointError(DreamTrainerError, RuntimeError):
     """A checkpoint is damaged, belongs to another run, or cannot be written."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's file is missing, incomplete, changed since it was written, or asks to run code.
+
+    Resuming "auto" passes such a checkpoint over for the next older one; every other CheckpointError ends the run.
+    """

@@ -1,0 +1,29 @@
+"""What one rank contributes to a checkpoint, taken at one moment and unchanged until it is on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's part of a checkpoint. What is no tensor is serialised already, so that nobody can change it."""
+
+    step: int
+    """Optimizer steps completed."""
+    tensors: Mapping[str, Tensor]
+    """State that is sharded (DTensor) or the same on all ranks (plain), by name. Ranks may hold different names. Of a
+    plain tensor any one rank's value is kept."""
+    shared: bytes
+    """What all ranks hold alike, as typed JSON; rank 0's is written."""
+    rank_state: bytes
+    """What this rank alone holds, as typed JSON."""
+    rank_tensors: Mapping[str, Tensor]
+    """Plain tensors that this rank alone holds; also those that it holds with another value than rank 0, under their
+    name in `tensors`."""
+    description: Mapping[str, Any]
+    """The fields `epoch`, `samples_seen`, `mesh_shape`, `config` and `metrics` of the manifest."""
