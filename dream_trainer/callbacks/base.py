@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -37,6 +39,18 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Tensors to keep with the checkpoint, by name: DTensors, or plain and equal on all ranks. Default: none.
+
+        They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
+        before `load_state_dict`, which is not called where a checkpoint lacks one of them.
+        """
+        return {}
+
+    def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
+        """Wraps a whole validation, `evaluate` or `predict`, events included; its exit runs however that ends."""
+        return nullcontext()
 
     def pre_launch(self, trainer: AbstractTrainer) -> None:
         """Before the process group, device and mesh exist."""

@@ -1,64 +1,123 @@
-"""Writing tensors by DCP: one shard file per rank, and `.metadata` by rank 0."""
+"""Writing tensors by DCP: one shard file per rank, and `.metadata` by rank 0.
+
+`dcp.save` would do it in one call, but changes the process's warning filters on the way, keeps what the file system
+said to itself, and needs each file to be read again for its checksum. So its steps are taken here one by one, over
+DCP's public planner and writer: each rank plans, all plans become one, each rank writes. The ranks exchange what the
+steps return (`store.write_checkpoint`); nothing here communicates, so it may run in any thread. What is written is
+DCP's own format, which `torch.distributed.checkpoint.load` reads.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from dream_trainer.checkpoint.world import CheckpointWorld, raise_failures
+from dream_trainer.checkpoint.files import NewFile
+from dream_trainer.checkpoint.manifest import FileEntry
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, which says what the file system said.
+class _HashingFileSystem(FileSystem):
+    """DCP's file system, whose files are hashed while they are written.
 
-    A full disk surfaces as "unexpected pos 704 vs 598": `torch.save` cannot close its archive then, and that error
-    covers the one that caused it.
+    Attributes:
+        entries: What was written, by file name.
     """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise (cause or error) from None
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """A new file for DCP to write to; it is on the disk when the context ends."""
+        path = Path(path)
+        with NewFile(path) as file:
+            yield file
+        self.entries[path.name] = FileEntry(size=file.size, xxh3=file.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Renames a file that was written here."""
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], *, task: str, world: CheckpointWorld) -> None:
-    """Writes this rank's shard; rank 0 writes `.metadata` too. Both are fsynced. Every rank calls this.
+class TensorWriter:
+    """One rank's part in writing a DCP directory. The steps are called in the order in which they stand.
 
     Args:
         directory: An empty directory.
         tensors: DTensors, of which each rank writes its own pieces, and plain tensors, of which one rank writes each.
-        task: What is being done, for the message.
-        world: The ranks.
-
-    Raises:
-        CheckpointError: Some rank failed; the same on every rank.
+        rank: This rank, 0-based.
     """
-    failures: dict[int, str] = {}
-    cause: BaseException | None = None
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                dict(tensors),
-                storage_writer=_Writer(directory, sync_files=True, overwrite=False),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-                process_group=world.cpu_group,
-                no_dist=world.world_size == 1,
-            )
-    except CheckpointException as error:  # a BaseException, which `except Exception` would miss
-        failures = {rank: f"{type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()}
-        cause = error
-    raise_failures(task, failures, world, cause)
+
+    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+        self._files = _HashingFileSystem()
+        # Files are synced by `NewFile`: DCP syncs them before Python's buffer is flushed. Without copying ahead, no
+        # stream of the thread's default device is touched, which need not be this rank's.
+        self._writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
+        self._writer.fs = self._files
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        self._tensors = dict(tensors)
+        self._rank = rank
+        self._metadata = Metadata({})
+
+    def plan(self) -> SavePlan:
+        """What this rank could write; to be exchanged."""
+        is_main = self._rank == 0
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator=is_main)
+        self._writer.set_up_storage_writer(is_main, rank=self._rank, use_collectives=True)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def write(self, plans: list[SavePlan]) -> list[WriteResult]:
+        """Writes this rank's shard; the result is for rank 0.
+
+        Args:
+            plans: Those of all ranks, in order. Each rank makes the same whole of them.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        merged, self._metadata = self._planner.create_global_plan(plans)
+        plan = self._planner.finish_plan(self._writer.prepare_global_plan(merged)[self._rank])
+        try:
+            return self._writer.write_data(plan, self._planner).wait()
+        except RuntimeError as error:
+            raise _said_by_file_system(error) or error from None
+
+    def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
+        """Writes `.metadata`; on rank 0 only.
+
+        Args:
+            results: What `write` returned on all ranks.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        self._writer.finish(self._metadata, list(results))
+
+    @property
+    def entries(self) -> dict[str, FileEntry]:
+        """The files that this rank wrote so far."""
+        return dict(self._files.entries)
+
+
+def _said_by_file_system(error: BaseException) -> OSError | None:
+    """The OSError that led to `error`.
+
+    A full disk surfaces as "unexpected pos 704 vs 598": `torch.save` cannot close its archive then, and that error
+    covers the one that caused it.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause

@@ -6,17 +6,24 @@ directory after it. Whoever brings another kind of storage replaces this file.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import secrets
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
-_CHUNK = 8 << 20
+if TYPE_CHECKING:
+    from xxhash import xxh3_128 as Xxh3
+
+_CHUNK = 1 << 20  # what is read is hashed out of the processor's cache
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.tmp-[0-9a-f]{16}")
+_REPLACED_NAME = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]{16}")
 
 
 def step_name(step: int) -> str:
@@ -51,16 +58,70 @@ def set_newer_aside(root: Path, step: int) -> list[Path]:
     return moved
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a new file and waits until the disk has it.
+class NewFile(io.BufferedWriter):
+    """A file that is written once from its begin to its end, hashed on the way, and on the disk once it is closed.
+
+    Args:
+        path: Where; nothing may be there.
+
+    Attributes:
+        digest: The xxh3 (128 bit) of what was written so far.
+        size: Bytes written so far.
 
     Raises:
         OSError: The file exists already, or cannot be written.
     """
-    with path.open("xb") as file:
+
+    def __init__(self, path: Path) -> None:
+        from xxhash import xxh3_128
+
+        super().__init__(io.FileIO(path, "xb"))
+        self.digest: Xxh3 = xxh3_128()
+        self.size = 0
+
+    def write(self, content: Any, /) -> int:
+        """Writes and hashes `content`."""
+        count = super().write(content)
+        self.digest.update(content)
+        self.size += count
+        return count
+
+    def seek(self, *args: Any) -> NoReturn:
+        """Refuses: what was hashed cannot be written over.
+
+        Raises:
+            io.UnsupportedOperation: Always.
+        """
+        raise io.UnsupportedOperation("a file that is hashed while it is written cannot be rewound")
+
+    def truncate(self, *args: Any) -> NoReturn:
+        """Refuses, as `seek` does.
+
+        Raises:
+            io.UnsupportedOperation: Always.
+        """
+        raise io.UnsupportedOperation("a file that is hashed while it is written cannot be cut")
+
+    def close(self) -> None:
+        """Waits until the disk has the file, and closes it."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def write_file(path: Path, content: bytes) -> str:
+    """Writes a new file, waits until the disk has it, and returns the content's checksum.
+
+    Raises:
+        OSError: The file exists already, or cannot be written.
+    """
+    with NewFile(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    return file.digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:
@@ -73,7 +134,7 @@ def sync_directory(path: Path) -> None:
 
 
 def checksum(path: Path) -> tuple[int, str]:
-    """Size in bytes and xxh3 (128 bit, hexadecimal) of a file, read in chunks of 8 MiB."""
+    """Size in bytes and xxh3 (128 bit, hexadecimal) of a file, read in chunks of 1 MiB."""
     from xxhash import xxh3_128
 
     digest, size = xxh3_128(), 0
@@ -113,35 +174,100 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def discard(path: Path) -> None:
+    """Deletes a checkpoint: first its name, by one atomic rename, and then its files.
+
+    Killed in between, it leaves a temporary directory, which the next save removes, and never half a checkpoint.
+
+    Args:
+        path: A directory whose name has a step's in it.
+
+    Raises:
+        ValueError: The name has none.
+        OSError: The file system refused the rename; the checkpoint is whole.
+    """
+    named = _STEP_NAME.search(path.name)
+    if named is None:
+        raise ValueError(f"{path} is not named as a checkpoint. Remove it by hand.")
+    hidden = path.with_name(f".{named[0]}.tmp-{secrets.token_hex(8)}")
+    path.rename(hidden)
+    sync_directory(path.parent)
+    remove_tree(hidden)
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Makes a complete temporary directory visible as `final`, by one atomic rename.
 
-    A damaged directory that holds the name is moved aside first, under a temporary's name, and removed afterwards.
+    A directory that has the name is replaced: it is set aside first and discarded last. Killed in between, the step is
+    there under the one name or the other; `recover_replaced` gives it its own back.
+
+    Raises:
+        OSError: The file system refused; `final` is as it was.
+    """
+    sync_directory(temporary)
+    if not final.exists():
+        temporary.rename(final)
+        sync_directory(final.parent)
+        return
+    aside = final.with_name(f".{final.name}.replaced-{secrets.token_hex(8)}")
+    final.rename(aside)
+    try:
+        temporary.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    sync_directory(final.parent)
+    discard(aside)
+
+
+def recover_replaced(root: Path) -> list[Path]:
+    """Ends what a job began that was killed while it replaced a checkpoint; returns the checkpoints brought back.
+
+    A checkpoint that was set aside gets its name back if none of its step is there, and is discarded otherwise. Only
+    one process may call this, and none may be writing to `root`.
 
     Raises:
         OSError: The file system refused.
     """
-    sync_directory(temporary)
-    if final.exists():
-        aside = final.with_name(f".{final.name}.tmp-{secrets.token_hex(8)}")
-        final.rename(aside)
-        temporary.rename(final)
-        remove_tree(aside)
-    else:
-        temporary.rename(final)
-    sync_directory(final.parent)
+    recovered = []
+    for entry in list(root.iterdir()) if root.is_dir() else []:
+        replaced = _REPLACED_NAME.fullmatch(entry.name)
+        if replaced is None:
+            continue
+        final = root / replaced[1]
+        if final.exists():
+            discard(entry)
+        else:
+            entry.rename(final)
+            recovered.append(final)
+    if recovered:
+        sync_directory(root)
+    return recovered
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What to raise for a file of a checkpoint that cannot be read.
+
+    Missing files and bad disks are damage. The rest, such as a permission or a time-out, is not the checkpoint's fault:
+    a run must not go back to an older one for it.
+    """
+    is_damage = isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO
+    if is_damage:
+        return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
+    return CheckpointError(f"{path} cannot be read: {error}. Mend that, or resume from another checkpoint.")
 
 
 def read_file(path: Path, size: int, xxh3: str) -> bytes:
     """A small file's content, once it is known to be what was written.
 
     Raises:
-        CheckpointError: The file is missing, or its size or checksum is another.
+        DamagedCheckpointError: The file is missing, or its size or checksum is another.
+        CheckpointError: The file system refused.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.") from error
+        raise unreadable(path, error) from error
     _compare(path, (len(content), content_checksum(content)), (size, xxh3))
     return content
 
@@ -150,21 +276,39 @@ def verify_file(path: Path, size: int, xxh3: str) -> None:
     """Reads a file through and compares it with what was written.
 
     Raises:
-        CheckpointError: The file is missing, or its size or checksum is another.
+        DamagedCheckpointError: The file is missing, or its size or checksum is another.
+        CheckpointError: The file system refused.
     """
     try:
         found = checksum(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.") from error
+        raise unreadable(path, error) from error
     _compare(path, found, (size, xxh3))
+
+
+def compare_size(path: Path, size: int) -> None:
+    """Compares a file's size with what was written, without reading it.
+
+    Raises:
+        DamagedCheckpointError: The file is missing or has another size.
+        CheckpointError: The file system refused.
+    """
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if found != size:
+        raise DamagedCheckpointError(
+            f"{path} has {found} bytes where {size} were written. Resume from another checkpoint."
+        )
 
 
 def _compare(path: Path, found: tuple[int, str], written: tuple[int, str]) -> None:
     if found[0] != written[0]:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} has {found[0]} bytes where {written[0]} were written. Resume from another checkpoint."
         )
     if found[1] != written[1]:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is damaged: its checksum is {found[1]}, {written[1]} was written. Resume from another checkpoint."
         )

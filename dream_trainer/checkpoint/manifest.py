@@ -7,19 +7,31 @@ valid manifest does not exist for the trainer.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.files import content_checksum, named_step, read_file, step_directories, verify_file
+from dream_trainer.checkpoint.files import (
+    compare_size,
+    content_checksum,
+    named_step,
+    read_file,
+    step_directories,
+    unreadable,
+    verify_file,
+)
 from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
 """Raised with every change that an older reader would misread."""
 
 MANIFEST_NAME = "manifest.json"
+
+SHARD_ENDING = ".distcp"
+"""Of the files in which DCP keeps tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +73,26 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     """Form of the whole directory."""
 
+    @property
+    def shards(self) -> list[str]:
+        """The files that hold tensors, by rank and number."""
+        return sorted((name for name in self.files if name.endswith(SHARD_ENDING)), key=lambda name: (len(name), name))
+
     def entry(self, name: str) -> FileEntry:
         """The entry of the file `name`.
 
         Raises:
-            CheckpointError: The checkpoint has no such file.
+            DamagedCheckpointError: The checkpoint has no such file.
         """
         if name not in self.files:
-            raise CheckpointError(f"{self.path} has no file {name!r}. Resume from another checkpoint.")
+            raise DamagedCheckpointError(f"{self.path} has no file {name!r}. Resume from another checkpoint.")
         return self.files[name]
 
     def read(self, name: str) -> bytes:
         """Content of the file `name`, its checksum verified.
 
         Raises:
-            CheckpointError: The file is missing or damaged.
+            DamagedCheckpointError: The file is missing or damaged.
         """
         entry = self.entry(name)
         return read_file(self.path / name, entry.size, entry.xxh3)
@@ -84,7 +101,7 @@ class Manifest:
         """Reads the file `name` through and compares its checksum.
 
         Raises:
-            CheckpointError: The file is missing or damaged.
+            DamagedCheckpointError: The file is missing or damaged.
         """
         entry = self.entry(name)
         verify_file(self.path / name, entry.size, entry.xxh3)
@@ -110,25 +127,21 @@ def read_manifest(path: Path) -> Manifest:
         path: The checkpoint's directory.
 
     Raises:
-        CheckpointError: The manifest is missing, empty, damaged or of a newer schema, or a file is missing or has
+        DamagedCheckpointError: The manifest is missing, empty, damaged or another step's, or a file is missing or has
             another size. The message names the file and the fault.
+        CheckpointError: There is no such directory, or its schema is newer than this reader.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
     manifest = _parse(path, _body(path / MANIFEST_NAME))
     if named_step(path) not in (None, manifest.step):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path / MANIFEST_NAME} is of step {manifest.step}, which is not the directory's. "
             "Give the directory its own name back."
         )
     for name, entry in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path / name} cannot be read: {error}. Resume from another checkpoint.") from error
-        if size != entry.size:
-            raise CheckpointError(
-                f"{path / name} has {size} bytes where {entry.size} were written. Resume from another checkpoint."
-            )
+        compare_size(path / name, entry.size)
     return manifest
 
 
@@ -138,11 +151,11 @@ def _body(file: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing, so {file.parent} is no checkpoint. {other}") from error
+        raise DamagedCheckpointError(f"{file} is missing, so {file.parent} is no checkpoint. {other}") from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. {other}") from error
+        raise unreadable(file, error) from error
     if not text:
-        raise CheckpointError(f"{file} is empty. {other}")
+        raise DamagedCheckpointError(f"{file} is empty. {other}")
     try:
         # The version is read as plain JSON: a newer schema may hold types that this reader does not know.
         plain = json.loads(text)
@@ -156,10 +169,10 @@ def _body(file: Path) -> dict[str, Any]:
             )
         body: dict[str, Any] = typed_json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}. {other}") from error
+        raise DamagedCheckpointError(f"{file} is damaged: {error}. {other}") from error
     body.pop("xxh3", None)
     if _sealed(body) != text:
-        raise CheckpointError(f"{file} is damaged: its own checksum does not fit. {other}")
+        raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not fit. {other}")
     return body
 
 
@@ -171,7 +184,9 @@ def _parse(path: Path, body: dict[str, Any]) -> Manifest:
         files = {_plain_name(name): FileEntry(**entry) for name, entry in body["files"].items()}
         return Manifest(**{**body, "path": path, "files": files})
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / MANIFEST_NAME} is damaged: {error}. Resume from another checkpoint.") from error
+        raise DamagedCheckpointError(
+            f"{path / MANIFEST_NAME} is damaged: {error}. Resume from another checkpoint."
+        ) from error
 
 
 def _plain_name(name: str) -> str:
@@ -203,13 +218,24 @@ def verify_checkpoint(path: Path, *, world: CheckpointWorld) -> Manifest:
         world: The ranks, each of which calls this; `Alone()` for one process.
 
     Raises:
-        CheckpointError: Something is missing or damaged, the same on all ranks.
+        DamagedCheckpointError: Something is missing or damaged, the same on all ranks.
+        CheckpointError: There is no such checkpoint, or its schema is newer than this reader.
     """
-    path = Path(path)
+    return _verify(Path(path), world, lambda manifest: sorted(manifest.files))
 
+
+def verify_all_but_shards(path: Path, *, world: CheckpointWorld) -> Manifest:
+    """As `verify_checkpoint`, but of the shards, which are most of the bytes, only the sizes are compared.
+
+    `load_tensors` compares their checksums while it reads them.
+    """
+    return _verify(Path(path), world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
+
+
+def _verify(path: Path, world: CheckpointWorld, names: Callable[[Manifest], list[str]]) -> Manifest:
     def verify() -> Manifest:
         manifest = read_manifest(path)
-        for name in sorted(manifest.files)[world.rank :: world.world_size]:
+        for name in names(manifest)[world.rank :: world.world_size]:
             manifest.verify(name)
         return manifest
 

@@ -7,14 +7,17 @@ is tied stays tied.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.checkpoint.world import CheckpointWorld
+from dream_trainer.config.serialize import to_dict
 from dream_trainer.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
@@ -53,6 +56,42 @@ def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 )
             seen.add(id(value))
             yield f"models.{model_name}.{fqn}", value
+
+
+def model_buffers(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Those of `model_tensors` that are no parameters, so that a forward may change them."""
+    return {name: tensor for name, tensor in _stored(models) if not isinstance(tensor, nn.Parameter)}
+
+
+@runtime_checkable
+class _Configured(Protocol):
+    """A model with a config, as those of transformers have."""
+
+    config: Any
+
+
+@runtime_checkable
+class _AsDict(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """What each model's `config` says, where it is a dataclass or has a `to_dict()`: kept for exports."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, model in models.items():
+        config = model.config if isinstance(model, _Configured) else None
+        try:
+            if isinstance(config, _AsDict):
+                values = config.to_dict()
+            elif is_dataclass(config) and not isinstance(config, type):
+                values = to_dict(config)
+            else:
+                continue
+            json.dumps(values)
+        except (TypeError, ValueError):  # a config of some other kind, which an export does without
+            continue
+        found[name] = values
+    return found
 
 
 def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:

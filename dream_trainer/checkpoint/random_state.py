@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dream_trainer.distributed.seeds import undisturbed_cpu_state
 from dream_trainer.distributed.torch_compat import default_generator_of
 from dream_trainer.errors import CheckpointError
 
@@ -17,7 +18,7 @@ _PREFIX = "random."
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads the global generators without drawing from them.
+    """Reads the global generators without drawing from them: the training process's own, also while data is loaded.
 
     Args:
         device: Where this rank computes. An accelerator's generator is read beside the CPU's.
@@ -25,8 +26,10 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
     Returns:
         State for typed JSON, and byte tensors by name (`random.cpu`, and `random.cuda` or such).
     """
-    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-    return state, {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
+    torch_state, python_state, numpy_state = undisturbed_cpu_state()
+    tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
+    state = {"python": python_state, "numpy": numpy_state or np.random.get_state(legacy=False)}
+    return state, tensors | {f"{_PREFIX}cpu": torch_state}
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:

@@ -3,14 +3,16 @@
 DCP pickles its `.metadata` and, for values that are no tensors, its shards; a plain reader runs whatever a stranger put
 there. Here `.metadata` is unpickled by a reader that knows a short list of record types and refuses the rest by name;
 only tensors are stored, so a shard that claims anything else is refused before it is opened, and PyTorch reads tensors
-with `weights_only=True`. Each shard's checksum is compared in full before its first byte is used.
+with `weights_only=True`. Each shard's checksum is compared in full, before its first byte is used or beside reading.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from dream_trainer.checkpoint.files import unreadable
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.distributed.torch_compat import dcp_metadata_globals
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = ".metadata"
 
 _DTYPE_NAMES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Builds DCP's metadata records and nothing else."""
 
     def __init__(self, content: bytes, file: Path) -> None:
@@ -41,13 +44,13 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) in self._allowed or (module_name == "torch" and global_name in _DTYPE_NAMES):
             return super().find_class(module_name, global_name)
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{self._file} asks for {module_name}.{global_name}, which no checkpoint's metadata needs; loading it "
             "could run someone else's code. Do not use this checkpoint."
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        raise CheckpointError(f"{self._file} asks for a persistent object {pid!r}. Do not use this checkpoint.")
+        raise DamagedCheckpointError(f"{self._file} asks for a persistent object {pid!r}. Do not use this checkpoint.")
 
 
 def parse_metadata(content: bytes, file: Path) -> Metadata:
@@ -58,27 +61,29 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
         file: Its path, for messages.
 
     Raises:
-        CheckpointError: It refers to something that metadata does not consist of, is damaged, or lists entries that are
-            no tensors.
+        DamagedCheckpointError: It refers to something that metadata does not consist of, is damaged, or lists entries
+            that are no tensors.
     """
     try:
-        metadata = _MetadataUnpickler(content, file).load()
+        metadata = MetadataUnpickler(content, file).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
+        raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointError(f"{file} holds no DCP metadata. Resume from another checkpoint.")
+        raise DamagedCheckpointError(f"{file} holds no DCP metadata. Resume from another checkpoint.")
     for name, record in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(record, TensorStorageMetadata):
-            raise CheckpointError(f"{file} lists {name!r}, which is no tensor. Only tensors are read from DCP files.")
+            raise DamagedCheckpointError(
+                f"{file} lists {name!r}, which is no tensor. Only tensors are read from DCP files."
+            )
     if not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{file} does not say where its tensors lie. Resume from another checkpoint.")
+        raise DamagedCheckpointError(f"{file} does not say where its tensors lie. Resume from another checkpoint.")
     return metadata
 
 
-class VerifyingReader(FileSystemReader):
-    """A DCP reader that opens the manifest's files only, each after its checksum was compared.
+class ShardReader(FileSystemReader):
+    """A DCP reader that opens the manifest's files and no others, and names the one that it could not read.
 
     Args:
         manifest: The checkpoint.
@@ -95,23 +100,64 @@ class VerifyingReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Verifies the files that `plan` needs, then reads from them."""
-        for name in sorted({self._location(item.storage_index).relative_path for item in plan.items}):
-            self._manifest.verify(name)
-        return super().read_data(plan, planner)
+        """Reads what `plan` needs, file by file.
+
+        Raises:
+            DamagedCheckpointError: The metadata leads elsewhere, or a file is missing or asks for code.
+            CheckpointError: A file cannot be read as tensors of these shapes.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._location(item.storage_index).relative_path, []).append(item)
+        for name, items in by_file.items():
+            self._manifest.entry(name)
+            self._read_file(name, replace(plan, items=items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        file = self._manifest.path / name
+        try:
+            super().read_data(plan, planner).wait()
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpointError(f"{file} cannot be read: {error}. Do not use this checkpoint.") from error
+        except Exception as error:  # PyTorch's reader fails in many ways on what is no archive of a tensor
+            raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
     def _location(self, index: MetadataIndex) -> Any:
         if index not in self.storage_data:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._manifest.path / METADATA_NAME} does not say where {index.fqn!r} lies. It is damaged."
             )
         location = self.storage_data[index]
         if location.transform_descriptors:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._manifest.path / METADATA_NAME} names stream transforms for {index.fqn!r}. "
                 "Nothing here writes such; do not use this checkpoint."
             )
         return location
+
+
+class VerifyingReader(ShardReader):
+    """A `ShardReader` that compares a file's checksum before it reads from it for the first time.
+
+    For tools that read tensors one by one and use each at once; `read_and_verify` is quicker.
+    """
+
+    def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
+        super().__init__(manifest, metadata)
+        self._verified: set[str] = set()
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        if name not in self._verified:
+            self._manifest.verify(name)
+            self._verified.add(name)
+        super()._read_file(name, plan, planner)
 
 
 class TensorPlanner(DefaultLoadPlanner):
@@ -124,28 +170,59 @@ class TensorPlanner(DefaultLoadPlanner):
         """Refuses: bytes entries are pickles.
 
         Raises:
-            CheckpointError: Always.
+            DamagedCheckpointError: Always.
         """
-        raise CheckpointError(f"The entry {read_item.dest_index.fqn!r} is a pickle, not a tensor. It is not loaded.")
+        raise DamagedCheckpointError(
+            f"The entry {read_item.dest_index.fqn!r} is a pickle, not a tensor. It is not loaded."
+        )
 
 
-def read_tensors(manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def read_tensors(
+    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: ShardReader | None = None
+) -> None:
     """Fills `tensors` (DTensors of any layout, or plain) in place from a checkpoint's DCP shards. No communication.
 
     Each rank reads the pieces that its own shards overlap. Names and shapes must be the checkpoint's.
 
+    Args:
+        manifest: The checkpoint.
+        metadata: Its parsed DCP metadata.
+        tensors: Where to read to, by name.
+        reader: One of this checkpoint to go on with, if it is read in several calls: a `VerifyingReader` compares each
+            file once. None makes one.
+
     Raises:
-        CheckpointError: A shard is missing or damaged.
+        DamagedCheckpointError: A shard is missing, damaged or asks for code.
+        CheckpointError: A shard cannot be read.
     """
-    planner, reader = TensorPlanner(), VerifyingReader(manifest, metadata)
+    planner, reader = TensorPlanner(), reader or VerifyingReader(manifest, metadata)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    try:
-        reader.read_data(plan, planner).wait()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a shard that fits its checksum and is no tensor: made by somebody else
-        raise CheckpointError(
-            f"The shards of {manifest.path} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+    reader.read_data(plan, planner).wait()
+
+
+def read_and_verify(
+    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
+) -> None:
+    """As `read_tensors`, but hashes `shards` in a thread meanwhile, which costs no time of its own.
+
+    What PyTorch says of damaged bytes is raised only if all checksums fit.
+
+    Args:
+        manifest: The checkpoint.
+        metadata: Its parsed DCP metadata.
+        tensors: Where to read to, by name.
+        shards: The files whose checksums are compared here: all of them, or this rank's share.
+
+    Raises:
+        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors hold anything by then.
+        CheckpointError: A shard cannot be read.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:
+        verified = [thread.submit(manifest.verify, name) for name in shards]
+        try:
+            read_tensors(manifest, metadata, tensors, ShardReader(manifest, metadata))
+        finally:
+            for future in verified:
+                future.result()

@@ -8,9 +8,12 @@
         manifest.json                             written last: step, config, sizes and checksums
       .step_00002000.tmp-5f3a...                  being written, or left by a killed job
 
-Everything is written and fsynced in a hidden temporary directory beside the others. When every rank has reported its
-files' sizes and checksums, rank 0 writes the manifest and renames the directory: one atomic operation, before which the
-checkpoint does not exist and after which it is whole. Nothing of an earlier checkpoint is touched.
+      .step_00001000.replaced-8d2c...             for a moment, while another takes its place
+
+Everything is written and fsynced in a hidden temporary directory beside the others, and hashed on the way. When every
+rank has reported its files' sizes and checksums, rank 0 writes the manifest and renames the directory: one atomic
+operation, before which the checkpoint does not exist and after which it is whole. Nothing of an earlier checkpoint is
+touched.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import (
-    checksum,
     make_temporary,
     publish,
+    recover_replaced,
     remove_temporaries,
     remove_tree,
     step_name,
@@ -43,11 +46,13 @@ from dream_trainer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.world import Alone, CheckpointWorld, on_all_ranks
-from dream_trainer.errors import CheckpointError
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.world import CheckpointWorld, from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
 
 SHARED_NAME = "shared.json"
 
@@ -57,62 +62,55 @@ def rank_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def write_checkpoint(
-    root: Path,
-    step: int,
-    *,
-    tensors: Mapping[str, Tensor],
-    shared: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    rank_tensors: Mapping[str, Tensor],
-    manifest: Mapping[str, Any],
-    world: CheckpointWorld,
-) -> Path:
+def write_checkpoint(root: Path, snapshot: Snapshot, *, world: CheckpointWorld, replace: bool = False) -> Path:
     """Writes a checkpoint and publishes it. Every rank calls this; it returns when the checkpoint is on the disk.
 
-    Temporary directories that killed jobs left under `root` are removed, so no two jobs may write to one `root`. If
-    the step has a whole checkpoint already, checksums included, that one is returned and nothing is written; a damaged
-    one is replaced.
+    It may run in a thread of its own: it changes no global state, and communicates over `world` only.
+
+    What killed jobs left under `root` is tidied up, so no two jobs may write to one `root`. If the step has a whole
+    checkpoint already, checksums included, that one is returned and nothing is written; a damaged one is replaced.
 
     Args:
         root: Directory of the run's checkpoints; created if missing. The same file system on every rank.
-        step: Optimizer steps completed.
-        tensors: State that is sharded (DTensor) or the same on all ranks (plain), by name, on any device. Ranks may
-            hold different names. Of a plain tensor any one rank's value is kept.
-        shared: What all ranks hold alike, as typed JSON; rank 0's is written.
-        rank_state: What this rank alone holds, as typed JSON.
-        rank_tensors: Plain tensors that this rank alone holds; also those that it holds with another value than rank 0,
-            under their name in `tensors` (see `rank_buffers`).
-        manifest: The fields `epoch`, `samples_seen`, `mesh_shape`, `config` and `metrics` of `Manifest`.
+        snapshot: This rank's part. Nobody may change its tensors meanwhile.
         world: The ranks.
+        replace: Whether a whole checkpoint of the step is replaced too.
 
     Returns:
         The checkpoint's directory, `<root>/step_<step>`.
 
     Raises:
-        CheckpointError: Some rank could not write, or was given what cannot be written; the same on every rank. The
-            temporary directory is gone by then, and earlier checkpoints are as they were.
+        CheckpointError: Some rank could not write, or was given what cannot be written, or a newer dream_trainer wrote
+            a checkpoint of that step; the same on every rank. The temporary directory is gone by then, and earlier
+            checkpoints are as they were.
     """
     # Imported where used: DCP loads a good part of torch.distributed.
-    from dream_trainer.checkpoint.dcp_writer import write_tensors
+    from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
-    final = Path(root) / step_name(step)
-    task = f"write the checkpoint of step {step} to {root}"
-    begun = on_all_ranks(world, task, lambda: _begin(final, step) if world.is_main else None)
-    temporary = world.all_gather_object(begun)[0]
-    if temporary is None:
+    final = Path(root) / step_name(snapshot.step)
+    task = f"write the checkpoint of step {snapshot.step} to {root}"
+    if from_main_rank(world, task, lambda: _tidy(final)) and not replace and _is_whole(final, world):
         return final
+    temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
     try:
-        on_all_ranks(world, task, lambda: _write_json(temporary, shared, rank_state, rank_tensors, world))
         # DCP keeps the value of whichever rank has least to write, so a rank with another one must not offer it.
-        common = {name: tensor for name, tensor in tensors.items() if name not in rank_tensors}
-        write_tensors(temporary, common, task=task, world=world)
-        files = world.all_gather_object(on_all_ranks(world, task, lambda: _report(temporary, world.rank)))
+        common = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rank_tensors}
+        writer = TensorWriter(temporary, common, rank=world.rank)
+        plans = from_all_ranks(world, task, writer.plan)
+
+        def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
+            entries = _write_small_files(temporary, snapshot, world)
+            results = writer.write(plans)
+            sync_directory(temporary)
+            return results, entries | writer.entries
+
+        written = from_all_ranks(world, task, write)
 
         def commit() -> None:
             if world.is_main:
-                description = _describe(final, step, manifest, files, world)
-                write_file(temporary / MANIFEST_NAME, encode_manifest(description))
+                writer.write_metadata([results for results, _ in written])
+                files = writer.entries | {name: entry for _, entries in written for name, entry in entries.items()}
+                write_file(temporary / MANIFEST_NAME, encode_manifest(_describe(final, snapshot, files, world)))
                 publish(temporary, final)
 
         on_all_ranks(world, task, commit)
@@ -126,60 +124,48 @@ def write_checkpoint(
     return final
 
 
-def _begin(final: Path, step: int) -> Path | None:
-    """On rank 0: the temporary directory to write to, or None if the checkpoint exists and is whole."""
+def _tidy(final: Path) -> bool:
+    """Ends what killed jobs left in the directory of checkpoints; returns whether `final` exists."""
+    recover_replaced(final.parent)
     remove_temporaries(final.parent)
-    if final.exists():
-        try:
-            verify_checkpoint(final, world=Alone())
-        except CheckpointError:
-            pass
-        else:
-            return None
-    return make_temporary(final.parent, step)
+    return final.exists()
 
 
-def _write_json(
-    directory: Path,
-    shared: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    rank_tensors: Mapping[str, Tensor],
-    world: CheckpointWorld,
-) -> None:
+def _is_whole(final: Path, world: CheckpointWorld) -> bool:
+    """Whether a checkpoint of the step is there, checksums included. One of a newer schema is an error."""
+    try:
+        verify_checkpoint(final, world=world)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _write_small_files(directory: Path, snapshot: Snapshot, world: CheckpointWorld) -> dict[str, FileEntry]:
     from safetensors.torch import save
 
-    if world.is_main:
-        write_file(directory / SHARED_NAME, typed_json.dumps(dict(shared)).encode())
-    name = rank_name(world.rank)
-    write_file(directory / f"{name}.json", typed_json.dumps(dict(rank_state)).encode())
-    copies = {
-        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in rank_tensors.items()
+    copies = {  # since safetensors takes no views and no shared memory
+        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for key, tensor in snapshot.rank_tensors.items()
     }
-    write_file(directory / f"{name}.safetensors", save(copies))
+    name = rank_name(world.rank)
+    contents = {f"{name}.json": snapshot.rank_state, f"{name}.safetensors": save(copies)}
+    if world.is_main:
+        contents[SHARED_NAME] = snapshot.shared
+    return {
+        name: FileEntry(size=len(content), xxh3=write_file(directory / name, content))
+        for name, content in contents.items()
+    }
 
 
-def _report(directory: Path, rank: int) -> dict[str, FileEntry]:
-    """Sizes and checksums of the files that this rank wrote, after its directory entries are on the disk."""
-    sync_directory(directory)
-    patterns = [f"__{rank}_*.distcp", f"{rank_name(rank)}.*", *([".metadata", SHARED_NAME] if rank == 0 else [])]
-    report = {}
-    for path in (path for pattern in patterns for path in sorted(directory.glob(pattern))):
-        size, xxh3 = checksum(path)
-        report[path.name] = FileEntry(size=size, xxh3=xxh3)
-    return report
-
-
-def _describe(
-    final: Path, step: int, given: Mapping[str, Any], files: list[dict[str, FileEntry]], world: CheckpointWorld
-) -> Manifest:
+def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], world: CheckpointWorld) -> Manifest:
     return Manifest(
-        **given,
+        **snapshot.description,
         path=final,
-        step=step,
+        step=snapshot.step,
         world_size=world.world_size,
         versions={"torch": str(torch.__version__), "dream_trainer": _package_version()},
         wall_time=time.time(),
-        files={name: entry for report in files for name, entry in report.items()},
+        files=files,
     )
 
 
@@ -194,7 +180,7 @@ def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Global shape and dtype of each tensor in a checkpoint, by name.
 
     Raises:
-        CheckpointError: The manifest or DCP's metadata is missing, damaged or refused.
+        DamagedCheckpointError: The manifest or DCP's metadata is missing, damaged or asks for code.
     """
     _, metadata = _open(path)
     return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
@@ -211,39 +197,47 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
     return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, world: CheckpointWorld) -> None:
+def load_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, world: CheckpointWorld, optional_prefix: str | None = None
+) -> None:
     """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
 
     Names, shapes and dtypes are compared on all ranks before anything is written. Each rank reads the shard files that
-    its own pieces overlap, and hashes each of them in full (in 8 MiB chunks) before reading from it.
+    its own pieces overlap. Beside that every shard is hashed in full, by one of the ranks.
 
     Args:
         path: The checkpoint's directory.
         tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must hold every name of
             the checkpoint and no other.
         world: The ranks.
+        optional_prefix: Names of the checkpoint that begin with it may be left.
 
     Raises:
+        DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
+            the tensors hold anything by then: load another checkpoint into them, or stop.
         CheckpointError: Names are missing on either side, or shapes or dtypes differ (none is cast), listed by name;
-            then nothing was written. Or a shard is missing or damaged; then some tensors may hold the new values. The
-            same on every rank.
+            the same on every rank, and nothing was written.
     """
-    from dream_trainer.checkpoint.safe_dcp import read_tensors
+    from dream_trainer.checkpoint.safe_dcp import read_and_verify
 
     task = f"load {path}"
     manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
-    on_all_ranks(world, task, lambda: _compare(metadata, tensors))
+    unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
     # Under a pipeline no rank holds all names: left over is only what no rank asks for.
-    unused = set.intersection(*world.all_gather_object(set(metadata.state_dict_metadata) - set(tensors)))
-    if unused:
+    left_over = {
+        name for name in set.intersection(*unused) if optional_prefix is None or not name.startswith(optional_prefix)
+    }
+    if left_over:
         raise CheckpointError(
-            f"Could not {task}: it holds {_listed(unused)}, which this run does not have. "
+            f"Could not {task}: it holds {_listed(left_over)}, which this run does not have. "
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
-    on_all_ranks(world, task, lambda: read_tensors(manifest, metadata, tensors))
+    shards = manifest.shards[world.rank :: world.world_size]
+    on_all_ranks(world, task, lambda: read_and_verify(manifest, metadata, tensors, shards))
 
 
-def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Compares what is saved with where it is to go; returns the names that nobody asks for here."""
     records = metadata.state_dict_metadata
     missing = set(tensors) - set(records)
     if missing:
@@ -257,6 +251,7 @@ def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
             different.append(f"{name} (saved {tuple(shape)} {dtype}, here {tuple(tensor.shape)} {tensor.dtype})")
     if different:
         raise CheckpointError(f"shapes or dtypes differ: {_listed(different)}. Nothing is cast or cut to fit.")
+    return set(records) - set(tensors)
 
 
 def _listed(names: Iterable[str], limit: int = 20) -> str:
@@ -269,7 +264,7 @@ def read_shared(path: Path) -> dict[str, Any]:
     """What all ranks held alike.
 
     Raises:
-        CheckpointError: The manifest or the file is missing or damaged.
+        DamagedCheckpointError: The manifest or the file is missing or damaged.
     """
     return _read_json(read_manifest(Path(path)), SHARED_NAME)
 
@@ -278,7 +273,8 @@ def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     """What rank `rank` alone held: its JSON state and its tensors, on the CPU.
 
     Raises:
-        CheckpointError: The manifest or a file is missing or damaged, or fewer ranks wrote the checkpoint.
+        DamagedCheckpointError: The manifest or a file is missing or damaged.
+        CheckpointError: Fewer ranks wrote the checkpoint.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -294,7 +290,7 @@ def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     try:
         return state, load(manifest.read(name))
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{manifest.path / name} is no safetensors file: {error}.") from error
+        raise DamagedCheckpointError(f"{manifest.path / name} is no safetensors file: {error}.") from error
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -304,5 +300,5 @@ def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__} where a dict was written")
     except ValueError as error:
-        raise CheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
+        raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
     return state

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,6 +48,15 @@ class Alone:
         return [value]
 
 
+class _Failure(NamedTuple):
+    """What one rank tells the others of an error."""
+
+    message: str
+    is_damage: bool
+    traceback: str
+    """Empty where the message says it all."""
+
+
 def on_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -> T:
     """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all.
 
@@ -58,29 +68,61 @@ def on_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -
         function: The work of this rank. It must not communicate.
 
     Raises:
-        CheckpointError: It failed on some rank; the message has every failure with its rank, the same on all ranks.
+        CheckpointError: It failed on some rank; the message has every failure with its rank, the same on all ranks. A
+            DamagedCheckpointError if one of them was.
     """
-    cause: Exception | None = None
-    failure: str | None = None
-    result: T | None = None
-    try:
-        result = function()
-    except Exception as error:
-        cause = error
-        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    failures = {rank: told for rank, told in enumerate(world.all_gather_object(failure)) if told is not None}
-    raise_failures(task, failures, world, cause)
+    result, failure, cause = _attempt(function)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
     return cast(T, result)
 
 
-def raise_failures(
-    task: str, failures: Mapping[int, str], world: CheckpointWorld, cause: BaseException | None = None
+def from_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -> list[T]:
+    """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order.
+
+    Raises:
+        CheckpointError: It failed on some rank; the same on all ranks.
+    """
+    result, failure, cause = _attempt(function)
+    told = world.all_gather_object((result, failure))
+    _raise_failures(world, task, [failure for _, failure in told], cause)
+    return [cast(T, result) for result, _ in told]
+
+
+def from_main_rank(world: CheckpointWorld, task: str, function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank.
+
+    Raises:
+        CheckpointError: It failed; the same on all ranks.
+    """
+    return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
+    try:
+        return function(), None, None
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            return None, _Failure(str(error), isinstance(error, DamagedCheckpointError), ""), error
+        return None, _Failure(f"{type(error).__name__}: {error}", False, traceback.format_exc()), error
+
+
+def _raise_failures(
+    world: CheckpointWorld, task: str, told: Sequence[_Failure | None], cause: Exception | None
 ) -> None:
-    """Raises one CheckpointError for the failures of `{rank: message}`, if there are any."""
+    """Raises one error for what the ranks told, by rank, if any told a failure."""
+    failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
     if not failures:
         return
-    if len(failures) == world.world_size and len(set(failures.values())) == 1:
-        told = next(iter(failures.values()))
+    messages = [failure.message for failure in failures.values()]
+    if len(messages) == world.world_size and len(set(messages)) == 1:
+        text = messages[0]
     else:
-        told = "; ".join(f"rank {rank}: {message}" for rank, message in failures.items())
-    raise CheckpointError(f"Could not {task}: {told}") from cause
+        text = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
+    kind = DamagedCheckpointError if any(failure.is_damage for failure in failures.values()) else CheckpointError
+    raised = kind(f"Could not {task}: {text}")
+    if cause is None:
+        # All ranks raise at once, and the traceback that a user gets to see may be that of a rank where nothing failed.
+        for rank, failure in failures.items():
+            if failure.traceback:
+                raised.add_note(f"On rank {rank}:\n{failure.traceback}")
+    raise raised from cause

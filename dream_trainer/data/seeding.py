@@ -7,6 +7,7 @@ where samples are loaded in the training process itself, its own generators are 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,13 +87,23 @@ class KeyedDataset(Dataset[Any]):
         return self.collate_fn(samples)
 
 
+# Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
+_WORKER_OUTLIVES_SIGTERM_SECONDS = 25
+
+
 class WorkerInit:
-    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`."""
+    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`.
+
+    Schedulers and terminals signal every process of a job. A worker outlives that for a while: torch raises the death
+    of one anywhere in the training process, which may be saving just then.
+    """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
 
     def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_OUTLIVES_SIGTERM_SECONDS))
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass

@@ -1,12 +1,12 @@
-"""The pulse: how what one rank knows becomes what all ranks know, once per accumulation window, without a stall.
+"""The pulse: how what one rank knows becomes what all ranks know, once before each accumulation window.
 
-A small tensor of flags and sums is all-reduced asynchronously on a CPU group of its own: posted when a window starts,
-read when its step is done. Every rank then holds the same numbers and decides alike. At world size 1 nothing is sent.
+A small tensor of flags and sums is all-reduced on a CPU group of its own, when a rank holds its data of the next window
+and before it enters any collective of the model's. So every rank decides alike from the same numbers, and no rank is
+held in the model while another waits for data or has to stop. At world size 1 nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,9 +24,12 @@ class Flags(NamedTuple):
         interrupt: Ranks that got SIGINT.
         timeout: Ranks on which `max_time` has passed.
         save: Ranks on which a checkpoint was requested.
+        saving: Ranks that still write the last checkpoint.
+        save_failed: Ranks on which writing it failed.
         validate: Ranks on which a validation by the clock is due (rank 0's clock decides).
-        short: Ranks that cannot fill the next window.
-        samples: Samples of the window that is running.
+        waiting: Ranks that speak from within their wait for data, and will once more when they have it.
+        short: Ranks that cannot fill a window, or have no validation batch left.
+        samples: Samples of the next window.
     """
 
     stop: int = 0
@@ -34,7 +37,10 @@ class Flags(NamedTuple):
     interrupt: int = 0
     timeout: int = 0
     save: int = 0
+    saving: int = 0
+    save_failed: int = 0
     validate: int = 0
+    waiting: int = 0
     short: int = 0
     samples: int = 0
 
@@ -44,36 +50,22 @@ class Pulse:
 
     Args:
         world: The world; its `cpu_group` carries the pulse.
-        speak: Returns this rank's flags at the moment of the call.
     """
 
-    def __init__(self, world: World, speak: Callable[[], Flags]) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._speak = speak
         self._sums = torch.zeros(len(Flags._fields), dtype=torch.int64)
-        self._pending = None
 
-    def post(self) -> None:
-        """Sends this rank's flags; does not wait."""
-        if self._world.world_size > 1:
-            import torch.distributed as dist
-
-            self._sums.copy_(torch.tensor(self._speak()))
-            self._pending = dist.all_reduce(self._sums, group=self._world.cpu_group, async_op=True)
-
-    def exchange(self) -> Flags:
-        """The sums of all ranks' flags as they are now; waits for every rank to call it, so only between windows."""
-        self.post()
-        return self.read()
-
-    def read(self) -> Flags:
-        """The sums over all ranks of what was last posted; at world size 1 this rank's flags as they are now.
+    def exchange(self, mine: Flags) -> Flags:
+        """The sums over all ranks of what each says; waits for every rank to call it. At world size 1, `mine`.
 
         Raises:
             RuntimeError: A rank died, or did not answer within the group's time-out.
         """
-        if self._pending is None:
-            return self._speak()
-        self._pending.wait()
-        self._pending = None
+        if self._world.world_size == 1:
+            return mine
+        import torch.distributed as dist
+
+        self._sums.copy_(torch.tensor(mine))
+        dist.all_reduce(self._sums, group=self._world.cpu_group)
         return Flags(*self._sums.tolist())

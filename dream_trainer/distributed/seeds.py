@@ -11,9 +11,11 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from dream_trainer.distributed.torch_compat import default_generator_of
 
@@ -48,6 +50,27 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
+# What the outermost of the blocks below puts back: the training process's own streams, while others are drawn from.
+_preserved: tuple[Tensor, Any, Any] | None = None
+
+
+def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
+    """The states of torch's, python's and numpy's global generators as they are outside `preserved_random_state`.
+
+    A checkpoint may be asked for while data is loaded, which draws from streams of its own.
+    """
+    return _cpu_state() if _preserved is None else _preserved
+
+
+def _cpu_state() -> tuple[Tensor, Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return (
+        torch.default_generator.get_state(),
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(legacy=False),
+    )
+
+
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Puts the global generators back to where they were when the block ends (about 80 us, 70 of them numpy's).
@@ -55,17 +78,21 @@ def preserved_random_state(device: torch.device | None = None) -> Iterator[None]
     Args:
         device: Whose generator to put back beside the CPU's; None for the CPU alone.
     """
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    global _preserved
+    state, is_outermost = _cpu_state(), _preserved is None
     on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
     device_state = None if on_device is None else on_device.get_state()
+    if is_outermost:
+        _preserved = state
     try:
         yield
     finally:
+        if is_outermost:
+            _preserved = None
+        torch_state, python_state, numpy_state = state
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
         if on_device is not None and device_state is not None:
             on_device.set_state(device_state)

@@ -1,4 +1,8 @@
-"""Signals ask; they never act. The handler sets a flag that the pulse carries to all ranks, which stop at one step."""
+"""Signals ask; they do not act. A handler sets a flag that all ranks learn of before their next window, and stop there.
+
+One thing cannot wait for that: a rank may sit in its data loader for minutes. There the handler ends the wait at once,
+or answers from within it; `Relay` brings the signals that other ranks got.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,24 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+"""Signals that save and end the run; SIGUSR1 saves and goes on."""
+
+
+class Interrupted(BaseException):
+    """A signal came while this rank waited for data. No Exception: a data set that catches those must not keep it."""
 
 
 class Signals:
-    """SIGTERM and SIGINT received by this process. The pulse tells the other ranks.
+    """SIGTERM, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
 
     Args:
         another_rank_failed: Whether the job is lost already. torchrun then sends SIGTERM to the others, which must not
@@ -21,36 +36,85 @@ class Signals:
     Attributes:
         terminated: SIGTERM came.
         interrupted: SIGINT came.
+        save_asked: SIGUSR1 came, and no save was made since.
+        save_is_known: All ranks have heard of every save asked for so far; the relay clears it.
     """
 
     def __init__(self, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
         self._another_rank_failed = another_rank_failed
+        self._pid = os.getpid()
+        self._answer: Callable[[], bool] | None = None
+        self._waits_since: float | None = None
         self.terminated = False
         self.interrupted = False
+        self.save_asked = False
+        self.save_is_known = False
+
+    @property
+    def stops(self) -> bool:
+        """Whether a signal asks to end the run."""
+        return self.terminated or self.interrupted
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handles both signals inside. Outside the main thread Python allows no handlers, and there are none."""
+        """Handles the signals inside. Outside the main thread Python allows no handlers, and there are none."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._pid = os.getpid()
+        before = {number: signal.signal(number, self._handle) for number in (*STOPPING, signal.SIGUSR1)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def wait_for_data(self, fetch: Callable[[], T], answer: Callable[[], bool] | None = None) -> T | None:
+        """Returns `fetch()`, which may take long; or None, if a signal ended the wait.
+
+        Args:
+            fetch: Loads data. It must not communicate, and is ended by `Interrupted` raised inside.
+            answer: Called when a save is asked for, in the midst of the wait; returns whether to wait on. Without it
+                that ends the wait too.
+        """
+        if self.stops:
+            return None
+        self._answer = answer
+        self._waits_since = time.monotonic()
+        try:
+            return fetch()
+        except Interrupted:
+            return None
+        finally:
+            self._waits_since = None
+
+    def waits_for(self) -> float:
+        """Seconds that this rank has been waiting for data; 0 where it does not."""
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child that kept the handler
+            return
         if number == signal.SIGTERM:
             if self._another_rank_failed():
                 os._exit(1)
             self.terminated = True
-            return
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
-        sys.stderr.write("\nstopping after this step; press Ctrl-C again to stop at once\n")
+        elif number == signal.SIGINT:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            sys.stderr.write("\nstopping after this step; press Ctrl-C again to stop at once\n")
+        else:
+            self.save_asked = True
+        if self._waits_since is not None:
+            self._leave_the_wait()
+
+    def _leave_the_wait(self) -> None:
+        since, self._waits_since = self._waits_since, None  # a second signal finds nothing to leave
+        if self.stops or self._answer is None or not self._answer() or self.stops:  # one may have come meanwhile
+            raise Interrupted
+        self._waits_since = since
 
 
 def exit_code(number: signal.Signals) -> int:

@@ -6,19 +6,24 @@ first and is mended here alone.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import io
     from datetime import timedelta
+    from pathlib import Path
 
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Placement
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -29,6 +34,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`local_tensor` of each."""
+    from torch.distributed.tensor import DTensor
+
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
@@ -54,6 +66,8 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
 
 
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -81,13 +95,32 @@ def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
     return module._orig_mod
 
 
-def shutdown_workers(iterator: object) -> None:
-    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to
-    it."""
+def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
+    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to it.
+
+    Those that load for longer than `patience_seconds` are killed; torch waits 10 seconds for each.
+    """
+    from torch.utils.data._utils.signal_handling import _remove_worker_pids
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    if iterator._worker_pids_set:  # else a killed worker is an error in this process
+        iterator._worker_pids_set = False
+        _remove_worker_pids(id(iterator))
+    workers = list(iterator._workers)
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(patience_seconds, kill)
+    timer.start()
+    try:
         iterator._shutdown_workers()
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def without_torch_function() -> AbstractContextManager[None]:
@@ -134,3 +167,74 @@ def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
+
+
+def enable_flight_recorder(directory: Path) -> None:
+    """Lets NCCL's process groups of this process write their last collectives into `directory` on a time-out or error,
+    a file `rank_<n>` for each rank. Call it before the first group is made; what the user has set stays.
+
+    torch reads these once in a process, so a second trainer's records go where the first's went. The names that start
+    with TORCH_NCCL are older ones of the same settings; torch 2.11 and 2.13 read both, the newer first.
+    """
+    wanted = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{directory.absolute()}/rank_",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+            if names[0] == "TORCH_FR_DUMP_TEMP_FILE":
+                directory.mkdir(parents=True, exist_ok=True)  # torch opens the file and makes no directory
+
+
+def recorded_collectives() -> bytes | None:
+    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group.
+
+    NCCL's where a group uses it, else Gloo's, which `torchfrtrace` of torch 2.13 cannot print.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch._C import _distributed_c10d
+
+    if "nccl" in dist.get_backend_config():
+        return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+    return bytes(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+
+
+def connect_again(store: Store) -> Store:
+    """A further connection to the server of `store`: a blocking call on one holds up other threads' on it."""
+    return store.clone()  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """Which dimension of a tensor a placement cuts, contiguously or strided; None if it cuts none.
+
+    `Placement.is_shard()` is False for the strided kind, which `fully_shard` makes of parameters that are already cut
+    along dimension 0.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def file_window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """Bytes `offset` to `offset + length` of an open file, as a file that `torch.load` reads: one entry of a DCP shard.
+
+    A BytesIO would hold the entry twice in memory.
+    """
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), offset, length))
+
+
+def with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` in the place of this rank's shard of `tensor`: a DTensor of its layout, or `local` itself if it is plain.
+
+    `DTensor.from_local` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

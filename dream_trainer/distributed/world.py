@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from dream_trainer.distributed.torch_compat import set_group_timeout
+from dream_trainer.distributed.torch_compat import connect_again, set_group_timeout
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,6 +215,28 @@ class World:
         timeout = timedelta(seconds=self._parameters.step_timeout_seconds)
         for group in (None, self.cpu_group, *self.mesh.get_all_groups()):
             set_group_timeout(group, timeout)
+
+    def connect_to_store(self) -> dist.Store | None:
+        """A connection of its own to the process group's store, for a thread; None at world size 1.
+
+        Keys begin with this attempt of the job: a restart under the same agent must not find the last one's.
+        """
+        if self.world_size == 1 or _store is None:
+            return None
+        import torch.distributed as dist
+
+        return dist.PrefixStore(_job_prefix(), connect_again(_store))
+
+    def new_cpu_group(self) -> dist.ProcessGroup | None:
+        """A further gloo group over all ranks, so that a thread's collectives do not meet others; None at world size 1.
+
+        Every rank calls it. Its time-out stays the long one: a disk may be slow.
+        """
+        if self.world_size == 1:
+            return None
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
 
     def another_rank_failed(self) -> bool:
         """Whether a rank of this job has said that it failed; does not wait."""

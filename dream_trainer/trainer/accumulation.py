@@ -187,6 +187,12 @@ class Accumulation:
         self._guard.settle_when_full()
         return self.stepped
 
+    @property
+    def maybe_skipped(self) -> Tensor | None:
+        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
+        that a listener may follow without asking the host; None if it is known that it did not."""
+        return self._guard.maybe_skipped
+
     def settle(self) -> None:
         """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
         self._guard.settle()
@@ -203,6 +209,7 @@ class Accumulation:
         self.stepped = True
         self._stepped_backwards = self._backwards
         self._trainer._reshard()
+        self._trainer._before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
             skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)

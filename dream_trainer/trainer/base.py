@@ -11,12 +11,11 @@ by the clock, the last window) is decided after a window's pulse, from numbers t
 
 from __future__ import annotations
 
-import logging
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,25 +23,21 @@ from torch.optim import Optimizer
 from dream_trainer.config.base import BaseTrainerConfig
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
-from dream_trainer.distributed.pulse import Flags, Pulse
+from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
-from dream_trainer.distributed.signals import Signals, exit_code
+from dream_trainer.distributed.signals import exit_code
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.accumulation import Accumulation
 from dream_trainer.trainer.dataflow import connect_data, steps_in_epoch
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.determinism import deterministic
 from dream_trainer.trainer.feed import WindowFeed
+from dream_trainer.trainer.intermission import Intermission
 from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.nonfinite import RetryWindow
-from dream_trainer.trainer.schedule import Cadence, limits, stop_reason
-from dream_trainer.trainer.validation import validate
-
-logger = logging.getLogger("dream_trainer")
 
 
-class BaseTrainer(AbstractTrainer):
+class BaseTrainer(Intermission):
     """The training loop: accumulation, validation, limits, events, and agreement between ranks.
 
     Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
@@ -75,17 +70,12 @@ class BaseTrainer(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._signals = Signals(lambda: self._world is not None and self._world.another_rank_failed())
-        self._cadence = Cadence(config.training_parameters)
         self._gradients_sync = True
-        self._limits = limits(config.training_parameters)
         self._is_first_window = True
         self._window_samples = 0
         self._sizes: list[int] | None = None
         self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
-        self._stopped = False
-        self._is_closed = self._has_failed = False
-        self._ended_by: signal.Signals | None = None
+        self._is_closed = self._has_failed = self._is_training = False
 
     # -- what the user calls
 
@@ -97,14 +87,18 @@ class BaseTrainer(AbstractTrainer):
         Raises:
             SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code.
         """
-        self._stopped = False
-        with self._failing_for_all(), self._signals.handled():
+        agreement = self._agreement
+        agreement.stopped = False
+        with self._failing_for_all(), agreement.signals.handled():
             self._start()
-            self._train()
+            with relayed(agreement.signals, self.world.connect_to_store()):
+                self._is_training = True
+                self._train()
+                self._is_training = False
         self._stop_reason = None
-        if self._ended_by is not None:
+        if agreement.ended_by is not None:
             self.close()
-            raise SystemExit(exit_code(self._ended_by))
+            raise SystemExit(exit_code(agreement.ended_by))
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None
@@ -214,7 +208,7 @@ class BaseTrainer(AbstractTrainer):
         self._ranks_are_even = self._train_stream.is_even
         self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
         self._accumulation = Accumulation(self)
-        self._pulse = Pulse(self.world, self._speak)
+        self._agreement.begin()
         self._is_ready = True
         self._finish_setup()
         self._notify("post_setup")
@@ -234,30 +228,34 @@ class BaseTrainer(AbstractTrainer):
             finally:
                 if self._world is not None and self._world.world_size > 1:
                     self._world.fail(exc)
+                if self._is_training and isinstance(exc, Exception):
+                    self._save_after_exception()
             raise
 
     # -- the loop
 
     def _train(self) -> None:
-        parameters = self.config.training_parameters
+        agreement = self._agreement
         self._cadence.start(self.progress)
-        self._hear(self._pulse.exchange())  # a limit, signal or request may have come before the first step
+        agreement.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
+            if agreement.ended_by is not None:
+                self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
+                self._notify("on_interrupt")
             self._cadence.stop()
             return
-        with deterministic(parameters.deterministic):
-            if parameters.num_sanity_val_steps and self._val_batches:
-                self.is_sanity_validation = True
-                self._notify("post_val_epoch", validate(self, self._val_batches, parameters.num_sanity_val_steps))
-                self.is_sanity_validation = False
-            self._notify("pre_fit")
-            while not self._is_done():
-                self._train_epoch()
+        with deterministic(self.config.training_parameters.deterministic):
+            self._validate_for_sanity()
+            if not agreement.stopped:
+                self._notify("pre_fit")
+                self._finish_what_is_owed()
+                while not self._is_done():
+                    self._train_epoch()
             self.settle()
-        # A signal may have come to one rank after the last pulse was posted.
-        self._hear(self._pulse.exchange())
+        # A signal may have come to one rank after the ranks last spoke.
+        agreement.exchange()
         self._cadence.stop()
-        if self._ended_by is not None:
+        if agreement.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
 
@@ -267,26 +265,66 @@ class BaseTrainer(AbstractTrainer):
         if is_over:
             self._end_epoch()
         while not is_over:
-            window = self._feed.take()
+            window = self._agreed_window()
+            if self._agreement.stopped:
+                self._window_finished(is_last=True)
+                self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
+                return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
-            flags = self._run_window(window)
+            self._run_window(window)
             is_over = self._epoch_is_over()
-            if self._between_windows(flags, epoch_ended=is_over):
+            if self._between_windows(epoch_ended=is_over):
                 return
 
-    def _run_window(self, window: Window) -> Flags:
-        """Trains one accumulation window and advances the counters; returns what all ranks know after it."""
+    def _agreed_window(self) -> Window | None:
+        """The next window, when every rank holds its part of it and knows whether to go on.
+
+        A save that was asked for is made here, with the same state on all ranks as after the last window.
+        """
+        agreement, feed = self._agreement, self._feed
+        agreement.signals.wait_for_data(feed.fetch, self._save_while_waiting)
+        if agreement.stopped:
+            return None
+        self._count_samples(feed.window)
+        while True:
+            flags = self._flags = agreement.exchange(samples=self._window_samples, short=feed.is_short)
+            if agreement.stopped:
+                return None
+            if flags.save:
+                self._save_if_due(stepped=False, epoch_ended=False, is_last=False, requested=True)
+            if not flags.waiting:
+                break
+        if flags.short:
+            feed.agree()
+            self._count_samples(feed.window)
+            samples = self.world.all_reduce(torch.tensor([self._window_samples])).item()
+            self._flags = flags._replace(samples=int(samples))
+        return feed.take()
+
+    def _save_while_waiting(self) -> bool:
+        """Answers a signal that asks for a save, from within the wait for data; returns whether to wait on."""
+        flags = self._agreement.exchange(waiting=True)
+        if flags.save and not self._agreement.stopped:
+            self._save_if_due(stepped=False, epoch_ended=False, is_last=False, requested=True)
+        return not self._agreement.stopped
+
+    def _count_samples(self, window: Window | None) -> None:
+        """Samples of this rank in a window whose stream cannot tell; else of all ranks."""
         self._sizes = None
-        if window.samples is None:
-            window.batches = list(window.batches)
+        if window is None:
+            self._window_samples = 0
+        elif window.samples is None:
             self._sizes = [self.batch_size(batch) for batch in window.batches]
-            window.samples = sum(self._sizes)
-        self._window_samples = window.samples
-        self._pulse.post()
+            self._window_samples = sum(self._sizes)
+        else:
+            self._window_samples = window.samples
+
+    def _run_window(self, window: Window) -> None:
+        """Trains one accumulation window and advances the counters."""
         if self.config.training_parameters.nonfinite != "retry":
-            return self._run_batches(window)
-        window.batches = list(window.batches)
+            self._run_batches(window)
+            return
         before = self.progress.batch_idx, self.local_batches
         while True:
             try:
@@ -297,12 +335,11 @@ class BaseTrainer(AbstractTrainer):
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 
-    def _run_batches(self, window: Window) -> Flags:
+    def _run_batches(self, window: Window) -> None:
         accumulation, progress, device = self._accumulation, self.progress, self.world.device
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
         after_window, sizes = self._events["post_train_step"], self._sizes
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
-        flags = Flags()
         for index, batch in enumerate(window.batches, start=1):
             is_last = index == window.size
             batch_idx = progress.batch_idx
@@ -323,7 +360,7 @@ class BaseTrainer(AbstractTrainer):
             progress.batch_idx += 1
             self.local_batches += 1
             if is_last:
-                flags = self._complete_window(window)
+                self._complete_window(window)
             self._log_step("train", result, accumulation.batch_weight)
             if after:
                 result = detach(result)
@@ -331,77 +368,17 @@ class BaseTrainer(AbstractTrainer):
                     listener(result, batch_idx)
         for listener in after_window:
             listener()
-        return flags
 
-    def _complete_window(self, window: Window) -> Flags:
+    def _complete_window(self, window: Window) -> None:
         """The one place where completed work is counted, before anybody is told of it."""
         stepped = self._accumulation.finish_window()
-        flags = self._pulse.read()
-        if flags.short:
-            self._feed.agree_on_next()
-        samples = self._window_samples if self._ranks_are_even else flags.samples
+        self._feed.trained(window)
+        samples = self._window_samples if self._ranks_are_even else self._flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
         if self._is_first_window:
             self._is_first_window = False
             self.world.first_step_is_done()
-        return flags
-
-    def _between_windows(self, flags: Flags, *, epoch_ended: bool) -> bool:
-        """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
-
-        Returns:
-            Whether this window was the last of the run.
-        """
-        self._hear(flags)
-        is_last = self._stopped or self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
-        requested = bool(flags.save)
-        self._window_finished(is_last=is_last)
-        validates = bool(self._val_batches) and self._cadence.validation_is_due(
-            self.progress,
-            stepped=self._accumulation.stepped,
-            epoch_ended=epoch_ended,
-            by_the_clock=bool(flags.validate),
-        )
-        if validates:
-            self._validate()
-        if epoch_ended:
-            self._end_epoch()
-        if (validates or epoch_ended) and not is_last:
-            # What their events ask for (early stopping) counts here and now, not a window later.
-            asked = self._pulse.exchange()
-            requested |= bool(asked.save)
-            self._hear(asked)
-            if self._stopped:
-                is_last = True
-                self._window_finished(is_last=True)
-        self._save_if_due(
-            stepped=self._accumulation.stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested
-        )
-        return is_last
-
-    def _end_epoch(self) -> None:
-        self.progress.finish_epoch()
-        self._notify("post_epoch")
-
-    def _validate(self) -> None:
-        self.settle()
-        metrics = validate(self, self._val_batches, self._cadence.validation_batches)
-        self._cadence.validated()
-        self._validated(metrics)
-        self._notify("post_val_epoch", metrics)
-
-    def settle(self) -> None:
-        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
-
-        Waits for the device. The trainer calls it before a validation, before a save, and at the end.
-
-        Raises:
-            NonFiniteError: The policy is "raise" and a norm was not finite.
-        """
-        if self._is_ready:
-            self._cadence.update(self.progress)
-            self._accumulation.settle()
 
     # -- when training ends
 
@@ -409,35 +386,7 @@ class BaseTrainer(AbstractTrainer):
         steps = self._steps_per_epoch
         return self._feed.is_pass_over if steps is None else self.progress.epoch_steps >= steps
 
-    def _limit_reached(self, *, epochs: int) -> bool:
-        n_epochs, max_steps, max_samples = self._limits
-        progress = self.progress
-        return epochs >= n_epochs or progress.global_step >= max_steps or progress.samples_seen >= max_samples
-
     def _is_done(self) -> bool:
-        return self._stopped or self._limit_reached(epochs=self.current_epoch)
-
-    def _speak(self) -> Flags:
-        """What this rank contributes to the pulse."""
-        is_main = self.world.is_main
-        return Flags(
-            stop=self._stop_reason is not None,
-            terminate=self._signals.terminated,
-            interrupt=self._signals.interrupted,
-            timeout=self._cadence.time_is_up(),
-            save=self._save_requested,
-            validate=is_main and self._cadence.validation_is_due_by_the_clock(),
-            short=self._feed.is_short,
-            samples=self._window_samples,
+        return self._agreement.stopped or (
+            self.progress.owed is None and self._limit_reached(epochs=self.current_epoch)
         )
-
-    def _hear(self, flags: Flags) -> None:
-        """Acts on what all ranks now know."""
-        if flags.save:
-            self._save_requested = False
-        if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
-            if not self._stopped and self.world.is_main:
-                logger.info("stopping at step %d: %s", self.global_step, stop_reason(flags, self._stop_reason))
-            self._stopped = True
-            if flags.terminate or flags.interrupt:
-                self._ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.accumulation import Accumulation
+    from dream_trainer.trainer.agreement import Agreement
     from dream_trainer.trainer.feed import WindowFeed
 
 
@@ -21,6 +22,7 @@ class Cooperation:
     # Made by BaseTrainer when it starts, and the services that it gives to mixins.
     _feed: WindowFeed
     _accumulation: Accumulation
+    _agreement: Agreement
     _start: Callable[[], None]
     _failing_for_all: Callable[[], AbstractContextManager[None]]
     settle: Callable[[], None]
@@ -74,6 +76,20 @@ class Cooperation:
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         """Saves a checkpoint when due; between windows, all ranks at the same step."""
+
+    def _saving_flags(self) -> tuple[bool, bool, bool]:
+        """For the pulse: whether a save is due by rank 0's clock, whether one is being written, and whether it
+        failed."""
+        return False, False, False
+
+    def _saving_heard(self, saving: int, failed: int) -> None:
+        """Takes on how many ranks a save is being written, and on how many it failed; between windows, on all ranks."""
+
+    def _before_update(self) -> None:
+        """Right before an optimizer changes parameters in place."""
+
+    def _save_after_exception(self) -> None:
+        """Training broke off in a world of one: save its last finished step, if that is still whole."""
 
     def _mixin_state(self) -> dict[str, Any]:
         """State of the mixins for checkpoints, by mixin."""

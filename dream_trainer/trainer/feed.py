@@ -1,8 +1,9 @@
 """The windows a rank trains, in step with the other ranks.
 
-Our own loaders give every rank the same number of windows by construction. Any other loader may end on one rank first,
-so the feed keeps one window ahead: the pulse of a window already says whether some rank cannot fill the next, and only
-then do the ranks agree, all at the same step, on how much of it everybody can train. Protocol: PROVEN.md section C.
+A window is loaded whole before it is trained: a rank that still waits for its data must not hold the others in a
+collective of the model's, where no signal reaches them. Our own loaders give every rank the same number of windows by
+construction. Any other loader may end on one rank first, so the feed keeps one window ahead; when some rank falls
+short, and only then, the ranks agree on how much everybody can train. Protocol: PROVEN.md section C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger("dream_trainer")
 
 
 class WindowFeed:
-    """Windows of one rank, cut to what all ranks have.
+    """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`.
 
     Args:
         stream: This rank's data.
@@ -29,89 +30,112 @@ class WindowFeed:
         accumulation: Micro-batches in a whole window.
 
     Attributes:
-        is_short: Whether this rank cannot fill the window after the one taken last.
-        is_pass_over: Whether the window taken last was the last of its pass over the data, on all ranks.
-        rank_state: What the stream needs, beside the position, to go on after the window taken last.
+        is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
+        rank_state: What the stream needs, beside the position, to go on after the window trained last.
     """
 
     def __init__(self, stream: TrainStream, world: World, accumulation: int) -> None:
         self._stream = stream
         self._world = world
         self._accumulation = accumulation
+        self._window: Window | None = None
         self._ahead: Window | None = None
-        self._is_fetched = False
+        self._is_fetched = self._is_ahead_fetched = False
         self._empty_passes = 0
-        self.is_short = False
         self.is_pass_over = False
         self.rank_state: dict[str, Any] | None = None
 
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool) -> None:
         """Goes on after `position`; with `is_pass_over`, with the next pass."""
-        self._ahead, self._is_fetched = None, False
+        self._forget()
         self.rank_state = rank_state
         if position != DataPosition(0, 0, 0) or rank_state is not None:
             self._stream.seek(position, rank_state)
         if is_pass_over:
             self._stream.end_pass()
 
+    def fetch(self) -> None:
+        """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
+        if not self._is_fetched:
+            self._window, self._is_fetched = self._load(), True
+        if self._window is not None and self._window.is_last is None and not self._is_ahead_fetched:
+            self._ahead, self._is_ahead_fetched = self._load(), True
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this rank cannot fill a window that it has looked for, so that all ranks must `agree`."""
+        if self._stream.is_even:
+            return False
+        return _size(self._window) < self._accumulation or _size(self._ahead) < self._accumulation
+
+    @property
+    def window(self) -> Window | None:
+        """What was fetched to be trained next."""
+        return self._window
+
+    def agree(self) -> None:
+        """Cuts what was fetched to the shortest rank's; a collective."""
+        mine = torch.tensor([_size(self._window), _size(self._ahead)])
+        now, ahead = self._world.all_gather(mine).unbind(1)
+        if now.min() < self._accumulation:
+            self._window = self._cut(self._window, now)
+            self._report(now, ahead)
+            self._ahead, self._is_ahead_fetched = None, True
+        elif ahead.min() < self._accumulation:
+            self._ahead = self._cut(self._ahead, ahead)
+            self._report(ahead)
+
     def take(self) -> Window | None:
-        """The next window to train.
+        """The window to train now.
 
         Returns:
-            The window, or None where a pass had none for all ranks; the next call begins the next pass.
+            The window, or None where a pass had none for all ranks; what is fetched then begins the next pass.
 
         Raises:
             DataError: Two passes in a row had no window.
         """
-        if not self._is_fetched:
-            self._fetch()
-            if not self._stream.is_even:
-                self._agree()
-        window, self._ahead, self._is_fetched = self._ahead, None, False
-        self.is_short = self.is_pass_over = False
+        window = self._window
+        self.is_pass_over = False
         if window is None:
+            self._stream.end_pass()
+            self._forget()
             self._count_empty_pass()
-            return None
-        self._empty_passes = 0
-        self.rank_state = window.rank_state
-        if window.is_last:
-            self._end_pass()
-        elif window.is_last is None:
-            self._fetch()
-            self.is_short = not self._stream.is_even and (self._ahead is None or self._ahead.size < self._accumulation)
-            if self._ahead is None and self._stream.is_even:
-                self._end_pass()
         return window
 
-    def agree_on_next(self) -> None:
-        """After a pulse that says some rank cannot fill the next window: all agree how much of it to train."""
-        self._agree()
-        if self._ahead is None:
-            self._end_pass()
+    def trained(self, window: Window) -> None:
+        """The window that was taken is trained, and counts."""
+        self._empty_passes = 0
+        self.rank_state = window.rank_state
+        self.is_pass_over = window.is_last if window.is_last is not None else self._ahead is None
+        ahead, is_ahead_fetched = self._ahead, self._is_ahead_fetched
+        self._forget()
+        if self.is_pass_over:
+            self._stream.end_pass()
+        else:
+            self._window, self._is_fetched = ahead, is_ahead_fetched
 
-    def _fetch(self) -> None:
-        self._ahead, self._is_fetched = self._stream.next_window(), True
+    def _load(self) -> Window | None:
+        window = self._stream.next_window()
+        if window is not None:
+            window.batches = list(window.batches)
+        return window
 
-    def _end_pass(self) -> None:
-        self._stream.end_pass()
-        self._ahead, self._is_fetched, self.is_pass_over = None, False, True
+    def _forget(self) -> None:
+        self._window = self._ahead = None
+        self._is_fetched = self._is_ahead_fetched = False
 
-    def _agree(self) -> None:
-        """Cuts the window ahead to the shortest rank's; a collective."""
-        mine = 0 if self._ahead is None else self._ahead.size
-        sizes = self._world.all_gather(torch.tensor([mine])).flatten().tolist()
-        shortest = min(sizes)
-        if shortest == self._accumulation:
-            return
-        left_over = sum(sizes) - shortest * len(sizes)
+    def _cut(self, window: Window | None, sizes: torch.Tensor) -> Window | None:
+        # Whatever is left is the last window of the pass on every rank.
+        return None if window is None else _cut(window, int(sizes.min()))
+
+    def _report(self, cut: torch.Tensor, dropped: torch.Tensor | None = None) -> None:
+        left_over = int(cut.sum() - cut.min() * len(cut)) + (0 if dropped is None else int(dropped.sum()))
         if left_over and self._world.is_main:
             logger.warning(
                 "The data of some ranks ended first: %d batches that the others held ready are not trained "
                 "in this pass.",
                 left_over,
             )
-        # Whatever is left is the last window of the pass on every rank.
-        self._ahead = None if self._ahead is None else _cut(self._ahead, shortest)
 
     def _count_empty_pass(self) -> None:
         self._empty_passes += 1
@@ -120,6 +144,10 @@ class WindowFeed:
                 "two passes over the training data had no batch that every rank could train. "
                 "Give every rank at least one batch, or use a DistributedDataLoader."
             )
+
+
+def _size(window: Window | None) -> int:
+    return 0 if window is None else window.size
 
 
 def _cut(window: Window, size: int) -> Window | None:

@@ -137,6 +137,12 @@ class NonFiniteGuard:
         self._judge(value, self._trainer.progress.global_step)
         return True
 
+    @property
+    def maybe_skipped(self) -> Tensor | None:
+        """On the device, not 0 if the optimizers left out the step just made; None if the host knows that they did
+        not."""
+        return None if self._policy == "retry" or self._reads_the_host else self._found
+
     def settle_when_full(self) -> None:
         """Looks at the kept norms once there are `SETTLE_EVERY` of them."""
         if len(self._norms) >= SETTLE_EVERY:

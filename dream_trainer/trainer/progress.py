@@ -22,6 +22,8 @@ class Progress:
         elapsed_seconds: Seconds of training before this process started.
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
+        owed: What a signal kept from being done after the last window, whose checkpoint this is: its validation, and
+            the end of its epoch if `epoch_ended`. A resume does it first. None if nothing.
     """
 
     global_step: int = 0
@@ -33,6 +35,7 @@ class Progress:
     elapsed_seconds: float = 0.0
     data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
     is_pass_over: bool = False
+    owed: dict[str, bool] | None = None
 
     def finish_window(self, *, stepped: bool, samples: int, end: DataPosition) -> None:
         """Counts a completed window.

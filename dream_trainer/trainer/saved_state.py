@@ -2,20 +2,26 @@
 
 shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
 rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
-tensors: parameters, buffers and optimizer state, sharded as they are
+tensors: parameters, buffers, optimizer state and what callbacks keep, sharded as they are
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
     load_rank_buffers,
+    model_buffers,
+    model_configs,
     model_extra_state,
     model_tensors,
     parameter_fqns,
@@ -23,7 +29,8 @@ from dream_trainer.checkpoint.model_state import (
 )
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
 from dream_trainer.checkpoint.random_state import random_state, set_random_state
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.world import on_all_ranks
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
@@ -32,55 +39,96 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.dataflow import global_batch_size
 
 if TYPE_CHECKING:
+    from dream_trainer.callbacks.base import Callback
+    from dream_trainer.checkpoint.staging import HostCopies
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 logger = logging.getLogger("dream_trainer")
 
+CALLBACK_PREFIX = "callbacks."
+"""Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
 
-def write(trainer: AbstractTrainer, root: Path, metrics: dict[str, float]) -> Path:
-    """Writes the trainer's whole state as the checkpoint of its step; a collective.
+
+def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCopies | None) -> Snapshot:
+    """The trainer's whole state at this moment; a collective.
 
     Args:
         trainer: Between two windows, the same step on every rank.
-        root: Directory of the run's checkpoints.
-        metrics: The last validation's, for the manifest.
+        metrics: Those of a validation at this very step, for the manifest.
+        copies: Where to copy tensors to, so that training may go on while they are written; None refers to them as
+            they are.
 
     Raises:
-        CheckpointError: Some rank could not write; the same on every rank, and nothing was published.
+        CheckpointError: Some rank has state that cannot be kept; the same on every rank.
     """
     world, models = trainer.world, trainer.named_models()
-    tensors, fqns = model_tensors(models), parameter_fqns(models)
-    optimizers: dict[str, Any] = {}
-    for name, optimizer in trainer.named_optimizers().items():
-        found, optimizers[name] = optimizer_state(name, optimizer, fqns, world=world)
-        tensors |= found
-    shared = {
-        "progress": trainer.progress.state_dict(),
-        "global_batch_size": global_batch_size(trainer),
-        "seed": trainer.config.seed,
-        "optimizers": optimizers,
-        "mixins": trainer._mixin_state(),
-        "extra_state": model_extra_state(models),
-    } | _given_state(trainer)
-    random, random_tensors = random_state(world.device)
-    rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
-    description = {
-        "epoch": trainer.current_epoch,
-        "samples_seen": trainer.samples_seen,
-        "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
-        "config": to_dict(trainer.config),
-        "metrics": metrics,
-    }
-    return write_checkpoint(
-        root,
-        trainer.global_step,
+    tensors, optimizers = _tensors(trainer)
+
+    def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
+        shared = {
+            "progress": trainer.progress.state_dict(),
+            "global_batch_size": global_batch_size(trainer),
+            "seed": trainer.config.seed,
+            "optimizers": optimizers,
+            "mixins": trainer._mixin_state(),
+            "extra_state": model_extra_state(models),
+            "model_configs": model_configs(models),
+        } | _given_state(trainer)
+        random, random_tensors = random_state(world.device)
+        rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
+        return typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode(), random_tensors
+
+    shared, rank_state, random_tensors = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
+    own = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
+    if copies is not None:
+        tensors = copies.copy(tensors, at_once=model_buffers(models).keys())
+    return Snapshot(
+        step=trainer.global_step,
         tensors=tensors,
         shared=shared,
         rank_state=rank_state,
-        rank_tensors=random_tensors | rank_buffers(models, world=world),
-        manifest=description,
-        world=world,
+        rank_tensors=random_tensors | own,
+        description={
+            "epoch": trainer.current_epoch,
+            "samples_seen": trainer.samples_seen,
+            "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            "config": to_dict(trainer.config),
+            "metrics": dict(metrics),
+        },
     )
+
+
+def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that is written by DCP, and what optimizers hold beside; a collective."""
+    models = trainer.named_models()
+    tensors, fqns = model_tensors(models), parameter_fqns(models)
+    optimizers: dict[str, Any] = {}
+    for name, optimizer in trainer.named_optimizers().items():
+        found, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
+        tensors |= found
+    for _, prefix, callback in _numbered(trainer.callbacks):
+        tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
+    return tensors, optimizers
+
+
+def warm(trainer: AbstractTrainer, copies: HostCopies) -> Callable[[], None]:
+    """What to run in the background, after a first step, so that the first save costs no more than later ones."""
+    tensors, _ = _tensors(trainer)
+
+    def work() -> None:
+        copies.warm(tensors)
+        import dream_trainer.checkpoint.dcp_writer  # noqa: F401  # loads a good part of torch.distributed
+
+    return work
+
+
+def _numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
+    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
+        counts[name] += 1
 
 
 def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
@@ -108,7 +156,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
     seeded anew from (seed, step, rank), which is said.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or of another model, seed or global batch; the same on every rank.
+        DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
+        CheckpointError: It is of another model, seed or global batch. Both the same on every rank.
     """
     path, world = manifest.path, trainer.world
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
@@ -123,10 +172,14 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
             raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(here)}.")
         for name, optimizer in here.items():
             tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata)
+        for _, prefix, callback in _numbered(trainer.callbacks):
+            own = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
+            if any(name in metadata for name in own):
+                tensors |= own
         return tensors
 
-    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world)
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared))
+    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=CALLBACK_PREFIX)
+    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
     here = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(here)
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
@@ -148,7 +201,7 @@ def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Pa
             )
 
 
-def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any]) -> None:
+def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str]) -> None:
     trainer.progress.load_state_dict(shared["progress"])
     load_model_extra_state(trainer.named_models(), shared["extra_state"])
     schedulers = trainer.named_schedulers()
@@ -158,22 +211,29 @@ def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any]) -> None:
         )
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(shared["schedulers"][name])
-    _restore_callbacks(trainer, shared["callbacks"])
+    _restore_callbacks(trainer, shared["callbacks"], names)
     trainer._load_mixin_state(shared["mixins"])
     trainer.load_state_dict(shared["user"])
 
 
-def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]]) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one shifts no other."""
+def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str]) -> None:
+    """Matches callbacks by class and by their order within it, so that adding or removing one shifts no other.
+
+    Args:
+        trainer: The trainer.
+        saved: Class and state of each callback, in order.
+        names: Tensors of the checkpoint.
+    """
     left = list(saved)
-    for callback in trainer.callbacks:
-        name = type(callback).__name__
-        match = next((entry for entry in left if entry["class"] == name), None)
-        if match is None:
-            if callback.state_dict():
-                logger.warning("the checkpoint has no state of callback %s; it starts anew.", name)
+    for class_name, prefix, callback in _numbered(trainer.callbacks):
+        match = next((entry for entry in left if entry["class"] == class_name), None)
+        if match is not None:
+            left.remove(match)
+        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
+        if match is None or lacks_tensors:
+            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
+                logger.warning("the checkpoint has no state of callback %s; it starts anew.", class_name)
             continue
-        left.remove(match)
         callback.load_state_dict(match["state"])
     lost = [entry["class"] for entry in left if entry["state"]]
     if lost and trainer.world.is_main:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from dream_trainer.config.training import TrainingParameters
-from dream_trainer.distributed.pulse import Flags
 from dream_trainer.trainer.progress import Progress
 
 
@@ -18,20 +17,6 @@ def limits(parameters: TrainingParameters) -> tuple[float, float, float]:
         math.inf if limit is None else limit for limit in (parameters.epoch_limit, max_steps, parameters.max_samples)
     )
     return epochs, steps, samples
-
-
-def stop_reason(flags: Flags, requested: str | None) -> str:
-    """Why training ends before its limits, in words.
-
-    Args:
-        flags: What all ranks know.
-        requested: What this rank's `request_stop` said, if it was called.
-    """
-    if flags.terminate or flags.interrupt:
-        return "SIGTERM" if flags.terminate else "Ctrl-C"
-    if flags.stop:
-        return requested or "requested on another rank"
-    return "max_time has passed"
 
 
 class Cadence:

@@ -6,13 +6,15 @@ still have some repeats its last one with weight 0, and only where the forward r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_everything
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
@@ -20,12 +22,16 @@ from dream_trainer.loggers.buffer import MetricBuffer
 if TYPE_CHECKING:
     from dream_trainer.data.validation import ValidationBatches
     from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.agreement import Agreement
 
 _NOTHING = object()
 
 
 def validate(
-    trainer: AbstractTrainer, loaders: dict[str, ValidationBatches], max_batches: int | None
+    trainer: AbstractTrainer,
+    loaders: dict[str, ValidationBatches],
+    max_batches: int | None,
+    agreement: Agreement | None = None,
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
 
@@ -33,10 +39,12 @@ def validate(
         trainer: The trainer; its modes, random state, gradients and counters are as before when this returns.
         loaders: Batches of this rank by loader name.
         max_batches: Batches per rank and loader; None for all.
+        agreement: Hears signals between the batches, in training; None hears none.
 
     Raises:
         HookError: The step returned no dict.
         DataError: A rank has no batch at all to keep company with.
+        Interrupted: A signal ended the validation, on all ranks.
     """
     metrics: dict[str, float] = {}
     with validation_mode(trainer), trainer._validation_context():
@@ -46,7 +54,7 @@ def validate(
             prefix = f"val/{name}/" if name else "val/"
             trainer._metrics_epoch_start(name)
             buffer = trainer._val_buffer = MetricBuffer()
-            _run_loader(trainer, batches, max_batches, buffer)
+            _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer)
             found = buffer.reduce(trainer.world) | trainer._metrics_epoch_end(name)
             metrics |= {prefix + key: value for key, value in found.items()}
     return metrics
@@ -74,11 +82,9 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
 
 
-def _run_loader(
-    trainer: AbstractTrainer, batches: ValidationBatches, max_batches: int | None, buffer: MetricBuffer
-) -> None:
+def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], buffer: MetricBuffer) -> None:
     before, after = trainer._events["pre_val_batch"], trainer._events["post_val_batch"]
-    for batch_idx, (batch, is_padding) in enumerate(in_step(trainer, batches, max_batches)):
+    for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = trainer.move_batch(batch, trainer.world.device)
         if is_padding:
             _keep_company(trainer, moved, batch_idx, buffer)
@@ -107,33 +113,39 @@ def _keep_company(trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: 
 
 
 def in_step(
-    trainer: AbstractTrainer, batches: ValidationBatches, max_batches: int | None
+    trainer: AbstractTrainer,
+    batches: ValidationBatches,
+    max_batches: int | None,
+    agreement: Agreement | None = None,
 ) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, then padding while another rank still has some and the forward needs company."""
-    iterator = iter(batches)
-    if trainer.world.world_size == 1 or not trainer._forward_communicates():
-        yield from ((batch, False) for batch in islice(iterator, max_batches))
-        return
-    lengths = trainer.world.all_gather(torch.tensor([_length(batches)])).flatten().tolist()
-    known = max(lengths) if min(lengths) >= 0 else None
-    count, batch = 0, None
-    while count != max_batches and count != known:
-        fresh = next(iterator, _NOTHING)
-        if known is None and not trainer.world.all_reduce(torch.tensor([int(fresh is not _NOTHING)]), "max").item():
+    """This rank's batches, then padding while another rank still has some and the forward needs company.
+
+    The ranks speak before each batch, when all of them have theirs: so no rank is held in a forward while another waits
+    for data, and a signal is heard by all at the same batch.
+    """
+    source, batch = iter(batches), None
+    needs_company = trainer.world.world_size > 1 and trainer._forward_communicates()
+    for count in itertools.count():
+        fresh = _NOTHING
+        if count != max_batches:
+            fetch = partial(next, source, _NOTHING)
+            fresh = fetch() if agreement is None else agreement.wait_for_batch(fetch)
+        if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
             return
         if fresh is not _NOTHING:
             batch = fresh
+        elif not needs_company:
+            continue
         elif count == 0:
             batch = _any_batch(trainer, batches)
         yield batch, fresh is _NOTHING
-        count += 1
 
 
-def _length(batches: ValidationBatches) -> int:
-    try:
-        return len(batches)
-    except TypeError:
-        return -1
+def _some_rank_has_one(trainer: AbstractTrainer, agreement: Agreement | None, has_batch: bool) -> bool:
+    if agreement is not None:
+        return agreement.go_on(has_batch=has_batch)
+    flags = trainer._agreement.count_batches(Flags(short=not has_batch))
+    return flags.short < trainer.world.world_size
 
 
 def _any_batch(trainer: AbstractTrainer, batches: ValidationBatches) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.checkpoint.world import Alone, CheckpointWorld
 
@@ -33,15 +35,15 @@ def save(
     rank_tensors: Mapping[str, Tensor] | None = None,
     description: Mapping[str, Any] | None = None,
     world: CheckpointWorld | None = None,
+    replace: bool = False,
 ) -> Path:
     """Writes a checkpoint of whatever is given, the rest filled in."""
-    return write_checkpoint(
-        root,
-        step,
+    snapshot = Snapshot(
+        step=step,
         tensors=some_tensors(step) if tensors is None else tensors,
-        shared={"step": step} if shared is None else shared,
-        rank_state={} if rank_state is None else rank_state,
+        shared=typed_json.dumps({"step": step} if shared is None else dict(shared)).encode(),
+        rank_state=typed_json.dumps({} if rank_state is None else dict(rank_state)).encode(),
         rank_tensors={} if rank_tensors is None else rank_tensors,
-        manifest=DESCRIPTION if description is None else description,
-        world=Alone() if world is None else world,
+        description=DESCRIPTION if description is None else description,
     )
+    return write_checkpoint(root, snapshot, world=Alone() if world is None else world, replace=replace)

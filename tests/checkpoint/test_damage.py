@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from dream_trainer.checkpoint.manifest import SCHEMA_VERSION, list_checkpoints, read_manifest, verify_checkpoint
+from dream_trainer.checkpoint.manifest import (
+    SCHEMA_VERSION,
+    list_checkpoints,
+    read_manifest,
+    verify_all_but_shards,
+    verify_checkpoint,
+)
+from dream_trainer.checkpoint.safe_dcp import parse_metadata, read_and_verify
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared
 from dream_trainer.checkpoint.world import Alone
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 
 FILES = [".metadata", "__0_0.distcp", "shared.json", "rank_00000.json", "rank_00000.safetensors"]
@@ -56,7 +64,7 @@ def test_a_file_of_another_size_or_none_takes_the_checkpoint_off_the_list(
     path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(path / name)
-    with pytest.raises(CheckpointError, match=re.escape(str(path / name))):
+    with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
         read_manifest(path)
     assert [manifest.step for manifest in list_checkpoints(path.parent)] == [1]
 
@@ -67,29 +75,85 @@ def test_a_file_of_another_size_or_none_takes_the_checkpoint_off_the_list(
 def test_a_flipped_byte_is_found_wherever_it_is(path: Path, name: str, at: float) -> None:
     flip(path / name, at)
     fault = rf"{re.escape(str(path / name))} is damaged: its checksum"
-    with pytest.raises(CheckpointError, match=fault):
+    with pytest.raises(DamagedCheckpointError, match=fault):
         verify_checkpoint(path, world=Alone())
-    with pytest.raises(CheckpointError, match=fault):
+    with pytest.raises(DamagedCheckpointError, match=fault):
         read_all(path)
 
 
 @pytest.mark.pitfall(68)
-def test_a_damaged_shard_is_found_before_anything_is_written_from_it(path: Path) -> None:
-    flip(path / "__0_0.distcp")
-    tensors = {name: torch.zeros_like(value) for name, value in some_tensors().items()}
-    with pytest.raises(CheckpointError):
-        load_tensors(path, tensors, world=Alone())
-    assert not any(value.any() for value in tensors.values())
+def test_any_byte_of_a_shard_that_is_changed_is_damage_whatever_pytorch_makes_of_it(path: Path) -> None:
+    shard = path / "__0_0.distcp"
+    whole = shard.read_bytes()
+    for index in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[index] ^= 0xFF
+        shard.write_bytes(changed)
+        with pytest.raises(DamagedCheckpointError, match=rf"{re.escape(str(shard))} is damaged: its checksum"):
+            load_tensors(path, some_tensors(), world=Alone())
+
+
+def test_a_shard_that_shrinks_after_its_size_was_compared_is_damage(path: Path) -> None:
+    manifest = read_manifest(path)
+    metadata = parse_metadata(manifest.read(".metadata"), path / ".metadata")
+    for size in (0, 700, manifest.files["__0_0.distcp"].size - 1):
+        os.truncate(path / "__0_0.distcp", size)
+        with pytest.raises(DamagedCheckpointError, match=rf"distcp has {size} bytes"):
+            read_and_verify(manifest, metadata, some_tensors(), manifest.shards)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match="cannot be read: .*No such file"):
+        read_and_verify(manifest, metadata, some_tensors(), manifest.shards)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_all_files_but_the_shards_can_be_verified_without_reading_those(path: Path, name: str) -> None:
+    assert verify_all_but_shards(path, world=Alone()).step == 2
+    flip(path / name)
+    if name.endswith(".distcp"):
+        assert verify_all_but_shards(path, world=Alone()).step == 2
+    else:
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
+            verify_all_but_shards(path, world=Alone())
+
+
+def test_a_path_where_nothing_is_is_no_damage(tmp_path: Path) -> None:
+    for read in (read_shared, read_manifest, lambda path: verify_checkpoint(path, world=Alone())):
+        with pytest.raises(CheckpointError, match=r"absent is not a directory") as raised:
+            read(tmp_path / "absent")
+        assert not isinstance(raised.value, DamagedCheckpointError)
+
+
+def test_what_the_machine_refuses_is_no_damage(path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="Too many open files") as raised:
+            read_manifest(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(raised.value, DamagedCheckpointError)
+
+
+@pytest.mark.pitfall(38)
+def test_another_models_tensors_are_no_damage(path: Path) -> None:
+    for tensors in (
+        {},
+        {**some_tensors(), "new": torch.ones(1)},
+        {**some_tensors(), "models.net.steps": torch.ones(2)},
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            load_tensors(path, tensors, world=Alone())
+        assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 def test_a_manifest_that_is_missing_empty_or_no_json_is_named(path: Path) -> None:
     manifest = path / "manifest.json"
     for content in (b"", b"{", b"[]", b"{}", b"\xff\xfe", manifest.read_bytes()[:-30]):
         manifest.write_bytes(content)
-        with pytest.raises(CheckpointError, match=re.escape(str(manifest))):
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(manifest))):
             read_manifest(path)
     manifest.unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
         read_manifest(path)
 
 
@@ -100,7 +164,7 @@ def test_any_character_of_a_manifest_that_is_changed_is_noticed(path: Path) -> N
         changed = bytearray(whole)
         changed[index] ^= 1
         manifest.write_bytes(changed)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DamagedCheckpointError):
             read_manifest(path)
 
 
@@ -108,11 +172,12 @@ def test_a_newer_schema_is_named_even_if_it_holds_unknown_types(path: Path) -> N
     manifest = path / "manifest.json"
     newer = {**json.loads(manifest.read_text()), "schema_version": SCHEMA_VERSION + 1, "novel": {"$novel": 1}}
     manifest.write_text(json.dumps(newer))
-    with pytest.raises(CheckpointError, match=rf"schema version {SCHEMA_VERSION + 1}.*Update dream_trainer"):
+    with pytest.raises(CheckpointError, match=rf"schema version {SCHEMA_VERSION + 1}.*Update dream_trainer") as raised:
         read_manifest(path)
+    assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 def test_a_directory_under_another_steps_name_is_named(path: Path) -> None:
     moved = path.rename(path.with_name("step_00000009"))
-    with pytest.raises(CheckpointError, match=r"is of step 2, which is not the directory's"):
+    with pytest.raises(DamagedCheckpointError, match=r"is of step 2, which is not the directory's"):
         read_manifest(moved)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,12 @@ from torch.optim import Optimizer
 from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensors, parameter_fqns, rank_buffers
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata, write_checkpoint
+from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.world import Alone, CheckpointWorld
 from dream_trainer.config.device import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
-from tests.checkpoint.states import DESCRIPTION, save, some_tensors
+from tests.checkpoint.states import save, some_tensors
 from tests.worlds import run_world
 
 Bits = dict[str, np.ndarray]
@@ -112,7 +115,7 @@ def outcome(function: Callable[[], Any]) -> str:
     try:
         function()
     except CheckpointError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return "ok"
 
 
@@ -127,14 +130,13 @@ def save_two(root: Path) -> dict[str, Any]:
     tensors, values = all_tensors(models, optimizers, world)
     buffers = rank_buffers(models, world=world)
     mean = models["net"].norm.running_mean
-    path = write_checkpoint(
+    path = save(
         root / "checkpoints",
         3,
         tensors=tensors,
         shared={"optimizers": values},
         rank_state={"position": world.rank + 10},
         rank_tensors=buffers,
-        manifest=DESCRIPTION,
         world=world,
     )
     report: dict[str, Any] = {"path": path, "bits": bits(tensors), "buffers": sorted(buffers), "mean": mean.tolist()}
@@ -158,7 +160,8 @@ def faults(root: Path, good: Path, world: World) -> dict[str, Any]:
     second = world.rank == 1
     told: dict[str, Any] = {}
     save(root, 1, world=world)
-    told["state"] = outcome(lambda: save(root, 2, rank_state={"x": object() if second else 1}, world=world))
+    meta = {"x": torch.zeros(1, device="meta" if second else "cpu")}
+    told["state"] = outcome(lambda: save(root, 2, rank_tensors=meta, world=world))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if second:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -288,17 +291,20 @@ def test_two_sharded_ranks_load_onto_four_and_onto_hsdp_and_damage_is_told_alike
     assert told == [told[0]] * 4
     assert told[0]["fsdp"] == told[0]["hsdp"] == "ok"
     for fault in (told[0]["verify"], told[0]["load"]):
+        assert fault.startswith("DamagedCheckpointError: ")
         assert f"{damaged / '__1_0.distcp'} is damaged" in fault
 
 
 def test_a_fault_on_one_rank_is_told_alike_on_all_and_leaves_nothing(saved: list[dict[str, Any]]) -> None:
     first, second = (report["faults"] for report in saved)
     assert {**first, "stage": None} == {**second, "stage": None}
-    assert "rank 1: TypeError: x: <class 'object'> cannot be kept" in first["state"]
+    assert first["state"].startswith("CheckpointError: Could not write the checkpoint of step 2")
+    assert "rank 1: NotImplementedError: Cannot copy out of meta tensor" in first["state"]
     assert "rank 1: OSError: [Errno 27] File too large" in first["shard"]
     assert "rank 1: OSError: [Errno 27] File too large" in first["rank file"]
     assert first["left"] == ["step_00000001"]
     assert first["later"] == "ok"
+    assert first["dtype"].startswith("CheckpointError: ")
     assert "rank 1: shapes or dtypes differ: models.net.steps" in first["dtype"]
 
 
@@ -314,6 +320,61 @@ def test_plain_state_of_a_sharded_parameter_that_differs_is_an_error_on_all_rank
     told = run_world(refuse_rank_state, 2)
     assert told[0] == told[1]
     assert "optimizers.critic.critic.weight.trust: plain tensors that differ from rank 0's" in told[0]
+
+
+# -- in a thread
+
+
+@dataclass
+class ThreadWorld:
+    """A world for a thread: a group of its own."""
+
+    rank: int
+    world_size: int
+    is_main: bool
+    cpu_group: dist.ProcessGroup
+
+    def all_gather_object(self, value: Any, /) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.cpu_group)
+        return gathered
+
+
+def save_in_a_thread(root: Path) -> dict[str, Any]:
+    """Ten saves in a thread, while this one trains by collectives and changes warning filters."""
+    world = open_world()
+    own = ThreadWorld(world.rank, world.world_size, world.is_main, dist.new_group(backend="gloo"))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    models, optimizers = build(0, mesh)
+    train(models, optimizers, world.rank)
+    found, _ = all_tensors(models, optimizers, world)
+    tensors = {name: value.detach().clone() for name, value in found.items() if isinstance(value, DTensor)}
+    expected = bits(tensors)
+    filters = list(warnings.filters)
+    with ThreadPoolExecutor(1) as thread:
+        saving = [thread.submit(save, root, step, tensors=tensors, world=own) for step in range(1, 11)]
+        rounds, done = 0, False
+        while not done:
+            train(models, optimizers, world.rank)
+            assert warnings.filters == filters
+            rounds += 1
+            done = all(world.all_gather_object(all(future.done() for future in saving)))
+        for future in saving:
+            future.result()
+    world.close()
+    return {"expected": expected, "rounds": rounds}
+
+
+@pytest.mark.pitfall(31)
+def test_saving_in_a_thread_leaves_the_training_thread_alone(tmp_path: Path) -> None:
+    report = run_world(save_in_a_thread, 2, tmp_path)[0]
+    assert [manifest.step for manifest in list_checkpoints(tmp_path)] == list(range(1, 11))
+    assert report["rounds"] > 1
+    for step in (1, 10):
+        path = verify_checkpoint(tmp_path / f"step_{step:08d}", world=Alone()).path
+        loaded = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensor_metadata(path).items()}
+        load_tensors(path, loaded, world=Alone())
+        assert_bits_equal(bits(loaded), report["expected"])
 
 
 # -- one rank is killed

@@ -24,7 +24,7 @@ from dream_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manife
 from dream_trainer.checkpoint.safe_dcp import parse_metadata
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.world import Alone
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 
 pytestmark = pytest.mark.pitfall(43)
@@ -95,7 +95,7 @@ def test_code_in_the_metadata_is_refused_by_name(path: Path, make: Callable[[Pat
     (path / ".metadata").write_bytes(make(trace))
     reseal(path)
     for read in (tensor_metadata, read_all):
-        with pytest.raises(CheckpointError, match=r"\.metadata asks for \S*mkdir"):
+        with pytest.raises(DamagedCheckpointError, match=r"\.metadata asks for \S*mkdir"):
             read(path)
     assert not trace.exists()
     pickle.loads(make(trace))
@@ -113,7 +113,7 @@ def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     shard.write_bytes(content.getvalue())
     reseal(path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(DamagedCheckpointError, match="cannot be read"):
         load_tensors(path, some_tensors(), world=Alone())
     assert not trace.exists()
     torch.load(shard, weights_only=False)
@@ -124,7 +124,7 @@ def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
 def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     dcp.save({"w": torch.ones(1), "x": Payload(trace)}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+    with pytest.raises(DamagedCheckpointError, match="BytesStorageMetadata"):
         parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path / "dcp" / ".metadata")
     assert not trace.exists()
 
@@ -135,7 +135,7 @@ def test_pickles_in_place_of_the_other_files_are_not_run(path: Path, name: str, 
     (path / name).write_bytes(pickle.dumps(Payload(trace)))
     if name != "manifest.json":
         reseal(path)
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+    with pytest.raises(DamagedCheckpointError, match=name.replace(".", r"\.")):
         read_all(path)
     assert not trace.exists()
 
@@ -145,7 +145,7 @@ def test_torch_archives_in_place_of_safetensors_are_not_run(path: Path, tmp_path
     torch.save({"c": Payload(trace)}, path / "rank_00000.safetensors")
     assert zipfile.is_zipfile(path / "rank_00000.safetensors")
     reseal(path)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(DamagedCheckpointError, match="no safetensors file"):
         read_rank(path, 0)
     assert not trace.exists()
 
@@ -155,7 +155,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(path: Path, name: str) -> N
     manifest = read_manifest(path)
     outside = {**manifest.files, name: FileEntry(size=1, xxh3="0")}
     (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=outside)))
-    with pytest.raises(CheckpointError, match="is not a file of its directory"):
+    with pytest.raises(DamagedCheckpointError, match="is not a file of its directory"):
         read_manifest(path)
 
 
@@ -165,7 +165,7 @@ def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
         location.relative_path = "../../outside"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
-    with pytest.raises(CheckpointError, match="has no file"):
+    with pytest.raises(DamagedCheckpointError, match="has no file"):
         load_tensors(path, some_tensors(), world=Alone())
 
 

@@ -85,3 +85,110 @@ def test_the_globals_of_dcp_metadata_are_those_that_a_save_of_tensors_refers_to(
         Recorder(file).load()
     assert asked - dcp_metadata_globals() == {("torch", "float32")}
     assert {name for _, name in dcp_metadata_globals() - asked} <= {"PosixPath"}
+
+
+def flight_recorder_environment(directory: Path, **set_by_user: str) -> dict[str, str]:
+    """The variables that begin with TORCH_ after the flight recorder was enabled."""
+    import os
+    from unittest import mock
+
+    from dream_trainer.distributed.torch_compat import enable_flight_recorder
+
+    with mock.patch.dict(os.environ, set_by_user):
+        for name in [name for name in os.environ if name.startswith("TORCH_") and name not in set_by_user]:
+            del os.environ[name]
+        enable_flight_recorder(directory)
+        return {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
+
+
+def test_the_flight_recorder_writes_where_it_is_told_unless_the_user_said_otherwise(tmp_path: Path) -> None:
+    found = flight_recorder_environment(tmp_path / "records")
+    assert found == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/records/rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    assert (tmp_path / "records").is_dir()
+    theirs = {
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/y_",
+        "TORCH_FR_BUFFER_SIZE": "9",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
+    assert flight_recorder_environment(tmp_path / "others", **theirs) == theirs
+    assert not (tmp_path / "others").exists()
+
+
+def test_this_torch_reads_the_names_that_the_flight_recorder_is_enabled_by() -> None:
+    import torch
+
+    directory = Path(torch.__file__).parent
+    library = (directory / "lib/libtorch_cpu.so").read_bytes()
+    header = (directory / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
+    assert b"TORCH_FR_BUFFER_SIZE" in library
+    assert b"TORCH_FR_DUMP_TEMP_FILE" in library
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in header
+
+
+def test_collectives_are_recorded() -> None:
+    import pickle
+
+    import torch.distributed as dist
+
+    from dream_trainer.distributed.torch_compat import recorded_collectives
+
+    assert recorded_collectives() is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.barrier()
+        records = recorded_collectives()
+        assert records is not None
+        assert "gloo:barrier" in {entry["profiling_name"] for entry in pickle.loads(records)["entries"]}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_lists_of_tensors_are_copied_and_interpolated_in_place() -> None:
+    import torch
+
+    from dream_trainer.distributed.torch_compat import foreach_copy_, foreach_lerp_, local_tensors
+
+    own, other = [torch.zeros(2), torch.zeros(3, 1)], [torch.ones(2), torch.full((3, 1), 2.0)]
+    foreach_lerp_(own, other, 0.25)
+    assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
+    # A weight on the device, where 0 leaves everything bit for bit.
+    foreach_lerp_(own, other, [torch.tensor(0.0)] * 2)
+    assert [tensor.mean().item() for tensor in own] == [0.25, 0.5]
+    foreach_lerp_(own, other, [torch.tensor(0.5)] * 2)
+    assert [tensor.mean().item() for tensor in own] == [0.625, 1.25]
+    foreach_copy_(own, other)
+    assert all(map(torch.equal, own, other))
+    assert all(tensor is local for tensor, local in zip(own, local_tensors(own), strict=True))
+
+
+def test_the_dimension_that_a_placement_cuts_is_told_of_strided_ones_too() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from dream_trainer.distributed.torch_compat import shard_dim
+
+    assert [shard_dim(placement) for placement in (Shard(0), Shard(2), _StridedShard(1, split_factor=2))] == [0, 2, 1]
+    assert shard_dim(Replicate()) is None
+    assert shard_dim(Partial()) is None
+
+
+def test_torch_load_reads_one_of_several_archives_in_a_file_through_a_window(tmp_path: Path) -> None:
+    import io
+
+    import torch
+
+    from dream_trainer.distributed.torch_compat import file_window
+
+    archives = []
+    for fill in range(3):
+        buffer = io.BytesIO()
+        torch.save(torch.full((fill + 1, 5), float(fill)), buffer)
+        archives.append(buffer.getvalue())
+    (tmp_path / "several").write_bytes(b"".join(archives))
+    with (tmp_path / "several").open("rb") as file:
+        window = file_window(file, len(archives[0]), len(archives[1]))
+        assert torch.equal(torch.load(window, weights_only=True), torch.ones(2, 5))

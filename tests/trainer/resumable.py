@@ -130,8 +130,8 @@ class Resumable(dt.DreamTrainer):
         self._ask_for_stop()
 
     def _ask_for_stop(self) -> None:
-        """Between two windows, where no event is: what is asked here is heard of in the window that follows."""
-        if self.stop_after is not None and self.global_step == self.stop_after - 1:
+        """Between two windows, where no event is: what is asked here is heard before the next window."""
+        if self.stop_after is not None and self.global_step == self.stop_after:
             self.request_stop("the test says so")
 
     def configure_models(self) -> None:

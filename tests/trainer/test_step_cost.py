@@ -21,8 +21,8 @@ from tests.worlds import run_world
 
 # Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
 FIRST, LAST = 11, 15
-# The pulse is eight numbers and the norm two; copies of so few are bookkeeping on the host, not data.
-FEW = 8
+# The pulse is eleven numbers and the norm two; copies of so few are bookkeeping on the host, not data.
+FEW = 11
 
 
 class Counts(TorchDispatchMode):

@@ -1,59 +1,41 @@
 """CheckpointMixin: when a checkpoint is saved, and from which one a run goes on.
 
 It acts between windows, on all ranks at the same step: after a window's validation, so that the checkpoint carries its
-metrics, and never inside a window. How a checkpoint lies on disk is dream_trainer.checkpoint's; what it holds of the
-trainer is in trainer/saved_state.py.
+metrics, and never inside a window. The state is copied to the host's memory, and a thread of each rank writes it while
+training goes on. How a checkpoint lies on disk is dream_trainer.checkpoint's; what it holds of the trainer is in
+trainer/saved_state.py; what is resumed, in trainer/resume.py.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from dream_trainer.checkpoint.files import set_newer_aside, step_directories
+import torch
+
+from dream_trainer.checkpoint.background import Background
+from dream_trainer.checkpoint.files import step_name
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
+from dream_trainer.checkpoint.retention import Retention, is_better, retire
 from dream_trainer.checkpoint.run_directory import claim, release
-from dream_trainer.checkpoint.world import on_all_ranks
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.config.checkpoint import CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.distributed.side_world import SideWorld
+from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.resume import leave_branch, load_initial_weights, resume
+
+__all__ = ["CheckpointConfigMixin", "CheckpointMixin", "CheckpointParameters"]
 
 logger = logging.getLogger("dream_trainer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointParameters:
-    """When to save, and what to resume.
-
-    Raises:
-        ConfigError: A value cannot work.
-    """
-
-    save_every_n_steps: int | None = None
-    """Optimizer steps between checkpoints; None does not count steps."""
-    save_every_n_epochs: int | None = 1
-    """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
-    save_at_end: bool = True
-    """Whether the last step is saved, also when a signal or a stop request ends the run."""
-    resume: int | str | None = "auto"
-    """"auto": the newest whole checkpoint of this run if there is one; a step; a checkpoint's path; None: start anew,
-    an error if the run directory has checkpoints already."""
-
-    def __post_init__(self) -> None:
-        for name, value in {
-            "save_every_n_steps": self.save_every_n_steps,
-            "save_every_n_epochs": self.save_every_n_epochs,
-        }.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} is not a positive integer. Use one, or None to turn it off.")
-        is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
-        if not (is_step or self.resume is None or isinstance(self.resume, str)):
-            raise ConfigError(
-                f'resume={self.resume!r} is not understood. Use "auto", a step, the path of a checkpoint, or None.'
-            )
 
 
 @dataclass(kw_only=True)
@@ -61,7 +43,7 @@ class CheckpointConfigMixin:
     """Config of CheckpointMixin."""
 
     checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
-    """When to save, and what to resume."""
+    """When to save, what to keep, and what to resume."""
 
 
 class CheckpointMixin(AbstractTrainer):
@@ -73,7 +55,27 @@ class CheckpointMixin(AbstractTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._last_metrics: dict[str, float] = {}
+        parameters: CheckpointParameters = config.checkpoint_parameters
+        self._retention = Retention(
+            keep_last=parameters.keep_last,
+            keep_every_n_steps=parameters.keep_every_n_steps,
+            keep_best=parameters.keep_best,
+            metric=parameters.best_metric,
+            mode=parameters.best_mode,
+        )
+        self._save_world: SideWorld | None = None
+        self._copies: HostCopies | None = None
+        self._writing: Background[Path] = Background("checkpoint writer")
+        self._warming: Background[None] = Background("checkpoint memory")
+        self._is_warm = False
+        self._copies_are_pending = False
+        self._ranks_writing = 0
+        self._last_save = time.monotonic()
+        # The step that was saved last, or is being, and whether that checkpoint says that a validation is owed.
+        self._saved: tuple[int, bool] | None = None
+        self._validation_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self._best_value: float | None = None
+        self._is_best = False
         self._has_claim = False
 
     @property
@@ -86,7 +88,7 @@ class CheckpointMixin(AbstractTrainer):
         return list_checkpoints(self.checkpoint_dir)
 
     def save_checkpoint(self) -> Path:
-        """Saves the run as it is now; between windows, called by every rank.
+        """Saves the run as it is now and waits until that is on the disk; between windows, called by every rank.
 
         Returns:
             The checkpoint's directory.
@@ -96,99 +98,97 @@ class CheckpointMixin(AbstractTrainer):
             NonFiniteError: A gradient norm was not finite and the policy says to raise.
         """
         self._refuse_inside_window("save_checkpoint")
-        self.settle()
-        path = saved_state.write(self, self.checkpoint_dir, self._last_metrics)
-        self._notify("on_save", path)
-        return path
+        self._finish_save("raise")
+        self._begin_save("raise")
+        self._finish_save("raise")
+        return self.checkpoint_dir / step_name(self.global_step)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Loads the checkpoint at `path` into this trainer; between windows, called by every rank.
 
         Launches and sets up on the first call. Newer checkpoints of this run are set aside (renamed, not deleted): the
-        run goes on from this one and will write those steps anew.
+        run goes on from this one and will write those steps anew. Every file's checksum is compared before anything is
+        loaded.
 
         Raises:
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
         self._start()
         self._refuse_inside_window("load_checkpoint")
+        self._finish_save("raise")
         self._load(verify_checkpoint(Path(path), world=self.world))
 
-    def _load(self, manifest: Manifest) -> None:
-        if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
-            self._set_newer_aside(manifest.step)
-        saved_state.restore(self, manifest)
-        self._last_metrics = dict(manifest.metrics)
-        self._say_what_changed(manifest)
-        self._notify("on_load", manifest.path)
+    def export(
+        self,
+        path: str | Path,
+        *,
+        model: str | None = None,
+        weights: str = "model",
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> list[Path]:
+        """Writes a model's weights as they are now in Hugging Face's layout; called by every rank.
 
-    # -- resume
+        One tensor at a time is gathered. `dream-trainer checkpoints export` does the same for a checkpoint on the disk,
+        without ranks or an accelerator.
+
+        Args:
+            path: Directory to write, or a `.safetensors`, `.pt` or `.pth` file.
+            model: Name of the model; may be left out where there is one.
+            weights: "model": its own; "ema", or "ema.<n>" with several: the averages of its n-th EMA callback.
+            dtype: Floating-point type to write; None leaves each as it is.
+            max_shard_size: Bytes per file, as a number or such as "5GB".
+            overwrite: Whether to replace what is there.
+
+        Returns:
+            The files written.
+
+        Raises:
+            CheckpointError: Rank 0 could not write; the same on every rank.
+        """
+        from dream_trainer.trainer.export import export
+
+        self._start()
+        self._refuse_inside_window("export")
+        return export(
+            self,
+            Path(path),
+            model,
+            weights=weights,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
+
+    # -- start and resume
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
+        self._save_world = SideWorld.beside(self.world)
+        if self.config.checkpoint_parameters.async_save:
+            self._copies = HostCopies(self.world.device)
         if not self.config.training_parameters.fast_dev_run:
             claim(self.run_dir, self.world)
             self._has_claim = True
 
-    def _close(self) -> None:
-        super()._close()  # first, since loggers write their last lines
-        if self._has_claim:
-            self._has_claim = False
-            release(self.run_dir)
-
     def _resume(self) -> None:
         super()._resume()
+        parameters = self.config.checkpoint_parameters
         if self.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self)
-        resume = self.config.checkpoint_parameters.resume
-        if resume == "auto":
-            self._resume_newest()
-        elif resume is None:
-            self._refuse_used_directory()
-        elif isinstance(resume, int):
-            self._load(verify_checkpoint(self._path_of_step(resume), world=self.world))
-        else:
-            self._load(verify_checkpoint(Path(resume), world=self.world))
+        if not resume(self.checkpoint_dir, parameters, self.world, self._load):
+            load_initial_weights(self.named_models(), parameters, self.world)
 
-    def _resume_newest(self) -> None:
-        """Loads the newest checkpoint that is whole, chosen by rank 0; says which damaged ones it passes over."""
-        candidates = [path for _, path in step_directories(self.checkpoint_dir)] if self.world.is_main else []
-        for path in reversed(self.world.broadcast_object(candidates)):
-            try:
-                manifest = verify_checkpoint(path, world=self.world)
-            except CheckpointError as error:
-                if self.world.is_main:
-                    logger.warning("passing over a damaged checkpoint: %s", error)
-                continue
-            self._load(manifest)
-            return
-
-    def _set_newer_aside(self, step: int) -> None:
-        """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now."""
-        found = on_all_ranks(
-            self.world,
-            "set newer checkpoints aside",
-            lambda: set_newer_aside(self.checkpoint_dir, step) if self.world.is_main else [],
-        )
-        if found:
-            logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
-
-    def _refuse_used_directory(self) -> None:
-        found = self.world.broadcast_object(len(step_directories(self.checkpoint_dir)) if self.world.is_main else 0)
-        if found:
-            raise ConfigError(
-                f"resume=None starts anew, but {self.checkpoint_dir} holds {found} checkpoints of an earlier run. "
-                'Use another experiment name, resume="auto", or move them away.'
-            )
-
-    def _path_of_step(self, step: int) -> Path:
-        found = {manifest.step: manifest.path for manifest in self.checkpoints()}
-        if step not in found:
-            raise CheckpointError(
-                f"{self.checkpoint_dir} has no whole checkpoint of step {step}. There are {sorted(found)}."
-            )
-        return found[step]
+    def _load(self, manifest: Manifest) -> None:
+        saved_state.restore(self, manifest)
+        if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
+            leave_branch(self.checkpoint_dir, manifest.step, self.world)
+            self._saved = manifest.step, self.progress.owed is not None
+        self._validation_metrics = manifest.step, dict(manifest.metrics)
+        self._say_what_changed(manifest)
+        self._notify("on_load", manifest.path)
 
     def _say_what_changed(self, manifest: Manifest) -> None:
         if not self.world.is_main:
@@ -202,11 +202,22 @@ class CheckpointMixin(AbstractTrainer):
                 "; ".join(changed),
             )
 
-    # -- save
+    # -- when
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        self._last_metrics = dict(metrics)
+        parameters = self.config.checkpoint_parameters
+        self._validation_metrics = self.global_step, dict(metrics)
+        value = metrics.get(parameters.best_metric or "")
+        if is_better(value, self._best_value, parameters.best_mode):
+            self._best_value, self._is_best = value, parameters.save_on_best
+
+    def _window_finished(self, *, is_last: bool) -> None:
+        super()._window_finished(is_last=is_last)
+        # After the first step, since optimizers make their state in it.
+        if self._copies is not None and not self._is_warm and self.config.checkpoint_parameters.saves:
+            self._is_warm = True
+            self._warming.start(saved_state.warm(self, self._copies))
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         super()._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
@@ -214,11 +225,125 @@ class CheckpointMixin(AbstractTrainer):
         if self.config.training_parameters.fast_dev_run:
             return
         every, epochs = parameters.save_every_n_steps, parameters.save_every_n_epochs
-        due = (
-            requested
-            or (is_last and parameters.save_at_end)
-            or (every is not None and stepped and self.global_step % every == 0)
-            or (epoch_ended and epochs is not None and self.current_epoch % epochs == 0)
+        must = requested or self._is_best or (is_last and parameters.save_at_end)
+        due = (every is not None and stepped and self.global_step % every == 0) or (
+            epoch_ended and epochs is not None and self.current_epoch % epochs == 0
         )
-        if due:
-            self.save_checkpoint()
+        self._is_best = False
+        if must or (due and not self._skips()):
+            self._finish_save(parameters.on_save_error)
+            self._begin_save(parameters.on_save_error)
+        if is_last:
+            # With nothing left to go on with, a state that is not on the disk is lost.
+            self._finish_save("raise")
+            self._warming.collect()
+
+    def _skips(self) -> bool:
+        """Whether the last save still runs on some rank, and this one is left out: the same on all ranks."""
+        skips = self._ranks_writing > 0 and self.config.checkpoint_parameters.when_busy == "skip"
+        if skips and self.world.is_main:
+            logger.info("step %d is not saved: the last checkpoint is still being written", self.global_step)
+        return skips
+
+    def _saving_flags(self) -> tuple[bool, bool, bool]:
+        due, saving, failed = super()._saving_flags()
+        minutes = self.config.checkpoint_parameters.save_every_n_minutes
+        due |= minutes is not None and self.world.is_main and time.monotonic() - self._last_save >= 60 * minutes
+        return due, saving or self._writing.is_busy, failed or self._writing.has_failed
+
+    def _saving_heard(self, saving: int, failed: int) -> None:
+        super()._saving_heard(saving, failed)
+        self._ranks_writing = saving
+        if failed or not saving:
+            self._finish_save(self.config.checkpoint_parameters.on_save_error)
+
+    def _save_after_exception(self) -> None:
+        super()._save_after_exception()
+        is_whole = not (self._accumulation.is_open and self._accumulation.stepped)
+        if self.config.training_parameters.fast_dev_run or not is_whole or self.global_step == 0:
+            return
+        try:
+            self._finish_save("warn")
+            self._begin_save("warn")
+            self._finish_save("warn")
+        except Exception as error:
+            logger.warning("step %d could not be saved: %s", self.global_step, error)
+
+    # -- how
+
+    def _begin_save(self, on_error: Literal["raise", "warn"]) -> None:
+        """Takes a snapshot, and writes it or begins to; no save may be running."""
+        assert self._save_world is not None  # made with everything else that a run needs
+        self._warming.collect()
+        self.settle()
+        self._last_save = time.monotonic()
+        step, owes = self.global_step, self.progress.owed is not None
+        if self._saved in ((step, False), (step, owes)):
+            return
+        replace = self._saved == (step, True)
+        try:
+            validated_at, metrics = self._validation_metrics
+            snapshot = saved_state.snapshot(self, metrics if validated_at == step else {}, self._copies)
+        except CheckpointError as error:
+            self._save_failed(error, on_error)
+            return
+        self._saved = step, owes
+        self._copies_are_pending = self._copies is not None
+        self._writing.start(partial(self._write_snapshot, snapshot, self._save_world, replace=replace))
+        if self._copies is None:
+            self._finish_save(on_error)
+
+    def _write_snapshot(self, snapshot: Snapshot, world: SideWorld, *, replace: bool) -> Path:
+        """In a thread: writes the checkpoint, then removes those that are no longer kept."""
+        if self._copies is not None:
+            self._copies.wait()
+        path = write_checkpoint(self.checkpoint_dir, snapshot, world=world, replace=replace)
+        if world.is_main and not self._retention.keeps_all:
+            try:
+                retire(self.checkpoint_dir, self._retention)
+            except OSError as error:  # the new one is whole, and a later save tries again
+                logger.warning("old checkpoints could not be removed: %s", error)
+        return path
+
+    def _finish_save(self, on_error: Literal["raise", "warn"]) -> None:
+        """Waits for the save that is running, if there is one, and tells of it; on all ranks at the same step."""
+        if self._writing.is_collected:
+            return
+        try:
+            path = self._writing.collect()
+        except CheckpointError as error:
+            self._save_failed(error, on_error)
+        else:
+            self._notify("on_save", path)
+
+    def _save_failed(self, error: CheckpointError, on_error: Literal["raise", "warn"]) -> None:
+        self._saved = None
+        if on_error == "raise":
+            raise error
+        if self.world.is_main:
+            logger.error("a checkpoint could not be saved; training goes on: %s", error)
+
+    def _before_update(self) -> None:
+        super()._before_update()
+        if self._copies_are_pending and self._copies is not None:
+            self._copies_are_pending = False
+            self._copies.wait_before_update()
+
+    def _close(self) -> None:
+        try:
+            self._warming.collect()
+            self._finish_save("raise")
+        finally:
+            super()._close()  # before the directory is released, since loggers write their last lines
+            if self._has_claim:
+                self._has_claim = False
+                release(self.run_dir)
+
+    # -- state
+
+    def _mixin_state(self) -> dict[str, Any]:
+        return super()._mixin_state() | {"checkpoint": {"best_value": self._best_value}}
+
+    def _load_mixin_state(self, state: dict[str, Any]) -> None:
+        super()._load_mixin_state(state)
+        self._best_value = state.get("checkpoint", {}).get("best_value")

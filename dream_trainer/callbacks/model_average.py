@@ -1,0 +1,113 @@
+"""ModelAverage: the average of one model's weights, each rank's part of it, moved in place without waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.distributed.torch_compat import foreach_copy_, foreach_lerp_, local_tensors
+
+
+class ModelAverage:
+    """The averages of one model, and what has happened to them.
+
+    Args:
+        parameters: By name; DTensors where they are sharded.
+
+    Attributes:
+        averages: By the same names, sharded alike.
+        locals: This rank's part of them.
+        has_stepped: Whether the model has changed since the averages last moved.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.averages = {name: torch.empty_like(p.detach(), dtype=_wide(p.dtype)) for name, p in parameters.items()}
+        self.locals = local_tensors(list(self.averages.values()))
+        self.has_stepped = False
+        self._updates = 0
+        # Where only the device knows whether a step was left out: the flag of the step, and how many there were.
+        self._skipped: Tensor | None = None
+        self._n_skipped: Tensor | None = None
+
+    def count(self) -> int:
+        """Updates so far. Waits for the device if it may have left some out."""
+        return self._updates - (0 if self._n_skipped is None else int(self._n_skipped))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """The averages are the weights of now."""
+        self.resume(updates=0)
+        foreach_copy_(self.locals, self._weights())
+
+    def resume(self, updates: int) -> None:
+        """The averages have been loaded, after so many updates."""
+        self._updates, self._n_skipped, self.has_stepped = updates, None, False
+
+    def note_step(self, skipped: Tensor | None) -> None:
+        """The model has stepped, unless `skipped` is nonzero; it counts if any step since the last update was taken."""
+        if not self.has_stepped:
+            self.has_stepped = True
+            self._skipped = None if skipped is None else skipped.clone()
+        elif self._skipped is not None:
+            self._skipped = None if skipped is None else self._skipped * skipped
+
+    @torch.no_grad()
+    def update(self, decay: float, *, warm_up: bool) -> None:
+        """Moves the averages towards the weights."""
+        share: float | Tensor
+        if self._skipped is None and self._n_skipped is None:
+            share = 1.0 - (min(decay, (1 + self._updates) / (10 + self._updates)) if warm_up else decay)
+        else:
+            share = self._share_on_device(decay, warm_up)
+        self._updates += 1
+        _move_towards(self.locals, self._weights(), share)
+
+    def _share_on_device(self, decay: float, warm_up: bool) -> Tensor:
+        """What `update` moves by, or 0 if the device left the step out; never read on the host."""
+        device = self.locals[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        if self._n_skipped is None:
+            self._n_skipped = torch.zeros((), dtype=dtype, device=device)
+        n = self._updates - self._n_skipped
+        keep = ((n + 1) / (n + 10)).clamp_(max=decay) if warm_up else torch.full_like(n, decay)
+        if self._skipped is None:
+            return 1.0 - keep
+        was_skipped = (self._skipped != 0).to(dtype)
+        self._n_skipped += was_skipped
+        return (1.0 - keep) * (1.0 - was_skipped)
+
+    def clone_weights(self) -> list[Tensor]:
+        """A copy of this rank's part of the weights."""
+        return [weight.detach().clone() for weight in self._weights()]
+
+    @torch.no_grad()
+    def set_weights(self, values: list[Tensor]) -> None:
+        """Writes this rank's part of the weights, in place."""
+        foreach_copy_(self._weights(), values)
+
+    def _weights(self) -> list[Tensor]:
+        # Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
+        return local_tensors(list(self._parameters.values()))
+
+
+def _move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
+    """`average += share * (weight - average)`, in place."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for average, weight in zip(averages, weights, strict=True):
+        if average.dtype == weight.dtype:
+            own_averages, own_weights = alike.setdefault(average.dtype, ([], []))
+            own_averages.append(average)
+            own_weights.append(weight)
+        else:  # one at a time, so that only one is ever held in both widths
+            average.lerp_(weight.to(average.dtype), share.to(average.dtype) if isinstance(share, Tensor) else share)
+    for dtype, (own_averages, own_weights) in alike.items():
+        if isinstance(share, Tensor):
+            foreach_lerp_(own_averages, own_weights, [share.to(dtype)] * len(own_averages))
+        else:
+            foreach_lerp_(own_averages, own_weights, share)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype

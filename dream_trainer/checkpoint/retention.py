@@ -1,0 +1,138 @@
+"""Retention: which checkpoints of a run stay once a newer one is on the disk.
+
+Only valid checkpoints count and only valid ones are removed; a damaged or unfinished directory is evidence and stays.
+The newest is always kept, and so are the best of those that a policy lets go, whichever of them is resumed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from dream_trainer.checkpoint import files
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.errors import ConfigError
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints to keep, beside the newest: those that any of the rules names. Without a rule, all of them.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    keep_last: int | None = None
+    """Number of newest checkpoints to keep."""
+    keep_every_n_steps: int | None = None
+    """Steps divisible by this are kept for ever."""
+    keep_best: int | None = None
+    """Number of best checkpoints by `metric` to keep."""
+    metric: str | None = None
+    """Name of a validation metric, such as "val/loss"; checkpoints without it, or with NaN, are never best."""
+    mode: Mode = "min"
+    """Whether the smallest or the largest value is best."""
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "keep_last": self.keep_last,
+            "keep_every_n_steps": self.keep_every_n_steps,
+            "keep_best": self.keep_best,
+        }.items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r} is not a positive integer. Use one, or None to leave the rule out."
+                )
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f'mode={self.mode!r} is not understood. Use "min" or "max".')
+        if self.keep_best is not None and not self.metric:
+            raise ConfigError(f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".')
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever removed."""
+        return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
+
+
+def is_better(value: Any, best: float | None, mode: Mode) -> bool:
+    """Whether a metric's value beats the best so far; equal ones do not.
+
+    Args:
+        value: A number. None and NaN are no values, and never better; 0.0, negative and infinite ones are.
+        best: None if there is none yet.
+        mode: "min" or "max".
+    """
+    if not _is_value(value):
+        return False
+    if not _is_value(best):
+        return True
+    return bool(value < best if mode == "min" else value > best)
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> Manifest | None:
+    """The checkpoint whose `metric` is best; of equal ones that of the earlier step. None if none has a value."""
+    best = _by_merit(manifests, metric, mode)
+    return best[0] if best else None
+
+
+def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Manifest]:
+    """Those that have a value of `metric`, the best first."""
+    sign = 1 if mode == "min" else -1
+    valued = [manifest for manifest in manifests if _is_value(manifest.metrics.get(metric))]
+    return sorted(valued, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))
+
+
+def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
+    """Steps of the checkpoints that stay.
+
+    Args:
+        manifests: The valid checkpoints of a run, in any order.
+        retention: The policy.
+    """
+    ordered = sorted(manifests, key=lambda manifest: manifest.step)
+    steps = [manifest.step for manifest in ordered]
+    if retention.keeps_all:
+        return set(steps)
+    stay = set(steps[-(retention.keep_last or 1) :])
+    if retention.keep_every_n_steps is not None:
+        stay |= {step for step in steps if step % retention.keep_every_n_steps == 0}
+    if retention.keep_best is not None and retention.metric is not None:
+        best = _by_merit(ordered, retention.metric, retention.mode)
+        stay |= {manifest.step for manifest in best[: retention.keep_best]}
+    return stay
+
+
+def retire(root: Path, retention: Retention) -> list[Path]:
+    """Removes the checkpoints under `root` that the policy lets go, the oldest first.
+
+    One rank calls it, after the new checkpoint is published. It may be killed at any point: each directory disappears
+    from the list in one step, and the next call goes on.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        retention: The policy.
+
+    Returns:
+        The paths that were removed.
+
+    Raises:
+        OSError: The file system refused; what was not yet removed is as it was.
+    """
+    if retention.keeps_all:
+        return []
+    manifests = list_checkpoints(Path(root))
+    stay = kept(manifests, retention)
+    removed = [manifest.path for manifest in manifests if manifest.step not in stay]
+    for path in removed:
+        files.discard(path)
+    return removed

@@ -1,0 +1,108 @@
+"""Writing a safetensors file one tensor at a time, so that memory holds the largest tensor and not the model.
+
+`safetensors.torch.save_file` wants all tensors at once. The format itself does not: the header follows from names,
+shapes and dtypes, and the bytes come after it in order.
+
+    8 bytes          length of the header, little-endian
+    header           JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+    tensors          row-major bytes, without gaps; offsets count from the header's end
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls each dtype that it can hold."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor takes in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def file_order(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors as a file holds them: wide dtypes first, so that each begins at a multiple of its item size.
+
+    Readers that map the file need that; the format leaves no gaps that could align them.
+    """
+    return dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
+    """Writes a new safetensors file and waits until the disk has it.
+
+    Args:
+        path: A file that does not exist yet.
+        specs: The tensors by name, in the order of `file_order`.
+        read: Gives a tensor of the spec's shape, on any device; called once for each name, in order. It is cast to the
+            spec's dtype.
+
+    Raises:
+        ValueError: The format has no such dtype, or `read` gave another shape.
+        OSError: The file exists, or cannot be written.
+    """
+    header = _header(specs)
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for name, spec in specs.items():
+            file.write(_content(name, read(name), spec))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks a file for
+    begin = 0
+    for name, spec in specs.items():
+        if spec.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {spec.dtype}, which safetensors cannot hold. Convert it, or export to .pt.")
+        end = begin + spec.nbytes
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _content(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview | bytes:
+    if tensor.shape != spec.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} where {spec.shape} was announced.")
+    values = tensor.detach().to(device="cpu", dtype=spec.dtype).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # Through uint8: numpy has no bfloat16 and no float8. An empty tensor has no bytes to view.
+    return values.view(torch.uint8).numpy().data if values.numel() else b""

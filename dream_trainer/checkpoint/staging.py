@@ -1,0 +1,83 @@
+"""Host copies of a snapshot's tensors, so that training goes on while the snapshot is written.
+
+Asynchronous checkpointing in two phases, as PyTorch's `async_save` has it: a short copy off the device, and a long
+write that nobody waits for. The memory is allocated once, pinned where there is an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from dream_trainer.distributed.torch_compat import local_tensor, with_local
+
+_WITH_STREAMS = ("cuda", "xpu")
+
+
+class HostCopies:
+    """Memory of the host that every save reuses. One snapshot at a time.
+
+    Args:
+        device: Where this rank computes. On the CPU the copies are made at once; elsewhere on a stream of their own,
+            beside the next forward and backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+        self._stream = torch.Stream(device) if device.type in _WITH_STREAMS else None
+        self._copied: torch.Event | None = None
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates memory for tensors of these shapes, so that the first save costs no more than later ones."""
+        for name, tensor in tensors.items():
+            self._memory_for(name, local_tensor(tensor)).zero_()
+
+    def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
+        """Copies this rank's part of `tensors`, and returns the copies with the same layout.
+
+        Until `wait_before_update` nothing may change the originals, those in `at_once` excepted.
+
+        Args:
+            tensors: Plain ones and DTensors, on any device.
+            at_once: Names of those that a forward may change, such as the statistics of batch norm: they are copied in
+                order with the device's other work.
+        """
+        later = [name for name, tensor in tensors.items() if tensor.device == self._device and name not in at_once]
+        copies: dict[str, Tensor] = {}
+        for name in tensors if self._stream is None else tensors.keys() - later:
+            copies[name] = self._copy(name, tensors[name], non_blocking=self._stream is not None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
+                for name in later:
+                    copies[name] = self._copy(name, tensors[name], non_blocking=True)
+                self._copied = self._stream.record_event()
+        return copies
+
+    def wait_before_update(self) -> None:
+        """Makes the device's later work wait for the copies; the host does not wait."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Waits until the copies hold what they shall; in the writing thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, name: str, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+        local = local_tensor(tensor)
+        copy = self._memory_for(name, local)
+        copy.copy_(local, non_blocking=non_blocking)
+        return with_local(tensor, copy)
+
+    def _memory_for(self, name: str, local: Tensor) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.shape != local.shape or memory.dtype != local.dtype:
+            memory = torch.empty(
+                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.device.type in _WITH_STREAMS
+            )
+            self._memory[name] = memory
+        return memory

@@ -1,0 +1,63 @@
+"""The command `dream-trainer`: what one does with a run without training.
+
+A group of commands is a dataclass whose `command` is one of several dataclasses with a `run()`; tyro makes the parser
+and the help texts from their fields. `run()` imports what it needs, so that `--help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dream_trainer.cli.checkpoints import Checkpoints
+from dream_trainer.errors import ConfigError, DreamTrainerError
+
+GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints}
+DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: The arguments; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code: 0; 1 if the command failed, with one line on stderr, or found damage; 2 if the arguments are
+        wrong.
+    """
+    try:
+        code: int = _parse(argv).command.run()
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # tyro's: after --help, or wrong arguments
+        return end.code if isinstance(end.code, int) else 2
+    except ConfigError as error:
+        return _failed(error, code=2)
+    except BrokenPipeError:
+        # `... | head`: nobody reads on, and the interpreter would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (DreamTrainerError, OSError) as error:
+        return _failed(error, code=1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> Any:
+    import tyro
+
+    return tyro.extras.subcommand_cli_from_dict(
+        GROUPS,
+        prog="dream-trainer",
+        description=DESCRIPTION,
+        args=argv,
+        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
+    )
+
+
+def _failed(error: Exception, *, code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return code

@@ -1,0 +1,103 @@
+"""`checkpoints prune`: retention by hand, on a run that no job is writing to."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.files import discard
+from dream_trainer.checkpoint.retention import Retention, kept
+from dream_trainer.checkpoint.run_directory import LOCK_NAME
+from dream_trainer.cli.output import metrics_cell, print_json
+from dream_trainer.cli.runs import Entry, checkpoints_root, entries
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.loggers.formatting import format_bytes
+
+
+def prune(run: Path, retention: Retention, *, damaged: bool, aside: bool, dry_run: bool, as_json: bool) -> int:
+    """Removes what no rule keeps; returns the exit code.
+
+    Args:
+        run: The run's directory or its `checkpoints` directory.
+        retention: Which whole checkpoints stay.
+        damaged: Whether damaged and unfinished ones go too.
+        aside: Whether those go too that were set aside.
+        dry_run: Remove nothing.
+        as_json: Print JSON.
+
+    Raises:
+        ConfigError: Nothing was asked for.
+        CheckpointError: A live job has the run.
+    """
+    if retention.keeps_all and not damaged and not aside:
+        raise ConfigError(
+            "no rule was given. Use --keep-last, --keep-every-n-steps, --keep-best, --damaged or --aside."
+        )
+    root = checkpoints_root(run)
+    with nullcontext() if dry_run else _claimed(root):
+        found = entries(root)
+        going = _chosen(found, retention, damaged=damaged, aside=aside)
+        sizes = [entry.size for entry in going]
+        for entry in [] if dry_run else going:
+            discard(entry.path)
+    left = [entry for entry in found if entry not in going and entry.state != "whole"]
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "removed": [entry.path for entry in going],
+                "kept": [entry.path for entry in found if entry.state == "whole" and entry not in going],
+                "left_alone": [{"path": entry.path, "state": entry.state} for entry in left],
+                "freed_bytes": sum(sizes),
+            }
+        )
+        return 0
+    _print(root, found, going, left, sizes, dry_run=dry_run)
+    return 0
+
+
+@contextmanager
+def _claimed(root: Path) -> Iterator[None]:
+    """Holds the run's lock, so that no job starts meanwhile; a directory without one has no job."""
+    run_dir = root.resolve().parent
+    if not (run_dir / LOCK_NAME).exists():
+        yield
+        return
+    with (run_dir / LOCK_NAME).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"a live job writes to {run_dir}. Stop it first, or let its own retention remove checkpoints."
+            ) from None
+        yield
+
+
+def _chosen(found: list[Entry], retention: Retention, *, damaged: bool, aside: bool) -> list[Entry]:
+    stay = kept([entry.manifest for entry in found if entry.state == "whole" and entry.manifest], retention)
+    asked = {"damaged": damaged, "unfinished": damaged, "aside": aside}
+    return [
+        entry
+        for entry in found
+        if (entry.step not in stay if entry.state == "whole" else asked.get(entry.state, False))
+    ]
+
+
+def _print(
+    root: Path, found: list[Entry], going: list[Entry], left: list[Entry], sizes: list[int], *, dry_run: bool
+) -> None:
+    verb = "would remove" if dry_run else "removed"
+    if going:
+        rows = [
+            [entry.path.name, entry.state, metrics_cell(entry.manifest.metrics) if entry.manifest else "-", size]
+            for entry, size in zip(going, map(format_bytes, sizes), strict=True)
+        ]
+        print_table(f"{verb} from {root}", ["name", "state", "metrics", "size"], rows)
+    whole = [str(entry.step) for entry in found if entry.state == "whole" and entry not in going]
+    print(f"{verb} {len(going)} ({format_bytes(sum(sizes))}); kept steps: {', '.join(whole) or 'none'}")
+    for entry in left:
+        option = {"damaged": "--damaged", "unfinished": "--damaged", "aside": "--aside"}.get(entry.state)
+        print(f"left alone: {entry.path.name} ({entry.state})" + (f"; {option} removes it" if option else ""))

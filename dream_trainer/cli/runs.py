@@ -1,0 +1,119 @@
+"""Finding what a path on the command line means: a run, or one of its checkpoints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dream_trainer.checkpoint.files import named_step, step_directories
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
+
+# What files.py names so: being written or left by a killed job, set aside for a replacement, set aside for good.
+_HIDDEN: dict[State, re.Pattern[str]] = {
+    "unfinished": re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+"),
+    "replaced": re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+"),
+    "aside": re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One directory among a run's checkpoints."""
+
+    path: Path
+    step: int
+    state: State
+    """"unreadable" may well be whole: of a newer schema, or closed to this user. "unfinished" is being written, or was
+    left by a killed job. "replaced" is kept until another of its step is whole; the next save sees to it. "aside" is of
+    a branch that the run left when it went on from an older one."""
+    fault: str | None = None
+    """What is wrong with it."""
+    manifest: Manifest | None = None
+    """Where it can be read."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return directory_size(self.path)
+
+
+def directory_size(path: Path) -> int:
+    """Bytes of the files in a directory."""
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def entries(root: Path) -> list[Entry]:
+    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
+    found = [_visible(step, path) for step, path in step_directories(root)]
+    for path in root.iterdir():
+        for state, pattern in _HIDDEN.items():
+            if (match := pattern.fullmatch(path.name)) and path.is_dir():
+                found.append(_hidden(int(match[1]), path, state))
+    return sorted(found, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
+
+
+def _visible(step: int, path: Path) -> Entry:
+    try:
+        return Entry(path=path, step=step, state="whole", manifest=read_manifest(path))
+    except DamagedCheckpointError as error:
+        return Entry(path=path, step=step, state="damaged", fault=str(error))
+    except CheckpointError as error:
+        return Entry(path=path, step=step, state="unreadable", fault=str(error))
+
+
+def _hidden(step: int, path: Path, state: State) -> Entry:
+    try:
+        return Entry(path=path, step=step, state=state, manifest=read_manifest(path))
+    except CheckpointError as error:
+        return Entry(path=path, step=step, state=state, fault=None if state == "unfinished" else str(error))
+
+
+def checkpoints_root(path: Path) -> Path:
+    """The directory of a run's checkpoints.
+
+    Args:
+        path: The run's directory or that directory itself.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory. Give a run's directory.")
+    if is_checkpoint(path):
+        raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints"
+    if path.name == "checkpoints" or step_directories(path):
+        return path
+    raise CheckpointError(f"{path} has no checkpoints. Give a run's directory, such as runs/project/group/experiment.")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is, or is named as, a checkpoint."""
+    return path.is_dir() and (named_step(path) is not None or (path / MANIFEST_NAME).exists())
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one.
+
+    Raises:
+        ConfigError: `step` was given with a path that is a checkpoint already.
+        CheckpointError: There is none.
+    """
+    if is_checkpoint(path):
+        if step is not None:
+            raise ConfigError(f"--step {step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
+        return path
+    root = checkpoints_root(path)
+    found = {manifest.step: manifest.path for manifest in list_checkpoints(root)}
+    if step is None and found:
+        return found[max(found)]
+    if step not in found:
+        asked = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
+        raise CheckpointError(f"{root} has {asked}. There are steps {sorted(found)}.")
+    return found[step]

@@ -1,0 +1,92 @@
+"""Relay: a signal that one rank got reaches a rank that waits for data.
+
+The others may be held in a collective by the waiting rank, where Python runs no handler. So a thread of each rank hears
+of the signal at once (`signal.set_wakeup_fd`) and writes it into the process group's store; a rank that has been
+waiting for a while looks there, and sends itself what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dream_trainer.distributed.signals import STOPPING, Signals
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOK_SECONDS = 0.5
+"""A wait for data that is longer looks into the store, each time this long has passed."""
+
+_RELAYED = (*STOPPING, signal.SIGUSR1)
+_CLOSE = 0  # no signal has this number
+
+
+@contextmanager
+def relayed(signals: Signals, store: dist.Store | None) -> Iterator[None]:
+    """Relays signals between the ranks inside.
+
+    Args:
+        signals: This rank's, handled at the moment.
+        store: A connection of its own to the process group's store; None at world size 1, where nothing is relayed.
+    """
+    if store is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_relay, args=(signals, store, reader), name="signal relay", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, bytes([_CLOSE]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _relay(signals: Signals, store: dist.Store, reader: int) -> None:
+    counts: dict[int, int] = {}
+    own: set[int] = set()
+    while True:
+        ready, _, _ = select.select([reader], [], [], LOOK_SECONDS)
+        try:
+            if ready:
+                numbers = set(os.read(reader, 64))
+                if _CLOSE in numbers:
+                    return
+                for number in numbers & {*_RELAYED} - own:
+                    counts[number] = store.add(_key(number), 1)
+                own -= numbers
+            elif signals.waits_for() > LOOK_SECONDS:
+                for number in _new(store, counts):
+                    own.add(number)  # it comes back through the pipe, and is no news
+                    os.kill(os.getpid(), number)
+            elif signals.save_is_known:
+                signals.save_is_known = False
+                _new(store, counts)
+        except RuntimeError:  # the store is gone, and with it the job
+            return
+
+
+def _new(store: dist.Store, counts: dict[int, int]) -> list[signal.Signals]:
+    """Signals that some rank got since this was last asked."""
+    found = []
+    for number in _RELAYED:
+        count = store.add(_key(number), 0)
+        if count > counts.get(number, 0):
+            counts[number] = count
+            found.append(number)
+    return found
+
+
+def _key(number: int) -> str:
+    return f"signal/{number}"

@@ -1,0 +1,249 @@
+"""Watchdog: when training stands still, every rank writes where its threads are, and the job ends with an error.
+
+A thread of each rank reads, once a second, a line that says where training is. As long as the line changes, all is
+well, and the step path pays nothing for being watched. When it has not changed for the limit:
+
+    write this rank's stacks -> tell the other ranks, through the store -> they write theirs -> all exit with status 1
+
+A main thread stuck in native code that holds Python's lock stops this thread as well; `faulthandler`, whose timer is
+native, is armed anew at every look and then writes the stacks and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
+
+from dream_trainer.distributed.failure import first_to_fail, tell_failure
+from dream_trainer.distributed.torch_compat import recorded_collectives
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOK_SECONDS = 1.0
+"""How often a rank looks whether it moves."""
+ASK_SECONDS = 3.0
+"""How often it asks the store whether another rank stands still."""
+GATHER_SECONDS = 10.0
+"""How long ranks wait for one another's stacks; longer than it takes all to ask."""
+GRACE_SECONDS = 20.0
+"""How much later than the limit the backstop acts: after the orderly end, before torchrun kills what is left (30 s)."""
+
+
+class Watchdog:
+    """Ends the job with every rank's stacks when this rank makes no progress. A context: it watches inside of `with`.
+
+    Only one can watch in a process, since `faulthandler` has one timer; a `dump_traceback_later` of the user's own is
+    replaced.
+
+    Args:
+        where: Says where training is, such as `"step 12, batch 3"`; text that stays the same means standing still.
+            Called from another thread, so it reads counters and touches no device.
+        limit_seconds: How long standing still is borne at the moment of the call.
+        patient_limit_seconds: How long it is borne inside of `patient()`.
+        directory: Where stacks are written, `rank_00000.txt` and so on; made when there are some.
+        rank: This rank.
+        world_size: Number of ranks.
+        store: A connection of its own to the job's store, under this attempt's prefix; None at world size 1.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], str],
+        limit_seconds: Callable[[], float],
+        *,
+        patient_limit_seconds: float,
+        directory: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        store: dist.Store | None = None,
+    ) -> None:
+        self._where = where
+        self._limit_seconds = limit_seconds
+        self._patient_limit_seconds = patient_limit_seconds
+        self._path = directory.absolute() / f"rank_{rank:05d}.txt"
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._patient_depth = self._patience_changes = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        self._closing.clear()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops watching. Safe to call twice; never waits long, since it is called on the way out of a failure too."""
+        if self._thread is None:
+            return
+        self._closing.set()
+        self._thread.join(timeout=5)
+        faulthandler.cancel_dump_traceback_later()
+        self._thread = None
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Bears standing still for `patient_limit_seconds` inside: for a save, or another long phase without batches.
+
+        Has no effect while nothing is watched. The clock starts anew at its ends.
+        """
+        self._patient_depth += 1
+        self._patience_changes += 1
+        try:
+            yield
+        finally:
+            self._patient_depth -= 1
+            self._patience_changes += 1
+
+    # -- the thread
+
+    def _watch(self) -> None:
+        if self._store is not None:
+            self._store.set_timeout(timedelta(seconds=GATHER_SECONDS))
+        with self._backstop_file() as file:
+            try:
+                self._look_until_closed(file)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _look_until_closed(self, file: IO[str]) -> None:
+        seen, since, asked = None, 0.0, time.monotonic()
+        while not self._closing.is_set():
+            now, where = time.monotonic(), self._where()
+            limit = self._patient_limit_seconds if self._patient_depth else self._limit_seconds()
+            if (where, self._patience_changes) != seen:
+                seen, since = (where, self._patience_changes), now
+            left = max(since + limit - now, 0.0)
+            faulthandler.dump_traceback_later(left + GRACE_SECONDS, file=file, exit=True)
+            if now - since > limit:
+                self._end_job(f"rank {self._rank} made no progress for {now - since:.0f} s ({where})", where)
+            if now - asked > ASK_SECONDS:
+                asked, told = now, self._told()
+                if told is not None:
+                    self._end_job(told, where)
+            self._closing.wait(LOOK_SECONDS)
+
+    @contextmanager
+    def _backstop_file(self) -> Iterator[IO[str]]:
+        """What the backstop writes into: this rank's file, gone afterwards if it is empty; else standard error."""
+        try:
+            self._path.parent.mkdir(exist_ok=True)  # without its parents: a run that keeps no files shall have none
+            file = self._path.open("a")
+        except OSError:
+            yield sys.__stderr__ or sys.stderr
+            return
+        try:
+            yield file
+        finally:
+            file.close()
+            with suppress(OSError):  # the directory, while other ranks' files are in it
+                if self._path.stat().st_size == 0:
+                    self._path.unlink()
+                    self._path.parent.rmdir()
+
+    # -- the end
+
+    def _told(self) -> str | None:
+        """What another rank says about its standing still, if one does."""
+        if self._store is None:
+            return None
+        try:
+            return self._store.get("hang").decode() if self._store.check(["hang"]) else None
+        except RuntimeError:  # the store went away with its rank; whoever talks to that rank fails by itself
+            return None
+
+    def _end_job(self, reason: str, where: str) -> NoReturn:
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set("hang", reason)
+        first = first_to_fail(self._store, self._rank)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(f"{self._header(reason, where)}\n{stacks()}\n")
+            self._write_collectives()
+            report = f"{reason}.\n{self._what_was_written(self._gather())}"
+        except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
+            report = f"{reason}.\nIts stacks, since writing {self._path} failed ({error}):\n{stacks()}"
+        report += (
+            "\nThe rank whose stack differs from the others' is the one they wait for. If this is no hang, raise "
+            "hang_timeout_seconds in DeviceParameters."
+        )
+        tell_failure(TimeoutError(reason), report, rank=self._rank, first=first)
+        self._leave(first)
+
+    def _header(self, reason: str, where: str) -> str:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        place = f"rank {self._rank} of {self._world_size} on {socket.gethostname()}, process {os.getpid()}"
+        return f"==== {now}, {place}\n{reason}; this rank is at {where}\n"
+
+    def _write_collectives(self) -> None:
+        """PyTorch's record of this rank's last collectives; `torchfrtrace` compares the ranks' where NCCL ran them."""
+        records = recorded_collectives() if self._store is not None else None
+        if records is None:
+            return
+        directory = self._path.parent.parent / "flight_recorder"
+        directory.mkdir(exist_ok=True)
+        (directory / f"rank_{self._rank}").write_bytes(records)
+
+    def _gather(self) -> list[int]:
+        """Says that this rank's stacks are written and waits for the others; returns the ranks that did not say so."""
+        if self._store is None:
+            return []
+        keys = [f"hang/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + GATHER_SECONDS
+        try:
+            self._store.set(keys[self._rank], "")
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:  # the rank that hosts the store has left
+            return []
+
+    def _leave(self, first: int) -> NoReturn:
+        """Ends the process once the first to fail has spoken, since torchrun ends all when one has ended."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                if first == self._rank:
+                    self._store.set("hang/told", "")
+                else:
+                    self._store.wait(["hang/told"], timedelta(seconds=GATHER_SECONDS / 2))
+                if self._rank == 0:
+                    time.sleep(1.0)  # it may host the store, which the others are reading
+        os._exit(1)
+
+    def _what_was_written(self, missing: Sequence[int]) -> str:
+        written = f"The stacks of all threads are in {self._path.parent}, a file for each rank."
+        if not missing:
+            return written
+        ranks = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        return (
+            f"{written} {len(missing)} of {self._world_size} ranks wrote none ({ranks}): they are gone, or in native "
+            f"code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
+        )
+
+
+def stacks() -> str:
+    """The Python stacks of this process's other threads as text, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    main = threading.main_thread().ident
+    texts = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        name = names.get(ident, "not started by Python")
+        texts.append(f"---- thread {name}, most recent call last\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(texts)

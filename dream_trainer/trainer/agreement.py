@@ -1,0 +1,126 @@
+"""What the ranks have agreed on: whether to stop, and why. They hear of it through the pulse, all at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from dream_trainer.distributed.pulse import Flags, Pulse
+from dream_trainer.distributed.signals import Interrupted, Signals
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.schedule import Cadence
+
+T = TypeVar("T")
+logger = logging.getLogger("dream_trainer")
+
+
+class Agreement:
+    """One rank's side of what all ranks decide together, between windows and between validation batches.
+
+    Args:
+        trainer: Whose requests are told to the other ranks.
+        cadence: This rank's clock.
+
+    Attributes:
+        signals: The signals this process gets.
+        stopped: Whether all ranks stop here.
+        ended_by: The signal they stop for, if it is one.
+        exchanges: How often the ranks have spoken; grows as long as the run goes on.
+    """
+
+    def __init__(self, trainer: AbstractTrainer, cadence: Cadence) -> None:
+        self._trainer = trainer
+        self._cadence = cadence
+        self.signals = Signals(lambda: trainer._world is not None and trainer._world.another_rank_failed())
+        self.stopped = False
+        self.ended_by: signal.Signals | None = None
+        self.exchanges = 0
+
+    def begin(self) -> None:
+        """The world is there."""
+        self._pulse = Pulse(self._trainer.world)
+
+    def exchange(self, *, samples: int = 0, short: bool = False, waiting: bool = False) -> Flags:
+        """Between windows: every rank says what it knows, hears what all know, and acts on it alike.
+
+        Args:
+            samples: Samples of this rank's next window.
+            short: Whether this rank cannot fill a window.
+            waiting: Whether it speaks from within its wait for data.
+        """
+        trainer, signals = self._trainer, self.signals
+        due, saving, save_failed = trainer._saving_flags()
+        self.exchanges += 1
+        flags = self._pulse.exchange(
+            Flags(
+                stop=trainer._stop_reason is not None,
+                terminate=signals.terminated,
+                interrupt=signals.interrupted,
+                timeout=self._cadence.time_is_up(),
+                save=trainer._save_requested or signals.save_asked or due,
+                saving=saving,
+                save_failed=save_failed,
+                validate=trainer.world.is_main and self._cadence.validation_is_due_by_the_clock(),
+                waiting=waiting,
+                short=short,
+                samples=samples,
+            )
+        )
+        if flags.save:
+            trainer._save_requested = signals.save_asked = False
+            signals.save_is_known = True
+        if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
+            self._stop(flags)
+        trainer._saving_heard(flags.saving, flags.save_failed)
+        return flags
+
+    def wait_for_batch(self, fetch: Callable[[], T]) -> T | None:
+        """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then says so to all ranks."""
+        return self.signals.wait_for_data(fetch)
+
+    def go_on(self, *, has_batch: bool) -> bool:
+        """In a validation, once each rank has its batch: whether some rank has one.
+
+        Raises:
+            Interrupted: A signal asks for what cannot wait until the validation is over; on all ranks.
+        """
+        signals = self.signals
+        flags = self.count_batches(
+            Flags(
+                terminate=signals.terminated,
+                interrupt=signals.interrupted,
+                save=signals.save_asked,
+                short=not has_batch,
+            )
+        )
+        if flags.terminate or flags.interrupt:
+            self._stop(flags)
+        if flags.terminate or flags.interrupt or flags.save:
+            raise Interrupted
+        return flags.short < self._trainer.world.world_size
+
+    def count_batches(self, mine: Flags) -> Flags:
+        """Where no signal is heard: exchanges whether there are batches, and nothing else."""
+        self.exchanges += 1
+        return self._pulse.exchange(mine)
+
+    def _stop(self, flags: Flags) -> None:
+        trainer = self._trainer
+        if not self.stopped and trainer.world.is_main:
+            logger.info("stopping at step %d: %s", trainer.global_step, _reason(flags, trainer._stop_reason))
+        self.stopped = True
+        if flags.terminate or flags.interrupt:
+            self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT
+
+
+def _reason(flags: Flags, requested: str | None) -> str:
+    """Why training ends before its limits, in words."""
+    if flags.terminate or flags.interrupt:
+        return "SIGTERM" if flags.terminate else "Ctrl-C"
+    if flags.stop:
+        return requested or "requested on another rank"
+    return "max_time has passed"

@@ -1,0 +1,47 @@
+"""Exporting a model of a live, possibly sharded trainer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.checkpoint.export import export_model
+from dream_trainer.checkpoint.model_state import model_configs
+from dream_trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def export(trainer: AbstractTrainer, path: Path, model: str | None, *, weights: str, **options: Any) -> list[Path]:
+    """See `CheckpointMixin.export`, whose arguments these are."""
+    models = trainer.named_models()
+    if model is None:
+        if len(models) > 1:
+            raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
+        model = next(iter(models))
+    if model not in models:
+        raise CheckpointError(f"the trainer has no model {model!r}; there are {sorted(models)}.")
+    with nullcontext() if weights == "model" else _averages(trainer, weights):
+        trainer._reshard()
+        return export_model(
+            models[model],
+            path,
+            world=trainer.world,
+            config=model_configs({model: models[model]}).get(model),
+            **options,
+        )
+
+
+def _averages(trainer: AbstractTrainer, weights: str) -> AbstractContextManager[None]:
+    from dream_trainer.callbacks.ema import EMA
+
+    found = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
+    names = {"ema": 0} | {f"ema.{number}": number for number in range(len(found))}
+    if weights not in names or not found:
+        raise CheckpointError(
+            f'weights={weights!r} is not understood: use "model", or "ema" or "ema.<n>" for an EMA callback, of which '
+            f"the trainer has {len(found)}."
+        )
+    return found[names[weights]].averaged_weights()

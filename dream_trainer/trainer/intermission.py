@@ -1,0 +1,124 @@
+"""What happens between two windows: log, validate, end the epoch, save; in this order and on all ranks alike.
+
+A signal may end a validation in its midst. What is left undone then is written into the checkpoint, and a resumed run
+does it first.
+"""
+
+from __future__ import annotations
+
+from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.distributed.pulse import Flags
+from dream_trainer.distributed.signals import Interrupted
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.agreement import Agreement
+from dream_trainer.trainer.schedule import Cadence, limits
+from dream_trainer.trainer.validation import validate
+
+
+class Intermission(AbstractTrainer):
+    """The part of BaseTrainer's loop that is no window."""
+
+    def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._cadence = Cadence(config.training_parameters)
+        self._agreement = Agreement(self, self._cadence)
+        self._limits = limits(config.training_parameters)
+        self._flags = Flags()  # what all ranks said before the last window
+
+    def _between_windows(self, *, epoch_ended: bool) -> bool:
+        """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
+
+        Returns:
+            Whether this window was the last of the run.
+        """
+        self._window_finished(is_last=self._limit_reached(epochs=self.progress.current_epoch + epoch_ended))
+        validates = bool(self._val_batches) and self._cadence.validation_is_due(
+            self.progress,
+            stepped=self._accumulation.stepped,
+            epoch_ended=epoch_ended,
+            by_the_clock=bool(self._flags.validate),
+        )
+        return self._conclude(stepped=self._accumulation.stepped, epoch_ended=epoch_ended, validates=validates)
+
+    def _conclude(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> bool:
+        is_last = self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
+        requested = False
+        if validates and not self._validate(stepped=stepped, epoch_ended=epoch_ended):
+            return True
+        if epoch_ended:
+            self._end_epoch()
+        if (validates or epoch_ended) and not is_last:
+            # What their events ask for (early stopping) counts here and now, not a window later.
+            requested = bool(self._agreement.exchange().save)
+            if self._agreement.stopped:
+                is_last = True
+                self._window_finished(is_last=True)
+        self._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
+        return is_last
+
+    def _end_epoch(self) -> None:
+        self.progress.finish_epoch()
+        self._notify("post_epoch")
+
+    def _validate(self, **owed: bool) -> bool:
+        """Validates; returns False if a signal ended the run in its midst.
+
+        The checkpoint saved then says what is `owed`: a resumed run validates first, and goes on as this one would
+        have. After a signal that only asks for a checkpoint, the validation begins anew.
+        """
+        self.settle()
+        self.progress.owed = owed
+        while True:
+            try:
+                metrics = validate(self, self._val_batches, self._cadence.validation_batches, self._agreement)
+                break
+            except Interrupted:
+                for batches in self._val_batches.values():
+                    batches.close()  # its workers may be at something long
+                stopped = self._agreement.stopped
+                self._agreement.signals.save_asked = False
+                self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
+                if stopped:
+                    return False
+        self.progress.owed = None
+        self._cadence.validated()
+        self._validated(metrics)
+        self._notify("post_val_epoch", metrics)
+        return True
+
+    def _finish_what_is_owed(self) -> None:
+        """Does what a signal kept the last run from doing after its last window."""
+        owed, self.progress.owed = self.progress.owed, None
+        if owed is not None:
+            self._conclude(validates=True, **owed)
+
+    def _validate_for_sanity(self) -> None:
+        batches = self.config.training_parameters.num_sanity_val_steps
+        if not batches or not self._val_batches:
+            return
+        self.is_sanity_validation = True
+        try:
+            self._notify("post_val_epoch", validate(self, self._val_batches, batches, self._agreement))
+        except Interrupted:
+            self._save_if_due(
+                stepped=False, epoch_ended=False, is_last=self._agreement.stopped, requested=not self._agreement.stopped
+            )
+        finally:
+            self.is_sanity_validation = False
+
+    def settle(self) -> None:
+        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
+
+        Waits for the device. The trainer calls it before a validation, before a save, and at the end.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and a norm was not finite.
+        """
+        if self._is_ready:
+            self._cadence.update(self.progress)
+            self._accumulation.settle()
+
+    def _limit_reached(self, *, epochs: int) -> bool:
+        n_epochs, max_steps, max_samples = self._limits
+        progress = self.progress
+        return epochs >= n_epochs or progress.global_step >= max_steps or progress.samples_seen >= max_samples

@@ -1,0 +1,148 @@
+"""From which checkpoint a run goes on. Rank 0 looks and chooses; all ranks load the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.nn as nn
+
+from dream_trainer.checkpoint.files import recover_replaced, set_newer_aside, step_directories
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.checkpoint.weights import load_weights
+from dream_trainer.checkpoint.world import on_all_ranks
+from dream_trainer.config.checkpoint import CheckpointParameters
+from dream_trainer.distributed.world import World
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+logger = logging.getLogger("dream_trainer")
+
+Load = Callable[[Manifest], None]
+
+
+def resume(root: Path, parameters: CheckpointParameters, world: World, load: Load) -> bool:
+    """Loads what `parameters.resume` asks for; every rank calls it.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        parameters: `resume`, `best_metric` and `best_mode` count.
+        world: The ranks.
+        load: Gives a checkpoint's state back to the trainer; a collective. Checksums of tensors are compared there.
+
+    Returns:
+        Whether there was something to resume.
+
+    Raises:
+        CheckpointError: What was asked for is not there, damaged, or of another run; the same on every rank.
+        ConfigError: `resume=None`, and the directory has checkpoints.
+    """
+    if world.is_main:
+        recover_replaced(root)
+    asked = parameters.resume
+    if asked is None:
+        _refuse_used_directory(root, world)
+        return False
+    if asked in ("auto", "latest"):
+        return _load_newest(root, world, load, is_required=asked == "latest")
+    if asked == "best":
+        path = _chosen(root, world, lambda found: _path_of_best(found, root, parameters))
+    elif isinstance(asked, int):
+        path = _chosen(root, world, lambda found: _path_of_step(found, root, asked))
+    else:
+        path = Path(asked)
+    load(verify_all_but_shards(path, world=world))
+    return True
+
+
+def _load_newest(root: Path, world: World, load: Load, *, is_required: bool) -> bool:
+    """Loads the newest checkpoint that is whole, and says which damaged ones it passes over."""
+    found = [path for _, path in step_directories(root)] if world.is_main else []
+    candidates = world.broadcast_object(found)
+    for path in reversed(candidates):
+        try:
+            load(verify_all_but_shards(path, world=world))
+        except DamagedCheckpointError as error:
+            if world.is_main:
+                logger.warning("passing over a damaged checkpoint: %s", error)
+            continue
+        return True
+    if candidates:
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in {root} is whole; the warnings before say what is wrong with "
+            "each. Move them away to start anew, or give another run's checkpoint as resume=path."
+        )
+    if is_required:
+        raise CheckpointError(f'resume="latest", but {root} has no checkpoint. Use "auto" to start one.')
+    return False
+
+
+def _chosen(root: Path, world: World, choose: Callable[[list[Manifest]], Path]) -> Path:
+    chosen = on_all_ranks(
+        world, "choose what to resume", lambda: choose(list_checkpoints(root)) if world.is_main else None
+    )
+    path: Path = world.broadcast_object(chosen)
+    return path
+
+
+def _path_of_best(found: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
+    metric = parameters.best_metric or ""
+    best = best_checkpoint(found, metric, parameters.best_mode)
+    if best is None:
+        raise CheckpointError(
+            f'resume="best", but none of the {len(found)} checkpoints in {root} has a value of {metric!r}. '
+            "A checkpoint has the metrics of a validation at its own step."
+        )
+    return best.path
+
+
+def _path_of_step(found: list[Manifest], root: Path, step: int) -> Path:
+    by_step = {manifest.step: manifest.path for manifest in found}
+    if step not in by_step:
+        raise CheckpointError(f"{root} has no whole checkpoint of step {step}. There are {sorted(by_step)}.")
+    return by_step[step]
+
+
+def _refuse_used_directory(root: Path, world: World) -> None:
+    found = world.broadcast_object(len(step_directories(root)) if world.is_main else 0)
+    if found:
+        raise ConfigError(
+            f"resume=None starts anew, but {root} holds {found} checkpoints of an earlier run. "
+            'Use another experiment name, resume="auto", or move them away.'
+        )
+
+
+def leave_branch(root: Path, step: int, world: World) -> None:
+    """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
+    found = on_all_ranks(
+        world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
+    )
+    if found:
+        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
+
+
+def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: World) -> None:
+    """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
+
+    Raises:
+        ConfigError: There are several models, and `init_from` is no checkpoint of ours that has each under its name.
+        CheckpointError: The weights are not there, damaged, or do not fit.
+    """
+    if parameters.init_from is None:
+        return
+    path = Path(parameters.init_from)
+    if len(models) > 1 and not (path / MANIFEST_NAME).exists():
+        raise ConfigError(
+            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
+            "Call load_weights for each in load_pretrained."
+        )
+    for name, model in models.items():
+        load_weights(
+            model,
+            path,
+            model_name=name if len(models) > 1 else None,
+            renames=parameters.init_renames,
+            strict=parameters.init_strict,
+            world=world,
+        )

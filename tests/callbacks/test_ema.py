@@ -1,0 +1,806 @@
+"""EMA against averages kept by hand in float64; validation with them, and training that does not notice them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.callbacks.ema import EMA
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
+from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from tests.trainer.arithmetic import full
+from tests.trainer.small import (
+    Alone,
+    Batch,
+    Config,
+    Samples,
+    Sharded,
+    Spread,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    fill,
+    fused_adamw,
+    make_config,
+    network,
+    sgd,
+    weights,
+)
+from tests.worlds import run_world
+
+Windows = Sequence[Sequence[Batch]]
+
+
+def by_hand_averaged(
+    windows: Windows,
+    *,
+    decay: float,
+    warm_up: bool = True,
+    every: int = 1,
+    skipped: Sequence[int] = (),
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> dict[str, Tensor]:
+    """The averages as one writes them, over whole tensors; steps count from 1."""
+    model = network()
+    fill(model)
+    optimizer = make_optimizer(model)
+    average, updates = weights(model), 0
+    for step, window in enumerate(windows, start=1):
+        if step in skipped:
+            continue
+        sum(mse_loss(model(x), y) / len(window) for x, y, *_ in window).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % every == 0:
+            keep = min(decay, (1 + updates) / (10 + updates)) if warm_up else decay
+            average = {name: keep * average[name] + (1 - keep) * value for name, value in weights(model).items()}
+            updates += 1
+    return average
+
+
+def averaged(ema: EMA, model: str = "model") -> dict[str, Tensor]:
+    """Full copies of the averages; a collective where they are sharded."""
+    return {name: full(tensor).clone() for name, tensor in ema.averaged(model).items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def fit(trainer: Any) -> Any:
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def in_windows(data: Sequence[Batch], size: int) -> Windows:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+# -- the arithmetic
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.parametrize("accumulation", [1, 2], ids=["1 micro-batch", "2 micro-batches"])
+@pytest.mark.parametrize(
+    "options",
+    [{"decay": 0.999}, {"decay": 0.5}, {"decay": 0.9, "warm_up": False}, {"decay": 0.9, "every_n_steps": 2}],
+    ids=str,
+)
+def test_the_average_is_the_one_kept_by_hand(options: dict[str, Any], accumulation: int) -> None:
+    ema, data = EMA(**options), batches(14)
+    config = make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=accumulation)
+    trainer = fit(Alone(config, data))
+    windows = in_windows(data, accumulation)
+    truth = {name: value for name, value in options.items() if name != "every_n_steps"}
+    assert_same_weights(averaged(ema), by_hand_averaged(windows, every=options.get("every_n_steps", 1), **truth))
+    assert_same_weights(weights(trainer.model), by_hand(windows))
+
+
+def test_several_averages_run_beside_each_other() -> None:
+    fast, slow, data = EMA(0.5), EMA(0.99, warm_up=False, validate=False), batches(6)
+    fit(Alone(make_config(n_epochs=1, callbacks=[fast, slow]), data))
+    assert_same_weights(averaged(fast), by_hand_averaged(in_windows(data, 1), decay=0.5))
+    assert_same_weights(averaged(slow), by_hand_averaged(in_windows(data, 1), decay=0.99, warm_up=False))
+
+
+@pytest.mark.pitfall(35)
+def test_it_starts_from_the_weights_that_training_starts_from() -> None:
+    """Not from those that were there when it was set up, evaluated or checked."""
+
+    class Loads(Validates, Alone, dt.EvalMixin):
+        def setup(self) -> None:
+            super().setup()
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.normal_()
+
+        def pre_fit(self) -> None:
+            fill(self.model)
+
+    ema, data = EMA(0.9, warm_up=False), batches(5)
+    trainer = Loads(make_config(n_epochs=1, num_sanity_val_steps=1, callbacks=[ema]), data, batches(2))
+    with trainer:
+        trainer.evaluate()
+        assert_equal(averaged(ema), weights(trainer.model))
+        trainer.fit()
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9, warm_up=False))
+
+
+class SeveralOptimizers(Alone):
+    """Weights and biases have an optimizer each, stepped together or one after the other."""
+
+    together = True
+
+    def setup(self) -> None:
+        super().setup()
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD([p for p in parameters if p.dim() > 1], lr=0.1, momentum=0.9)
+        self.second = torch.optim.SGD([p for p in parameters if p.dim() <= 1], lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        if not self.is_accumulating_gradients:
+            if self.together:
+                self.step(self.model, [self.optimizer, self.second])
+            else:
+                self.step(self.model, self.optimizer)
+                self.step(self.model, self.second)
+        return {}
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.parametrize("together", [True, False], ids=["one step call", "two step calls"])
+def test_two_optimizers_of_one_model_move_the_average_once(together: bool) -> None:
+    ema, data = EMA(0.9), batches(8)
+    trainer = SeveralOptimizers(make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=2), data)
+    trainer.together = together
+    fit(trainer)
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 2), decay=0.9))
+
+
+class Looks(dt.Callback):
+    """Reads the averages between two steps of a window."""
+
+    def post_optimizer_step(self, trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainer.get_callback(EMA).averaged("model")
+
+
+def test_looking_at_the_averages_inside_a_window_does_not_move_them() -> None:
+    ema, data = EMA(0.9), batches(4)
+    trainer = SeveralOptimizers(make_config(n_epochs=1, callbacks=[ema, Looks()]), data)
+    trainer.together = False
+    fit(trainer)
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+
+
+class Poisoned(Alone):
+    """The loss is NaN in some steps, or weighs nothing there."""
+
+    poison: Sequence[int] = ()
+    empty: Sequence[int] = ()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        step = batch_idx + 1
+        loss = mse_loss(self.model(batch[0]), batch[1]) * (float("nan") if step in self.poison else 1.0)
+        weight = torch.tensor(0.0 if step in self.empty else 2.0) if self.empty else None
+        self.backward(loss, weight=weight)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
+@pytest.mark.parametrize("what", ["poison", "empty"])
+def test_a_skipped_step_does_not_move_the_average(make_optimizer: Any, what: str) -> None:
+    ema, data = EMA(0.9), batches(8)
+    trainer = Poisoned(make_config(n_epochs=1, callbacks=[ema], nonfinite="skip"), data, make_optimizer=make_optimizer)
+    setattr(trainer, what, (1, 4, 5))
+    fit(trainer)
+    assert trainer.skipped_steps == 3
+    truth = by_hand_averaged(in_windows(data, 1), decay=0.9, skipped=(1, 4, 5), make_optimizer=make_optimizer)
+    assert_same_weights(averaged(ema), truth)
+    assert ema.state_dict()["updates"] == {"model": 5}
+
+
+def test_a_window_that_is_run_again_moves_the_average_once() -> None:
+    class Retried(Poisoned):
+        def step(self, *args: Any) -> Tensor:
+            self.poison = ()  # bad at the first try alone
+            return super().step(*args)
+
+    ema, data = EMA(0.9), batches(4)
+    trainer = Retried(make_config(n_epochs=1, callbacks=[ema], nonfinite="retry"), data)
+    trainer.poison = (1,)
+    fit(trainer)
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+
+
+class Operations(TorchDispatchMode):
+    """Records what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+class RecordsMoves(EMA):
+    """Records the operations of each update."""
+
+    moves: list[list[str]]
+
+    def post_train_step(self, trainer: Any) -> None:
+        with Operations() as operations:
+            super().post_train_step(trainer)
+        self.moves = [*vars(self).get("moves", []), operations.found]
+
+
+def test_an_update_is_one_operation_that_allocates_nothing_and_waits_for_nothing() -> None:
+    ema = RecordsMoves(0.9)
+    fit(Alone(make_config(n_epochs=1, callbacks=[ema]), batches(3)))
+    assert ema.moves == [["_foreach_lerp_"]] * 3
+
+
+def test_an_update_that_the_device_may_leave_out_waits_for_nothing_either() -> None:
+    ema = RecordsMoves(0.9)
+    config = make_config(n_epochs=1, callbacks=[ema], nonfinite="skip")
+    fit(Alone(config, batches(3), make_optimizer=fused_adamw))
+    for operations in ema.moves:
+        assert "_foreach_lerp_" in operations
+        assert not {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"} & set(operations)
+
+
+# -- what is averaged
+
+
+class Mixed(nn.Module):
+    """A frozen layer, tied weights, batch norm with buffers, a parameter in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 3).double().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3).double()
+        self.first = nn.Linear(3, 3, bias=False).double()
+        self.tied = nn.Linear(3, 3, bias=False).double()
+        self.tied.weight = self.first.weight
+        self.narrow = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.first(self.norm(self.frozen(x)))).sum(1, keepdim=True) + self.narrow.double().sum()
+
+
+class TrainsMixed(Alone):
+    def setup(self) -> None:
+        self.model = Mixed()
+        self.teacher = network().requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+
+def test_trained_parameters_are_averaged_and_nothing_else() -> None:
+    ema = EMA(0.9)
+    trainer = fit(TrainsMixed(make_config(n_epochs=1, callbacks=[ema]), batches(4)))
+    assert list(ema.averaged("model")) == ["narrow", "norm.weight", "norm.bias", "first.weight"]
+    with pytest.raises(KeyError, match="teacher"):
+        ema.averaged("teacher")
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with ema.averaged_weights():
+        changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed <= {"narrow", "norm.weight", "norm.bias", "first.weight", "tied.weight"}
+    assert "tied.weight" in changed
+    assert_equal(dict(trainer.model.state_dict()), before)
+
+
+def test_a_narrow_parameter_is_averaged_in_float32_where_small_steps_count() -> None:
+    class Jumps(TrainsMixed):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            result = super().training_step(batch, batch_idx)
+            with torch.no_grad():
+                self.model.narrow.fill_(2.0)
+            return result
+
+    ema = EMA(0.999, warm_up=False)
+    fit(Jumps(make_config(n_epochs=1, callbacks=[ema]), batches(8)))
+    found = ema.averaged("model")["narrow"]
+    assert found.dtype == torch.float32
+    # In bfloat16 1 + 0.001 is 1, so the average would stay where it is.
+    torch.testing.assert_close(found, torch.full((4,), 2.0 - 0.999**8), rtol=1e-5, atol=0)
+
+
+class Adversaries(Alone):
+    """Two models of which the second steps in every other window."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.other = network()
+        fill(self.other)
+        self.other_optimizer = sgd(self.other)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        for index, model, optimizer in ((1, self.model, self.optimizer), (2, self.other, self.other_optimizer)):
+            if (batch_idx + 1) % index == 0:
+                self.backward(mse_loss(model(batch[0]), batch[1]), model=model)
+                self.step(model, optimizer)
+        return {}
+
+
+def test_each_model_moves_its_average_when_it_steps() -> None:
+    both, one, data = EMA(0.9), EMA(0.5, models=["other"], validate=False), batches(6)
+    fit(Adversaries(make_config(n_epochs=1, callbacks=[both, one]), data))
+    assert_same_weights(averaged(both), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    other = in_windows(data, 1)[1::2]
+    assert_same_weights(averaged(both, "other"), by_hand_averaged(other, decay=0.9))
+    assert_same_weights(averaged(one, "other"), by_hand_averaged(other, decay=0.5))
+    with pytest.raises(KeyError, match="averaged are \\['other'\\]"):
+        one.averaged("model")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([EMA(models=["modle"])], "'modle'.*Trained are \\['model'\\]"),
+        ([EMA(0.9), EMA(0.99)], "two EMAs would validate \\['model'\\]"),
+    ],
+    ids=["no such model", "two that validate"],
+)
+def test_what_cannot_work_ends_the_setup_with_an_error(callbacks: list[EMA], message: str) -> None:
+    with Alone(make_config(n_epochs=1, callbacks=callbacks), batches(1)) as trainer, pytest.raises(ConfigError) as info:
+        trainer.fit()
+    assert info.match(message)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"decay": 1.0}, {"decay": -0.1}, {"decay": float("nan")}, {"every_n_steps": 0}, {"models": "model"}],
+    ids=str,
+)
+def test_a_value_that_cannot_work_is_an_error_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        EMA(**arguments)
+    with pytest.raises(HookError, match="fit"):
+        EMA().averaged("model")
+
+
+# -- validation
+
+
+class Sees(dt.Callback):
+    """Copies the weights at each event around validations."""
+
+    def __init__(self, order: int = 0) -> None:
+        self.order = order
+        self.seen: dict[str, list[dict[str, Tensor]]] = {}
+
+    def _note(self, event: str, trainer: Any) -> None:
+        self.seen.setdefault(event, []).append(weights(trainer.model))
+
+    def post_train_step(self, trainer: Any) -> None:
+        self._note("train", trainer)
+
+    def pre_val_epoch(self, trainer: Any) -> None:
+        self._note("start", trainer)
+
+    def pre_val_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        self._note("batch", trainer)
+
+    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._note("end", trainer)
+
+
+class Validated(Validates, Alone, dt.EvalMixin):
+    """Keeps the metrics of each validation."""
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.metrics = [*vars(self).get("metrics", []), metrics]
+
+
+def loss_with(values: dict[str, Tensor], length: int) -> float:
+    model, data = network(), Samples(length)
+    model.load_state_dict(values)
+    with torch.no_grad():
+        return mse_loss(model(data.x), data.y).item()
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.parametrize("order", [-1, 1], ids=["seen before", "seen after"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["listed first", "listed last"])
+def test_a_validation_sees_the_averages_and_training_does_not_notice(order: int, is_first: bool) -> None:
+    ema, sees, data = EMA(0.9), Sees(order), batches(6)
+    callbacks = [ema, sees] if is_first else [sees, ema]
+    trainer = fit(Validated(make_config(n_epochs=1, val_every_n_steps=2, callbacks=callbacks), data, batches(3)))
+    for number, step in enumerate((2, 4, 6)):
+        truth = by_hand_averaged(in_windows(data[:step], 1), decay=0.9)
+        assert_same_weights(sees.seen["start"][number], truth)
+        assert_same_weights(sees.seen["batch"][3 * number + 2], truth)
+        assert trainer.metrics[number]["val/loss"] == pytest.approx(loss_with(truth, 6), rel=1e-12)
+        assert_equal(sees.seen["end"][number], sees.seen["train"][step - 1])
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+    without = fit(Validated(make_config(n_epochs=1, val_every_n_steps=2), data, batches(3)))
+    assert_equal(weights(trainer.model), weights(without.model))
+
+
+def test_without_validate_a_validation_sees_the_weights() -> None:
+    ema, sees = EMA(0.9, validate=False), Sees()
+    fit(Validated(make_config(n_epochs=1, callbacks=[ema, sees]), batches(3), batches(1)))
+    assert_equal(sees.seen["start"][0], sees.seen["train"][-1])
+
+
+class Breaks(Validated):
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 1:
+            raise ValueError("broken on purpose")
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.pitfall(35)
+def test_an_exception_in_a_validation_leaves_the_weights() -> None:
+    ema, data = EMA(0.9), batches(4)
+    trainer = Breaks(make_config(n_epochs=1, callbacks=[ema]), data, batches(2))
+    with trainer, pytest.raises(ValueError, match="on purpose"):
+        trainer.fit()
+    assert_same_weights(weights(trainer.model), by_hand(in_windows(data, 1)))
+    assert_same_weights(averaged(ema), by_hand_averaged(in_windows(data, 1), decay=0.9))
+
+
+def test_evaluate_uses_the_averages_unless_others_were_chosen_by_hand() -> None:
+    data = batches(6)
+    fast, slow = EMA(0.5, warm_up=False), EMA(0.9, warm_up=False, validate=False)
+    config = make_config(n_epochs=1, val_every_n_epochs=None, callbacks=[fast, slow])
+    with Validated(config, data, batches(2)) as trainer:
+        trainer.fit()
+        before = weights(trainer.model)
+        losses = {
+            decay: loss_with(by_hand_averaged(in_windows(data, 1), decay=decay, warm_up=False), 4)
+            for decay in (0.5, 0.9)
+        }
+        assert trainer.evaluate()["val/loss"] == pytest.approx(losses[0.5], rel=1e-12)
+        with slow.averaged_weights():
+            assert trainer.evaluate()["val/loss"] == pytest.approx(losses[0.9], rel=1e-12)
+            with slow.averaged_weights(), fast.averaged_weights():
+                assert_equal(weights(trainer.model), averaged(fast))
+            assert_equal(weights(trainer.model), averaged(slow))
+            with pytest.raises(CheckpointError, match="averages"):
+                slow.checkpoint_tensors()
+        with pytest.raises(KeyError), slow.averaged_weights():
+            raise KeyError
+        assert_equal(weights(trainer.model), before)
+
+
+class Stops(Alone):
+    """Stops after its first step, so that it may be trained on, and tries to average inside a window."""
+
+    ema: EMA
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.request_stop()
+        with pytest.raises(StepError, match="inside an accumulation window"), self.ema.averaged_weights():
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+def test_nothing_is_trained_while_the_averages_stand_in() -> None:
+    ema = EMA(0.9)
+    trainer = Stops(make_config(n_epochs=1, callbacks=[ema]), batches(3))
+    trainer.ema = ema
+    with trainer:
+        trainer.fit()
+        with pytest.raises(StepError, match="Leave the `with`"), ema.averaged_weights():
+            trainer.fit()
+
+
+# -- checkpoints
+
+
+class Saved(Validates, Sharded, dt.EvalMixin, dt.CheckpointMixin):
+    """Eight steps of four samples at any number of ranks."""
+
+    def __init__(self, config: Config, make_optimizer: Any = sgd) -> None:
+        train, val = DistributedDataLoader(Samples(32), 2), DistributedDataLoader(Samples(8), 2)
+        super().__init__(config, train, val, make_optimizer=make_optimizer)
+
+
+def saved_config(steps: int, *callbacks: dt.Callback, **training: Any) -> Config:
+    config = make_config(max_steps=steps, global_batch_size=4, callbacks=callbacks, **training)
+    config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
+    return config
+
+
+SAVED_WINDOWS = in_windows(batches(8, 4), 1)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}], ids=str)
+def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
+    for steps in (stop, 8):
+        ema, second = EMA(0.9, **options), EMA(0.5, validate=False)
+        trainer = fit(Saved(saved_config(steps, ema, second)))
+    straight, other = EMA(0.9, **options), EMA(0.5, validate=False)
+    config = saved_config(8, straight, other)
+    config.experiment = "straight"
+    without = fit(Saved(config))
+    assert_equal(averaged(ema), averaged(straight))
+    assert_equal(averaged(second), averaged(other))
+    assert_equal(weights(trainer.model), weights(without.model))
+    assert ema.state_dict() == straight.state_dict()
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
+    class Bad(Saved):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            batch = (batch[0] * (float("nan") if self.global_step in (1, 5) else 1.0), *batch[1:])
+            return super().training_step(batch, batch_idx)
+
+    for steps in (3, 8):
+        ema = EMA(0.9)
+        fit(Bad(saved_config(steps, ema, nonfinite="skip"), make_optimizer=fused_adamw))
+    truth = by_hand_averaged(SAVED_WINDOWS, decay=0.9, skipped=(2, 6), make_optimizer=fused_adamw)
+    assert_same_weights(averaged(ema), truth)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_that_resumes_without_averages_starts_them_from_the_resumed_weights() -> None:
+    fit(Saved(saved_config(3)))
+    ema = EMA(0.9, warm_up=False)
+    trainer = fit(Saved(saved_config(3, ema)))  # has nothing left to do
+    assert trainer.global_step == 3
+    assert_equal(averaged(ema), weights(trainer.model))
+    ema = EMA(0.9, warm_up=False)
+    fit(Saved(saved_config(5, ema)))
+    steps = [weights(by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5)]
+    expected = {name: 0.81 * steps[0][name] + 0.09 * steps[1][name] + 0.1 * steps[2][name] for name in steps[0]}
+    assert_same_weights(averaged(ema), expected)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_going_back_to_a_checkpoint_takes_the_averages_back() -> None:
+    config, ema = saved_config(8), EMA(0.9)
+    config.callbacks = dt.CallbackCollection([ema])
+    config.checkpoint_parameters = CheckpointParameters(save_every_n_steps=2)
+    with Saved(config) as trainer:
+        trainer.fit()
+        trainer.load_checkpoint(trainer.checkpoints()[0].path)
+        assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+        trainer.fit()
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_going_to_a_checkpoint_without_averages_starts_them_anew() -> None:
+    path = fit(Saved(saved_config(3))).checkpoints()[-1].path
+    ema = EMA(0.9, warm_up=False)
+    config = saved_config(5, ema)
+    config.experiment = "other"
+    with Saved(config) as trainer:
+        trainer.fit()
+        trainer.load_checkpoint(path)
+        assert_equal(averaged(ema), weights(trainer.model))
+        trainer.fit()
+    steps = [weights(by_hand(SAVED_WINDOWS[:count])) for count in (3, 4, 5)]
+    expected = {name: 0.81 * steps[0][name] + 0.09 * steps[1][name] + 0.1 * steps[2][name] for name in steps[0]}
+    assert_same_weights(averaged(ema), expected)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> None:
+    ema = EMA(0.9, validate=False)
+    with Saved(saved_config(2, ema)) as trainer:
+        trainer.evaluate()
+        trainer.save_checkpoint()
+        assert_equal(ema.checkpoint_tensors(), {f"model.{name}": p for name, p in weights(trainer.model).items()})
+    ema = EMA(0.9)
+    fit(Saved(saved_config(2, ema)))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it() -> None:
+    from dream_trainer.checkpoint.store import tensor_metadata
+
+    ema = EMA(0.9)
+    trainer = fit(Saved(saved_config(3, ema)))
+    names = set(tensor_metadata(trainer.checkpoints()[-1].path))
+    assert {f"callbacks.EMA.0.model.{name}" for name in ema.averaged("model")} <= names
+    plain = fit(Saved(saved_config(3)))  # resumes, and knows no averages
+    assert_equal(weights(plain.model), weights(trainer.model))
+    assert_same_weights(weights(plain.model), by_hand(SAVED_WINDOWS[:3]))
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_signal_in_a_validation_saves_the_weights_as_the_model() -> None:
+    class Signalled(Saved):
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if batch_idx == 1 and self.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().validation_step(batch, batch_idx)
+
+    trainer = Signalled(saved_config(8, EMA(0.9), val_every_n_steps=2))
+    with pytest.raises(SystemExit):
+        trainer.fit()
+    assert trainer.global_step == 2
+    ema = EMA(0.9)
+    resumed = fit(Saved(saved_config(2, ema)))
+    assert_same_weights(weights(resumed.model), by_hand(SAVED_WINDOWS[:2]))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS[:2], decay=0.9))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_save_as_soon_as_the_window_is_complete_has_its_step_in_the_averages() -> None:
+    """The trainer's own event comes before callbacks'."""
+
+    class Eager(Saved):
+        def post_train_step(self) -> None:
+            if self.global_step == 4:
+                ema = self.get_callback(EMA)
+                self.tensors = {name: tensor.clone() for name, tensor in ema.checkpoint_tensors().items()}
+                self.save_checkpoint()
+                self.request_stop()
+
+    config = saved_config(8, EMA(0.9))
+    config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    trainer = fit(Eager(config))
+    found = trainer.checkpoints()
+    assert [manifest.step for manifest in found] == [4]
+    ema = EMA(0.9)
+    fit(Saved(saved_config(4, ema)))
+    truth = by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9)
+    assert_same_weights(averaged(ema), truth)
+    assert_same_weights(trainer.tensors, {f"model.{name}": value for name, value in truth.items()})
+
+
+@pytest.mark.pitfall(35)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_nothing_is_saved_or_loaded_while_the_averages_stand_in() -> None:
+    ema = EMA(0.9)
+    with Saved(saved_config(2, ema)) as trainer:
+        trainer.fit()
+        path = trainer.checkpoints()[-1].path
+        with ema.averaged_weights(), pytest.raises(CheckpointError, match="averages as the model's weights"):
+            trainer.load_checkpoint(path)
+        with pytest.raises(CheckpointError, match="averages"), ema.averaged_weights():
+            ema.checkpoint_tensors()
+
+
+# -- several ranks
+
+
+class SavedReplicas(Validates, Spread, dt.EvalMixin):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, DistributedDataLoader(Samples(32), 2), DistributedDataLoader(Samples(8), 2))
+
+
+@torch.no_grad()
+def outputs(trainer: Any, ema: EMA) -> list[Tensor]:
+    """What the model computes before, inside and after `averaged_weights`."""
+    x = Samples(8).x
+    found = [trainer.model(x)]  # leaves the root's parameters gathered
+    with ema.averaged_weights():
+        found.append(trainer.model(x))
+    return [*found, trainer.model(x)]
+
+
+def two_ranks(directory: str) -> dict[str, Any]:
+    """Sharded with a checkpoint, sharded with accumulation, replicated."""
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    ema, sees = RecordsMoves(0.9), Sees()
+    with Saved(saved_config(4, ema, sees, val_every_n_steps=2)) as trainer:
+        trainer.fit()
+        averages = ema.averaged("model")
+        found["sharded alike"] = all(
+            averages[name].placements == p.placements and averages[name].to_local().shape == p.to_local().shape
+            for name, p in trainer.model.named_parameters()
+        )
+        found["moves"] = ema.moves
+        found["saved"] = averaged(ema)
+        found["seen"] = {event: sees.seen[event] for event in ("train", "start", "batch", "end")}
+        found["evaluated"] = trainer.evaluate()["val/loss"]
+        found["weights"] = weights(trainer.model)
+        found["outputs"] = outputs(trainer, ema)
+    ema = EMA(0.9)
+    config = make_config(n_epochs=2, gradient_accumulation_steps=2, callbacks=[ema])
+    with Sharded(config, DistributedDataLoader(Samples(24), 2)) as trainer:
+        trainer.fit()
+        found["accumulated"] = averaged(ema)
+    ema = EMA(0.9)
+    with SavedReplicas(make_config(max_steps=4, global_batch_size=4, callbacks=[ema])) as trainer:
+        trainer.fit()
+        found["replicated"] = averaged(ema)
+    return found
+
+
+@pytest.fixture(scope="module")
+def at_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("two")
+    return directory, run_world(two_ranks, 2, str(directory))
+
+
+@pytest.mark.pitfall(35)
+def test_two_ranks_average_their_own_shards(at_two: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in at_two[1]:
+        assert rank["sharded alike"]
+        assert rank["moves"] == [["_foreach_lerp_"]] * 4  # and no collective
+        truth = by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9)
+        assert_same_weights(rank["saved"], truth)
+        assert_same_weights(rank["replicated"], truth)
+        windows = in_windows(batches(3, 8) * 2, 1)
+        assert_same_weights(rank["accumulated"], by_hand_averaged(windows, decay=0.9))
+
+
+@pytest.mark.pitfall(35)
+def test_two_ranks_validate_with_the_averages_and_train_on_with_the_weights(
+    at_two: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    for rank in at_two[1]:
+        seen = rank["seen"]
+        for number, step in enumerate((2, 4)):
+            truth = by_hand_averaged(SAVED_WINDOWS[:step], decay=0.9)
+            assert_same_weights(seen["start"][number], truth)
+            assert_equal(seen["end"][number], seen["train"][step - 1])
+        assert rank["evaluated"] == pytest.approx(loss_with(truth, 8), rel=1e-12)
+        assert_same_weights(rank["weights"], by_hand(SAVED_WINDOWS[:4]))
+
+
+def output_with(values: dict[str, Tensor]) -> Tensor:
+    model = network()
+    model.load_state_dict(values)
+    with torch.no_grad():
+        return model(Samples(8).x)
+
+
+@pytest.mark.pitfall(35)
+def test_no_parameter_that_was_gathered_before_is_used_after_the_averages_change_places(
+    at_two: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    for rank in at_two[1]:
+        own, averages = output_with(rank["weights"]), output_with(rank["saved"])
+        assert not torch.allclose(own, averages, rtol=1e-6)
+        torch.testing.assert_close(rank["outputs"], [own, averages, own], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.pitfall(35)
+def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
+    at_two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, ranks = at_two
+    monkeypatch.chdir(directory)
+    ema = RecordsMoves(0.9)
+    fit(Saved(saved_config(4, ema)))
+    assert_equal(averaged(ema), ranks[0]["saved"])
+    assert_equal(averaged(ema), ranks[1]["saved"])
+    ema = RecordsMoves(0.9)
+    fit(Saved(saved_config(8, ema)))
+    assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))

@@ -1,0 +1,234 @@
+"""Retention leaves the newest, the named and the best, and counts and removes nothing but whole checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
+from dream_trainer.checkpoint.retention import Retention, best_checkpoint, is_better, kept, retire
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.errors import ConfigError
+from tests.checkpoint.states import DESCRIPTION, save
+
+NAN = math.nan
+METRICS = (5.0, 1.0, 4.0, NAN, 3.0, 2.0)
+POLICY = Retention(keep_last=2, keep_best=1, metric="val/loss", mode="min")
+
+
+def save_with(root: Path, step: int, value: Any = None) -> Path:
+    metrics = {} if value is None else {"val/loss": value}
+    return save(root, step, tensors={"w": torch.ones(1)}, description={**DESCRIPTION, "metrics": metrics})
+
+
+def manifests(*values: Any) -> list[Manifest]:
+    """Manifests of steps 1, 2, ... with these metrics; None for one without."""
+    return [
+        Manifest(
+            path=Path(f"step_{step:08d}"),
+            step=step,
+            metrics={} if value is None else {"val/loss": value},
+            epoch=0,
+            samples_seen=0,
+            world_size=1,
+            mesh_shape={},
+            config={},
+            versions={},
+            wall_time=0.0,
+            files={},
+        )
+        for step, value in enumerate(values, start=1)
+    ]
+
+
+def steps(root: Path) -> set[int]:
+    return {manifest.step for manifest in list_checkpoints(root)}
+
+
+# -- the policy
+
+
+def test_without_a_rule_everything_is_kept() -> None:
+    assert kept(manifests(1, 2, 3), Retention()) == {1, 2, 3}
+    assert kept(manifests(1, 2, 3), Retention(metric="val/loss")) == {1, 2, 3}
+    assert kept([], Retention(keep_last=1)) == set()
+
+
+@pytest.mark.parametrize(
+    ("retention", "expected"),
+    [
+        (Retention(keep_last=1), {6}),
+        (Retention(keep_last=3), {4, 5, 6}),
+        (Retention(keep_last=100), {1, 2, 3, 4, 5, 6}),
+        (Retention(keep_every_n_steps=4), {4, 6}),
+        (Retention(keep_every_n_steps=7), {6}),
+        (Retention(keep_every_n_steps=2, keep_last=2), {2, 4, 5, 6}),
+        (Retention(keep_best=1, metric="val/loss"), {2, 6}),
+        (Retention(keep_best=2, metric="val/loss", mode="max"), {1, 3, 6}),
+        (Retention(keep_best=9, metric="val/loss"), {1, 2, 3, 5, 6}),
+        (Retention(keep_best=1, metric="val/other"), {6}),
+        (POLICY, {2, 5, 6}),
+    ],
+)
+def test_what_any_rule_names_is_kept_and_the_newest_always(retention: Retention, expected: set[int]) -> None:
+    assert kept(manifests(*METRICS), retention) == expected
+    assert kept(manifests(*METRICS)[::-1], retention) == expected
+
+
+@pytest.mark.pitfall(36)
+@pytest.mark.parametrize(
+    ("values", "mode", "best"),
+    [
+        ((NAN, None, 3.0, NAN), "min", 3),
+        ((NAN, None, 3.0, NAN), "max", 3),
+        ((0.0, 1.0, -1.0), "min", 3),
+        ((-2.0, -1.0, -3.0), "max", 2),
+        ((0.0, -1.0), "max", 1),
+        ((0, 2), "min", 1),
+        ((2.0, 1.0, 1.0), "min", 2),
+        ((2.0, 2.0, 1.0), "max", 1),
+        ((math.inf, 5.0), "min", 2),
+        ((-math.inf, NAN), "max", 1),
+        ((np.float32(2), np.float32(1)), "min", 2),
+        ((True, 5.0), "min", 2),
+        ((NAN, None, "0.1"), "min", None),
+        ((), "min", None),
+    ],
+)
+def test_the_best_is_a_number_and_the_earlier_of_equals(values: tuple[Any, ...], mode: Any, best: int | None) -> None:
+    found = best_checkpoint(manifests(*values), "val/loss", mode)
+    assert (found and found.step) == best
+
+
+@pytest.mark.pitfall(36)
+def test_nan_none_and_equals_are_never_better() -> None:
+    assert is_better(1.0, 2.0, "min")
+    assert is_better(0.0, None, "min")
+    assert is_better(-1.0, 0.0, "min")
+    assert is_better(0.0, -1.0, "max")
+    assert is_better(1.0, NAN, "max")
+    assert not is_better(NAN, None, "min")
+    assert not is_better(None, 1.0, "min")
+    assert not is_better(1.0, 1.0, "min")
+    assert not is_better(1.0, 1.0, "max")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"keep_last": 0}, "keep_last=0 is not a positive integer"),
+        ({"keep_best": -1, "metric": "m"}, "keep_best=-1"),
+        ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5"),
+        ({"keep_last": True}, "keep_last=True"),
+        ({"keep_best": 1}, "does not say by which metric"),
+        ({"mode": "smallest"}, "mode='smallest'"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_named(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Retention(**arguments)
+
+
+# -- on the disk
+
+
+@pytest.mark.pitfall(30)
+@pytest.mark.parametrize("after_each_save", [True, False])
+def test_the_best_and_the_last_stay_whenever_it_runs(tmp_path: Path, after_each_save: bool) -> None:
+    for step, value in enumerate(METRICS, start=1):
+        save_with(tmp_path, step, value)
+        if after_each_save:
+            removed = retire(tmp_path, POLICY)
+            assert all(not path.exists() for path in removed)
+    retire(tmp_path, POLICY)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000005", "step_00000006"}
+    for manifest in list_checkpoints(tmp_path):
+        verify_checkpoint(manifest.path, world=Alone())
+    assert retire(tmp_path, POLICY) == []
+
+
+@pytest.mark.pitfall(30)
+def test_what_is_not_whole_neither_counts_nor_is_removed(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_with(tmp_path, step, float(step))
+    (tmp_path / "step_00000005" / "manifest.json").unlink()
+    (tmp_path / "step_00000004" / "shared.json").write_bytes(b"")
+    others = ["step_00000009", ".aside-0123abcd-step_00000007", "notes", ".step_00000008.tmp-mine"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in retire(tmp_path, Retention(keep_last=2))] == ["step_00000001"]
+    assert steps(tmp_path) == {2, 3}
+    assert {path.name for path in tmp_path.iterdir()} == {*others, *(f"step_{step:08d}" for step in (2, 3, 4, 5))}
+
+
+@pytest.mark.pitfall(30)
+def test_the_only_whole_checkpoint_stays_though_newer_ones_are_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_with(tmp_path, step)
+    (tmp_path / "step_00000002" / "manifest.json").write_bytes(b"")
+    for retention in (Retention(keep_last=1), Retention(keep_every_n_steps=2), POLICY):
+        assert retire(tmp_path, retention) == []
+    assert steps(tmp_path) == {1}
+
+
+def test_a_directory_that_does_not_exist_has_nothing_to_remove(tmp_path: Path) -> None:
+    assert retire(tmp_path / "absent", POLICY) == []
+
+
+def retire_killed_at(root: Path, call: int) -> bool:
+    """Retires in a child that kills itself before its `call`-th change of the disk; False if it made fewer."""
+    child = os.fork()
+    if child == 0:
+        try:
+            count = 0
+
+            def counted(name: str) -> None:
+                original = getattr(os, name)
+
+                def wrapper(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal count
+                    count += 1
+                    if count == call:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return original(*args, **kwargs)
+
+                setattr(os, name, wrapper)
+
+            for name in ("rename", "fsync", "unlink", "rmdir"):
+                counted(name)
+            retire(root, POLICY)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.pitfall(30)
+def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_again(tmp_path: Path) -> None:
+    call, killed = 0, True
+    while killed:
+        call += 1
+        root = tmp_path / str(call)
+        for step, value in enumerate(METRICS, start=1):
+            save_with(root, step, value)
+        killed = retire_killed_at(root, call)
+        listed = {path.name for path in root.iterdir() if path.name.startswith("step_")}
+        assert listed == {f"step_{step:08d}" for step in steps(root)}
+        assert {2, 5, 6} <= steps(root)
+        for manifest in list_checkpoints(root):
+            verify_checkpoint(manifest.path, world=Alone())
+        retire(root, POLICY)
+        assert steps(root) == {2, 5, 6}
+        save_with(root, 7, 9.0)  # removes what the killed one left behind
+        retire(root, POLICY)
+        assert {path.name for path in root.iterdir()} == {f"step_{step:08d}" for step in (2, 6, 7)}
+    assert call > 10

@@ -1,0 +1,458 @@
+"""`dream-trainer checkpoints` as one types it: tables for people, JSON for programs, one line and an exit code for
+errors."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dream_trainer.checkpoint.manifest import list_checkpoints
+from dream_trainer.cli.difference import max_difference
+from dream_trainer.cli.main import main
+from tests.checkpoint.states import DESCRIPTION, save
+
+METRICS: Mapping[int, Any] = {1: 5.0, 2: 1.0, 3: 4.0, 4: math.nan, 5: None, 6: 2.0}
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    return {
+        "models.net.weight": torch.full((3, 4), float(step)),
+        "models.net.steps": torch.tensor(step),
+        "models.net.fixed": torch.ones(5, dtype=torch.bfloat16),
+        "optimizers.adam.net.weight.exp_avg": torch.zeros(3, 4),
+        "callbacks.EMA.0.net.weight": torch.full((3, 4), -1.0),
+    }
+
+
+def save_step(run: Path, step: int, **changed: Any) -> Path:
+    description = {
+        **DESCRIPTION,
+        "epoch": step // 2,
+        "samples_seen": 64 * step,
+        "mesh_shape": {"dp_replicate": 1, "dp_shard": 2},
+        "config": {"seed": 0, "optimizer": {"lr": step / 10}},
+        "metrics": {} if METRICS.get(step) is None else {"val/loss": METRICS[step]},
+    }
+    given = {"tensors": tensors(step), "shared": {"extra_state": {"net": {}}, "optimizers": {"adam": {}}}} | changed
+    return save(run / "checkpoints", step, description=description, **given)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of six whole checkpoints."""
+    run = tmp_path / "run"
+    for step in METRICS:
+        save_step(run, step)
+    return run
+
+
+def damage(path: Path, name: str = "__0_0.distcp") -> None:
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def add_what_is_not_whole(run: Path) -> None:
+    """A directory of each kind that is no whole checkpoint."""
+    root = run / "checkpoints"
+    paths = {step: save_step(run, step) for step in (7, 8, 9, 11)}  # first: a save tidies up what killed jobs left
+    (paths[7] / "manifest.json").write_text("")
+    paths[8].rename(root / ".aside-0123abcd-step_00000008")
+    paths[9].rename(root / ".step_00000009.replaced-0123456789abcdef")
+    (root / ".step_00000010.tmp-0123456789abcdef").mkdir()
+    newer = paths[11] / "manifest.json"
+    newer.write_text(newer.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    (root / "notes").mkdir()
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def steps(run: Path) -> set[int]:
+    return {manifest.step for manifest in list_checkpoints(run / "checkpoints")}
+
+
+class Printed:
+    """Runs a command and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object, code: int = 0) -> str:
+        self._capsys.readouterr()
+        assert main(["checkpoints", *map(str, arguments)]) == code
+        printed = self._capsys.readouterr()
+        if code:
+            return printed.err or printed.out
+        assert printed.err == ""
+        return printed.out
+
+    def json(self, *arguments: object, code: int = 0) -> Any:
+        def refuse(constant: str) -> None:
+            raise ValueError(f"{constant} is no JSON")
+
+        return json.loads(self(*arguments, "--json", code=code), parse_constant=refuse)
+
+    def error(self, *arguments: object, code: int = 1) -> str:
+        """The one line of a failed command."""
+        line = self(*arguments, code=code)
+        assert line.startswith("error: ")
+        assert line.count("\n") == 1
+        return line
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Printed:
+    return Printed(capsys)
+
+
+# -- ls
+
+
+def test_ls_shows_a_line_for_each_checkpoint(run: Path, command: Printed) -> None:
+    lines = command("ls", run).splitlines()
+    assert lines[0] == str(run / "checkpoints")
+    assert lines[1].split() == "step epoch samples metrics size ranks mesh age state".split()
+    assert len(lines) == 8
+    assert re.fullmatch(r"  2 +1 +128 +val/loss 1 +[\d.]+ KiB +1 +dp_shard 2 +\d+ s +whole", lines[3])
+    assert "val/loss nan" in lines[5]
+    again = command("ls", run / "checkpoints").splitlines()
+    assert [line.split()[:6] for line in again] == [line.split()[:6] for line in lines]  # the ages may differ
+
+
+def test_ls_tells_whole_from_damaged_unfinished_and_aside(run: Path, command: Printed) -> None:
+    add_what_is_not_whole(run)
+    found = command.json("ls", run)
+    assert found["root"] == str(run / "checkpoints")
+    states = {entry["step"]: entry["state"] for entry in found["checkpoints"]}
+    assert states == {
+        **dict.fromkeys(range(1, 7), "whole"),
+        7: "damaged",
+        8: "aside",
+        9: "replaced",
+        10: "unfinished",
+        11: "unreadable",
+    }
+    second, fourth = found["checkpoints"][1], found["checkpoints"][3]
+    assert second["metrics"] == {"val/loss": 1.0}
+    assert fourth["metrics"] == {"val/loss": "NaN"}
+    assert (second["samples_seen"], second["epoch"], second["world_size"]) == (128, 1, 1)
+    size = sum(file.stat().st_size for file in Path(second["path"]).iterdir())
+    assert second["size"] == size
+    assert "manifest.json is empty" in found["checkpoints"][6]["fault"]
+    said = command("ls", run)
+    assert "step_00000007: " in said
+    assert "schema version 99" in said
+
+
+def test_a_run_without_checkpoints_yet_is_no_error(tmp_path: Path, command: Printed) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert "no checkpoints yet" in command("ls", tmp_path)
+    assert command.json("ls", tmp_path)["checkpoints"] == []
+
+
+# -- show
+
+
+def test_show_tells_what_a_checkpoint_holds(run: Path, command: Printed) -> None:
+    said = command("show", run / "checkpoints" / "step_00000002")
+    for line in (
+        r"step +2",
+        r"samples +128",
+        r"val/loss +1",
+        r"model net +3 +18 +66 B",
+        r"optimizer adam +1 +12 +48 B",
+        r"callback EMA 0 +1 +12 +48 B",
+        r"optimizer\.lr +0\.2",
+        rf"torch +{re.escape(torch.__version__)}",
+    ):
+        assert re.search(rf"^  {line}$", said, re.MULTILINE), line
+    assert "exp_avg" not in said
+    assert re.search(r"models\.net\.weight +\[3, 4\] +float32", command("show", run, "--tensors"))
+
+
+def test_show_takes_a_runs_newest_whole_checkpoint_or_a_step(run: Path, command: Printed) -> None:
+    add_what_is_not_whole(run)
+    assert command.json("show", run)["step"] == 6
+    shown = command.json("show", run, "--step", 4)
+    assert shown["step"] == 4
+    assert shown["metrics"] == {"val/loss": "NaN"}
+    assert shown["tensors"]["models.net.fixed"] == {"shape": [5], "dtype": "bfloat16"}
+    assert shown["config"] == {"seed": 0, "optimizer": {"lr": 0.4}}
+    assert shown["holds"]["model net"] == {"tensors": 3, "bytes": 66, "elements": 18}
+    assert set(shown["files"]) == {path.name for path in Path(shown["path"]).iterdir()} - {"manifest.json"}
+
+
+# -- verify
+
+
+def test_verify_reads_every_file_and_its_exit_code_tells(run: Path, command: Printed) -> None:
+    assert command("verify", run).count(": whole\n") == 6
+    assert command.json("verify", run)["whole"] is True
+    third = run / "checkpoints" / "step_00000003"
+    damage(third)
+    damage(third, "shared.json")
+    assert "step_00000003  " not in command("ls", run)  # sizes fit: listing does not read contents
+    said = command("verify", run, code=1)
+    assert said.count(": whole\n") == 5
+    assert f"{third / '__0_0.distcp'} is damaged" in said
+    assert f"{third / 'shared.json'} is damaged" in said
+    found = command.json("verify", third, code=1)
+    assert found["whole"] is False
+    assert [len(checkpoint["faults"]) for checkpoint in found["checkpoints"]] == [2]
+    assert command("verify", run / "checkpoints" / "step_00000004").endswith("whole\n")
+    (third / "manifest.json").unlink()
+    assert "manifest.json is missing" in command("verify", third, code=1)
+
+
+# -- diff
+
+
+def test_diff_tells_counters_metrics_config_and_values(run: Path, command: Printed) -> None:
+    root = run / "checkpoints"
+    found = command.json("diff", root / "step_00000001", root / "step_00000003")
+    assert found["manifest"] == {"step": [1, 3], "epoch": [0, 1], "samples_seen": [64, 192]}
+    assert found["metrics"] == {"val/loss": [5.0, 4.0]}
+    assert found["config"] == ["optimizer.lr: 0.1 -> 0.3"]
+    assert found["tensors"] == {
+        "only_in_a": [],
+        "only_in_b": [],
+        "other_kind": {},
+        "same_kind": 5,
+        "equal": 3,
+        "max_difference": {"models.net.weight": 2.0, "models.net.steps": 2.0},
+    }
+    said = command("diff", root / "step_00000001", run)
+    assert re.search(r"models\.net\.weight +5$", said, re.MULTILINE)
+    assert "3 of 5 tensors that both have are equal bit for bit" in said
+    assert command.json("diff", run, run)["tensors"]["max_difference"] == {}
+
+
+def test_diff_tells_names_and_shapes_that_differ(tmp_path: Path, run: Path, command: Printed) -> None:
+    other = {name.replace("fixed", "free"): value for name, value in tensors(6).items()}
+    other["models.net.weight"] = torch.zeros(4, 3)
+    path = save_step(tmp_path / "other", 6, tensors=other)
+    found = command.json("diff", run, path)["tensors"]
+    assert found["only_in_a"] == ["models.net.fixed"]
+    assert found["only_in_b"] == ["models.net.free"]
+    assert found["other_kind"] == {"models.net.weight": ["[3, 4] float32", "[4, 3] float32"]}
+    assert found["same_kind"] == found["equal"] == 3
+
+
+def test_diff_without_values_reads_no_shard(run: Path, command: Printed) -> None:
+    root = run / "checkpoints"
+    damage(root / "step_00000001")
+    found = command.json("diff", root / "step_00000001", run, "--no-values")
+    assert found["tensors"]["equal"] is None
+    assert "values were not compared" in command("diff", root / "step_00000001", run, "--no-values")
+    assert "__0_0.distcp is damaged" in command.error("diff", root / "step_00000001", run)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1.0, math.nan], [1.0, math.nan], None),
+        ([1.0, math.inf], [2.5, math.inf], 1.5),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([0.0], [-0.0], 0.0),
+        ([], [], None),
+    ],
+)
+def test_differences_are_of_values(a: list[float], b: list[float], expected: float | None) -> None:
+    assert max_difference(torch.tensor(a), torch.tensor(b)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_differences_are_told_for_every_kind_of_number(dtype: torch.dtype) -> None:
+    a, b = torch.tensor([0.0, 1.0]).to(dtype), torch.tensor([1.0, 1.0]).to(dtype)
+    assert max_difference(a, b) == 1.0
+    assert max_difference(a, a.clone()) is None
+
+
+def test_a_nan_on_one_side_is_the_difference() -> None:
+    assert math.isnan(max_difference(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 5.0])) or 0.0)
+
+
+# -- prune
+
+
+RULES = ("--keep-last", 1, "--keep-best", 1, "--metric", "val/loss")
+
+
+@pytest.mark.pitfall(30)
+def test_prune_keeps_what_the_rules_name_and_tells_what_it_leaves_alone(run: Path, command: Printed) -> None:
+    add_what_is_not_whole(run)
+    before = names(run)
+    dry = command.json("prune", run, *RULES, "--dry-run")
+    assert names(run) == before
+    said = command("prune", run, *RULES)
+    assert steps(run) == {2, 6}
+    gone = {f"step_{step:08d}" for step in (1, 3, 4, 5)}
+    assert before - names(run) == gone
+    assert {Path(path).name for path in dry["removed"]} == gone
+    assert {Path(path).name for path in dry["kept"]} == {"step_00000002", "step_00000006"}
+    assert "removed 4" in said
+    assert "kept steps: 2, 6" in said
+    assert "left alone: step_00000007 (damaged); --damaged removes it" in said
+    assert "left alone: .aside-0123abcd-step_00000008 (aside); --aside removes it" in said
+    assert "left alone: step_00000011 (unreadable)\n" in said
+
+
+def test_prune_removes_damaged_and_aside_ones_on_demand_and_never_others(run: Path, command: Printed) -> None:
+    add_what_is_not_whole(run)
+    before = names(run)
+    command("prune", run, "--damaged")
+    assert before - names(run) == {"step_00000007", ".step_00000010.tmp-0123456789abcdef"}
+    command("prune", run / "checkpoints", "--aside")
+    assert {".step_00000009.replaced-0123456789abcdef", "notes", "step_00000011"} < names(run)
+    assert ".aside-0123abcd-step_00000008" not in names(run)
+    assert steps(run) == set(METRICS)
+    assert command.json("prune", run, "--damaged", "--aside")["removed"] == []
+
+
+def test_prune_by_the_largest_value_and_every_nth_step(run: Path, command: Printed) -> None:
+    arguments = ("--keep-every-n-steps", 3, "--keep-best", 1, "--metric", "val/loss", "--mode", "max")
+    assert [Path(path).name for path in command.json("prune", run, *arguments)["kept"]] == [
+        "step_00000001",
+        "step_00000003",
+        "step_00000006",
+    ]
+
+
+def test_prune_refuses_while_a_job_holds_the_run(run: Path, command: Printed) -> None:
+    with (run / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "a live job writes to" in command.error("prune", run, "--keep-last", 1)
+        assert "a live job writes to" in command.error("prune", run / "checkpoints", "--keep-last", 1)
+        command("prune", run, "--keep-last", 1, "--dry-run")
+        assert steps(run) == set(METRICS)
+    command("prune", run, "--keep-last", 1)  # the lock's file alone holds nobody off
+    assert steps(run) == {6}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "no rule was given"),
+        (("--keep-last", 0), "keep_last=0"),
+        (("--keep-best", 1), "by which metric"),
+    ],
+)
+def test_prune_wants_a_rule_that_can_work(run: Path, command: Printed, arguments: tuple[Any, ...], told: str) -> None:
+    assert told in command.error("prune", run, *arguments, code=2)
+    assert steps(run) == set(METRICS)
+
+
+# -- export
+
+
+def test_export_writes_weights_and_tells_the_files(run: Path, tmp_path: Path, command: Printed) -> None:
+    out = tmp_path / "out"
+    said = command("export", run, out, "--dtype", "bf16", "--max-shard-size", "20B")
+    assert str(out / "model-00001-of-00002.safetensors") in said
+    assert (out / "model.safetensors.index.json").exists()
+    assert load_file(out / "model-00001-of-00002.safetensors")["weight"].dtype == torch.bfloat16
+    files = command.json("export", run, out, "--step", 3, "--overwrite")["files"]
+    assert files == [{"path": str(out / "model.safetensors"), "size": (out / "model.safetensors").stat().st_size}]
+    assert (load_file(out / "model.safetensors")["weight"] == 3).all()
+    command("export", run / "checkpoints" / "step_00000002", out / "ema.safetensors", "--weights", "ema")
+    assert (load_file(out / "ema.safetensors")["weight"] == -1).all()
+    command("export", run, tmp_path / "w.pt", "--renames", "^", "net.", "fixed", "free", "--model", "net")
+    assert set(torch.load(tmp_path / "w.pt", weights_only=True)) == {"net.weight", "net.steps", "net.free"}
+
+
+@pytest.mark.pitfall(40)
+def test_export_says_why_it_does_not(run: Path, tmp_path: Path, command: Printed) -> None:
+    command("export", run, tmp_path / "out")
+    assert "exists already" in command.error("export", run, tmp_path / "out")
+    assert "belongs to a run's checkpoints" in command.error("export", run, run / "checkpoints" / "hf")
+    assert "has no model 'other'. It has 'net'" in command.error("export", run, tmp_path / "b", "--model", "other")
+    assert "no EMA" in command.error("export", run, tmp_path / "b", "--weights", "ema.4")
+    assert "is no size" in command.error("export", run, tmp_path / "b", "--max-shard-size", "big", code=2)
+    assert not (tmp_path / "b").exists()
+
+
+# -- paths, usage, the program itself
+
+
+@pytest.mark.parametrize("name", ["ls", "show", "verify"])
+def test_a_path_that_is_no_run_is_one_line(tmp_path: Path, command: Printed, name: str) -> None:
+    assert "is not a directory" in command.error(name, tmp_path / "absent")
+    assert "has no checkpoints" in command.error(name, tmp_path)
+
+
+def test_paths_and_steps_that_do_not_fit_are_told(run: Path, tmp_path: Path, command: Printed) -> None:
+    third = run / "checkpoints" / "step_00000003"
+    assert "is one checkpoint" in command.error("ls", third)
+    assert "no whole checkpoint of step 99. There are steps [1, 2, 3" in command.error("show", run, "--step", 99)
+    assert "Leave one out" in command.error("show", third, "--step", 3, code=2)
+    (third / "manifest.json").write_text("{")
+    assert "manifest.json is damaged" in command.error("show", third)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    assert "no whole checkpoint" in command.error("show", tmp_path / "empty")
+    assert "no checkpoints to verify" in command.error("verify", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["bogus"], ["checkpoints"], ["checkpoints", "ls"], ["checkpoints", "prune", ".", "--mode", "x"]]
+)
+def test_wrong_usage_exits_2_and_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("name", ["ls", "show", "verify", "diff", "prune", "export"])
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", name, "--help"]) == 0
+    assert f"usage: dream-trainer checkpoints {name}" in capsys.readouterr().out
+
+
+def test_help_waits_for_no_torch() -> None:
+    program = (
+        "import sys; from dream_trainer.cli.main import main; code = main(['checkpoints', 'prune', '--help'])\n"
+        "assert code == 0 and 'torch' not in sys.modules, sorted(name for name in sys.modules if 'torch' in name)[:5]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def dream_trainer(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from dream_trainer.cli.main import main; sys.exit(main())"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", program, "checkpoints", *map(str, arguments)]
+    return subprocess.run(line, text=True, env=environment, capture_output=True, **options)
+
+
+def test_the_program_runs_without_device_and_ranks(run: Path, tmp_path: Path) -> None:
+    listed = dream_trainer("ls", run, "--json", check=True)
+    assert len(json.loads(listed.stdout)["checkpoints"]) == 6
+    assert listed.stderr == ""
+    damage(run / "checkpoints" / "step_00000006")
+    failed = dream_trainer("export", run, tmp_path / "out")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("error: ")
+    assert failed.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error(run: Path) -> None:
+    program = "import sys; from dream_trainer.cli.main import main; sys.exit(main())"
+    line = f'"{sys.executable}" -c "{program}" checkpoints show "{run}" --json'
+    script = f"set -o pipefail; {line} | true"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
