@@ -8,6 +8,7 @@ from typing import Any
 _HOMES = {
     "Callback": "base",
     "CallbackCollection": "base",
+    "EMA": "ema",
     "ModelSummary": "summary",
     "Progress": "progress",
     "TrainerSummary": "summary",

@@ -1,4 +1,4 @@
-"""ModelAverage: the average of one model's weights, each rank's part of it, moved in place without waiting for the device."""
+"""ModelAverage: the average of one model's weights, moved in place, shard by shard, without waiting for the device."""
 
 from __future__ import annotations
 

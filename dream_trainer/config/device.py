@@ -30,6 +30,11 @@ class DeviceParameters:
     step_timeout_seconds: float = 600.0
     """Seconds a collective may take after the first step; longer means that a rank is gone."""
 
+    hang_timeout_seconds: float | Literal["auto"] | None = "auto"
+    """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
+    never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
+    step is done, and while waiting for a save, it is 0.9 of `start_timeout_seconds` if that is longer."""
+
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(DeviceType))
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
@@ -37,6 +42,8 @@ class DeviceParameters:
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
         check_positive("start_timeout_seconds", self.start_timeout_seconds)
         check_positive("step_timeout_seconds", self.step_timeout_seconds)
+        if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
+            check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
 
     @classmethod
     def single_device(cls) -> Self:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dream_trainer.distributed.failure import end_job, first_to_fail
 from dream_trainer.distributed.torch_compat import connect_again, set_group_timeout
 from dream_trainer.errors import ConfigError
 
@@ -255,31 +256,9 @@ class World:
         The other ranks may be inside any collective, so there is none here: the traceback is printed, `failed` is set
         in the store for those that look, and the process exits with status 1; its closing sockets free the others.
         """
-        first = self._first_to_fail()
-        if first == self.rank:
-            text = "".join(traceback.format_exception(exc))
-            sys.stderr.write(f"[rank {self.rank}] failed, the job ends:\n{text}")
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:
-                get_error_handler().record_exception(exc)
-        else:
-            reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
-            sys.stderr.write(f"[rank {self.rank}] stops because rank {first} failed (here: {reason}).\n")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)
-
-    def _first_to_fail(self) -> int:
-        """The rank whose failure came first, by an atomic counter in the store; this rank if the store is gone."""
-        try:
-            if _store is None or _store.add(f"{_job_prefix()}/failures", 1) == 1:
-                if _store is not None:
-                    _store.set(f"{_job_prefix()}/failed", str(self.rank))
-                return self.rank
-            return int(_store.get(f"{_job_prefix()}/failed"))
-        except RuntimeError:
-            return self.rank
+        text = "".join(traceback.format_exception(exc))
+        first = first_to_fail(_job_store(), self.rank)
+        end_job(exc, text, rank=self.rank, first=first)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
@@ -325,6 +304,15 @@ def _arrive(world_size: int, timeout_seconds: float | None) -> None:
         _store.set(f"{key}/all", "")
     if timeout_seconds is not None:
         _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
+
+
+def _job_store() -> dist.Store | None:
+    """The process group's store under this attempt's prefix, for the main thread."""
+    if _store is None:
+        return None
+    import torch.distributed as dist
+
+    return dist.PrefixStore(_job_prefix(), _store)
 
 
 def _job_prefix() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dream_trainer.config.base import BaseTrainerConfig
     from dream_trainer.data.stream import TrainStream
     from dream_trainer.data.validation import ValidationBatches
+    from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
     from dream_trainer.loggers.buffer import MetricBuffer
 
@@ -109,6 +110,7 @@ class AbstractTrainer(Lifecycle, Cooperation):
         self._stop_reason: str | None = None
         self._save_requested = False
         self._said_once: set[str] = set()
+        self._watchdog: Watchdog | None = None
 
     # -- state everybody may read
 
@@ -375,6 +377,10 @@ class AbstractTrainer(Lifecycle, Cooperation):
         if self._batch_samples is None:
             self._batch_samples = self.batch_size(self._batch)
         return self._batch_samples
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """For phases without batches that may take long: the watchdog bears them."""
+        return nullcontext() if self._watchdog is None else self._watchdog.patient()
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self._said_once:

@@ -35,6 +35,7 @@ from dream_trainer.trainer.feed import WindowFeed
 from dream_trainer.trainer.intermission import Intermission
 from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.nonfinite import RetryWindow
+from dream_trainer.trainer.watch import watched
 
 
 class BaseTrainer(Intermission):
@@ -91,7 +92,7 @@ class BaseTrainer(Intermission):
         agreement.stopped = False
         with self._failing_for_all(), agreement.signals.handled():
             self._start()
-            with relayed(agreement.signals, self.world.connect_to_store()):
+            with relayed(agreement.signals, self.world.connect_to_store()), watched(self):
                 self._is_training = True
                 self._train()
                 self._is_training = False

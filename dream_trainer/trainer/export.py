@@ -23,7 +23,7 @@ def export(trainer: AbstractTrainer, path: Path, model: str | None, *, weights: 
         model = next(iter(models))
     if model not in models:
         raise CheckpointError(f"the trainer has no model {model!r}; there are {sorted(models)}.")
-    with nullcontext() if weights == "model" else _averages(trainer, weights):
+    with nullcontext() if weights == "model" else _averages(trainer, weights, model):
         trainer._reshard()
         return export_model(
             models[model],
@@ -34,7 +34,7 @@ def export(trainer: AbstractTrainer, path: Path, model: str | None, *, weights: 
         )
 
 
-def _averages(trainer: AbstractTrainer, weights: str) -> AbstractContextManager[None]:
+def _averages(trainer: AbstractTrainer, weights: str, model: str) -> AbstractContextManager[None]:
     from dream_trainer.callbacks.ema import EMA
 
     found = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
@@ -44,4 +44,6 @@ def _averages(trainer: AbstractTrainer, weights: str) -> AbstractContextManager[
             f'weights={weights!r} is not understood: use "model", or "ema" or "ema.<n>" for an EMA callback, of which '
             f"the trainer has {len(found)}."
         )
-    return found[names[weights]].averaged_weights()
+    average = found[names[weights]]
+    average.averaged(model)  # raises where it averages others only
+    return average.averaged_weights()

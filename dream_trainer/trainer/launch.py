@@ -7,7 +7,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
-from dream_trainer.distributed.world import World, close_at_exit
+from dream_trainer.distributed.torch_compat import enable_flight_recorder
+from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.checks import uncalled_hooks
 from dream_trainer.trainer.events import event_table
@@ -25,6 +26,7 @@ def launch(trainer: BaseTrainer) -> None:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
     cls = type(trainer)
+    _record_collectives(trainer)
     world = trainer._world = World(trainer.config.device_parameters, shard_by_default=cls._shards_parameters)
     if world.world_size > 1 and not cls._keeps_ranks_equal:
         raise ConfigError(
@@ -39,6 +41,14 @@ def launch(trainer: BaseTrainer) -> None:
         trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
     trainer._events = event_table(trainer, AbstractTrainer, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", trainer.config.seed))
+
+
+def _record_collectives(trainer: BaseTrainer) -> None:
+    """Has NCCL write down its last collectives when one times out; its groups read that as they are made."""
+    _, local_rank, world_size = environment_ranks()
+    device = trainer.config.device_parameters.device
+    if world_size > 1 and choose_device(device, local_rank).type == "cuda":
+        enable_flight_recorder(trainer.run_dir / "flight_recorder")
 
 
 def _close_if_alive(reference: weakref.ref[BaseTrainer]) -> None:

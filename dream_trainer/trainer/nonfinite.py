@@ -49,6 +49,7 @@ class NonFiniteGuard:
         self._steps: list[int] = []
         self._in_a_row = 0
         self._reads_the_host = False
+        self._may_skip = False
 
     def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
         """From now on reads the norm at each step, since these optimizers cannot leave one out on the device.
@@ -57,6 +58,7 @@ class NonFiniteGuard:
         """
         self.settle()
         self._reads_the_host = True
+        self._may_skip = False
         names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if self._trainer.world.device.type != "cpu":
             self._trainer._say_once(
@@ -104,6 +106,7 @@ class NonFiniteGuard:
         if isinstance(empty, Tensor):
             torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
             seen = torch.where(empty, _EMPTY, norm)
+        self._may_skip = self._policy == "skip" or isinstance(empty, Tensor)
         self._norms.append(seen)
         self._steps.append(self._trainer.progress.global_step)
         for optimizer in optimizers:
@@ -139,9 +142,9 @@ class NonFiniteGuard:
 
     @property
     def maybe_skipped(self) -> Tensor | None:
-        """On the device, not 0 if the optimizers left out the step just made; None if the host knows that they did
+        """On the device, not 0 if the optimizers left out the step just made and training goes on; None if they did
         not."""
-        return None if self._policy == "retry" or self._reads_the_host else self._found
+        return self._found if self._may_skip else None
 
     def settle_when_full(self) -> None:
         """Looks at the kept norms once there are `SETTLE_EVERY` of them."""

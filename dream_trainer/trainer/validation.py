@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +69,13 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     modes = [(module, module.training) for model in trainer.named_models().values() for module in model.modules()]
     trainer.training = False
     try:
-        with torch.no_grad(), preserved_random_state(trainer.world.device):
+        with torch.no_grad(), preserved_random_state(trainer.world.device), ExitStack() as contexts:
             seed_everything(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank))
             for module, _ in modes:
                 module.training = False
+            for callback in trainer.callbacks.in_order():
+                if trainer.world.is_main or not callback.main_process_only:
+                    contexts.enter_context(callback.validation_context(trainer))
             yield
     finally:
         for module, mode in modes:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,84 +16,15 @@ import torch
 import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.config.command_line import parse
-from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import CheckpointError, ConfigError
-from tests.trainer import small
-from tests.trainer.small import ROOT, Batch, Samples, Validates, assert_same_weights, weights
+from tests.trainer.saves import STEPS, Saves, damage, fit, make_config, run, steps_of
+from tests.trainer.small import ROOT, Batch, assert_same_weights, weights
 from tests.worlds import run_world
-
-STEPS = 6  # of an epoch: 12 samples, batches of 2
-
-
-@dataclass
-class Config(small.Config):
-    learning_rate: float = 0.1
-
-
-class Saves(Validates, small.Sharded, dt.EvalMixin, dt.CheckpointMixin):
-    """Notes what it is told of checkpoints."""
-
-    config: Config
-
-    def __init__(self, config: Config, *, length: int = 2 * STEPS, batch_size: int = 2) -> None:
-        train = DistributedDataLoader(Samples(length), batch_size, shuffle=True)
-        super().__init__(config, train, DistributedDataLoader(Samples(5), 2, drop_last=False), make_optimizer=self.sgd)
-        self.saved: list[int] = []
-        self.loaded: list[str] = []
-
-    def sgd(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.config.learning_rate, momentum=0.9)
-
-    def on_save(self, path: Path) -> None:
-        self.saved.append(int(path.name.removeprefix("step_")))
-
-    def on_load(self, path: Path) -> None:
-        self.loaded.append(path.name)
 
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def make_config(
-    *,
-    experiment: str = "run",
-    learning_rate: float = 0.1,
-    seed: int = 42,
-    callbacks: Sequence[dt.Callback] = (),
-    training: dict[str, Any] | None = None,
-    **checkpoint: Any,
-) -> Config:
-    """A run of one epoch unless `training` says otherwise; further arguments are checkpoint parameters."""
-    return Config(
-        project="tests",
-        group="checkpoint",
-        experiment=experiment,
-        learning_rate=learning_rate,
-        seed=seed,
-        callbacks=dt.CallbackCollection(callbacks),
-        device_parameters=dt.DeviceParameters(device="cpu"),
-        training_parameters=dt.TrainingParameters(**(training or {"n_epochs": 1})),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-        checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
-    )
-
-
-def fit(trainer: Saves) -> Saves:
-    """Trains and closes."""
-    with trainer:
-        trainer.fit()
-    return trainer
-
-
-def run(**options: Any) -> Saves:
-    """One run with a config of these options."""
-    return fit(Saves(make_config(**options)))
-
-
-def steps_of(trainer: Saves) -> list[int]:
-    return [manifest.step for manifest in trainer.checkpoints()]
 
 
 # -- when
@@ -347,15 +276,6 @@ def test_a_checkpoint_loaded_by_hand_takes_the_run_back_to_its_step() -> None:
 
 
 # -- damage
-
-
-def damage(path: Path) -> str:
-    """Flips one byte in the middle of the tensors; the file's name."""
-    (file,) = path.glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    return file.name
 
 
 @pytest.mark.pitfall(29)

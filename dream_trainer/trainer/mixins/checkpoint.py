@@ -310,7 +310,8 @@ class CheckpointMixin(AbstractTrainer):
         if self._writing.is_collected:
             return
         try:
-            path = self._writing.collect()
+            with self._patience():
+                path = self._writing.collect()
         except CheckpointError as error:
             self._save_failed(error, on_error)
         else:

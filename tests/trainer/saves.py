@@ -1,0 +1,149 @@
+"""A run that saves and notes what it is told of checkpoints: what the tests of saving and resuming share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dream_trainer as dt
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
+from dream_trainer.checkpoint.world import Alone
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.trainer.mixins import checkpoint as mixin
+from tests.trainer import small
+from tests.trainer.small import Samples, Validates
+
+STEPS = 6  # of an epoch: 12 samples, batches of 2
+
+
+@dataclass
+class Config(small.Config):
+    learning_rate: float = 0.1
+
+
+class Saves(Validates, small.Sharded, dt.EvalMixin, dt.CheckpointMixin):
+    """Notes what it is told of checkpoints."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, length: int = 2 * STEPS, batch_size: int = 2) -> None:
+        train = DistributedDataLoader(Samples(length), batch_size, shuffle=True)
+        super().__init__(config, train, DistributedDataLoader(Samples(5), 2, drop_last=False), make_optimizer=self.sgd)
+        self.saved: list[int] = []
+        self.loaded: list[str] = []
+
+    def sgd(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.config.learning_rate, momentum=0.9)
+
+    def on_save(self, path: Path) -> None:
+        self.saved.append(int(path.name.removeprefix("step_")))
+
+    def on_load(self, path: Path) -> None:
+        self.loaded.append(path.name)
+
+
+def make_config(
+    *,
+    experiment: str = "run",
+    learning_rate: float = 0.1,
+    seed: int = 42,
+    callbacks: Sequence[dt.Callback] = (),
+    training: dict[str, Any] | None = None,
+    **checkpoint: Any,
+) -> Config:
+    """A run of one epoch unless `training` says otherwise; further arguments are checkpoint parameters."""
+    return Config(
+        project="tests",
+        group="checkpoint",
+        experiment=experiment,
+        learning_rate=learning_rate,
+        seed=seed,
+        callbacks=dt.CallbackCollection(callbacks),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(**(training or {"n_epochs": 1})),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        checkpoint_parameters=dt.CheckpointParameters(**checkpoint),
+    )
+
+
+def fit(trainer: Saves) -> Saves:
+    """Trains and closes."""
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def run(**options: Any) -> Saves:
+    """One run with a config of these options."""
+    return fit(Saves(make_config(**options)))
+
+
+def steps_of(trainer: Saves) -> list[int]:
+    return [manifest.step for manifest in trainer.checkpoints()]
+
+
+def damage(path: Path) -> str:
+    """Flips one byte in the middle of the tensors; the file's name."""
+    (file,) = path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+@contextmanager
+def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    """`place.name` is `value` inside; for ranks, which have no fixtures."""
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+@contextmanager
+def before_writing(act: Callable[[Snapshot], None]) -> Iterator[None]:
+    """Calls `act` with each snapshot in the thread that writes it, before anything is on the disk."""
+    write = mixin.write_checkpoint
+
+    def act_and_write(root: Path, snapshot: Snapshot, **options: Any) -> Path:
+        act(snapshot)
+        return write(root, snapshot, **options)
+
+    with replaced(mixin, "write_checkpoint", act_and_write):
+        yield
+
+
+class Gate:
+    """Holds a writer until training has gone on to some step; nobody waits for ever."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def wait(self) -> None:
+        assert self._opened.wait(timeout=60), "training did not go on while the writer was held"
+
+
+def wait_for_writer() -> None:
+    """Returns when no checkpoint is being written."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint writer":
+            thread.join()
+
+
+def all_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint that ranks share, whole."""
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in tensor_metadata(path).items()}
+    load_tensors(path, tensors, world=Alone())
+    return tensors

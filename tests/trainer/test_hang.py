@@ -1,0 +1,61 @@
+"""A training that hangs ends with every rank's stacks, and goes on under torchrun from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.small import ROOT, Batch, Samples, Sharded, make_config
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+class Hangs(Sharded, dt.CheckpointMixin):
+    """Rank 1 falls asleep after its third step, in the first attempt."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 3 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            self.sleeps()
+        return super().training_step(batch, batch_idx)
+
+    def sleeps(self) -> None:
+        time.sleep(600)
+
+    def on_load(self, path: Path) -> None:
+        Path(f"resumed-{self.world.rank}").write_text(str(self.global_step))
+
+
+def train() -> None:
+    config = make_config(max_steps=6, devices=dt.DeviceParameters(device="cpu", hang_timeout_seconds=4.0))
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, async_save=False)
+    with Hangs(config, DistributedDataLoader(Samples(24), 2)) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.pitfall(27)
+def test_a_hang_is_ended_with_all_stacks_and_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from tests.trainer.test_hang import train; train()")
+    done = subprocess.run(
+        [*TORCHRUN, "--max-restarts=1", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"resumed-{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    first, second = ((tmp_path / f"runs/tests/trainer/run/stacks/rank_0000{rank}.txt").read_text() for rank in range(2))
+    assert "in sleeps" in second
+    assert "in sleeps" not in first
+    assert "in training_step" in first
+    assert "made no progress for 4 s (training, step 3" in done.stderr
+    assert done.stderr.count("failed, the job ends") == 1

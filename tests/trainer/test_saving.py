@@ -1,0 +1,367 @@
+"""How a run is saved: what the checkpoint holds while training goes on, what a busy or a broken writer does, and who is
+told."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.checkpoint import store
+from dream_trainer.checkpoint.manifest import read_manifest
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.store import read_rank, read_shared
+from dream_trainer.errors import CheckpointError
+from dream_trainer.trainer.mixins import checkpoint as mixin
+from tests.trainer import resumable
+from tests.trainer.arithmetic import full
+from tests.trainer.saves import (
+    STEPS,
+    Config,
+    Gate,
+    Saves,
+    all_tensors,
+    before_writing,
+    fit,
+    make_config,
+    replaced,
+    run,
+    steps_of,
+    wait_for_writer,
+)
+from tests.trainer.small import Batch, assert_same_weights, run_ranks, weights
+from tests.worlds import run_world
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# -- the checkpoint is of the moment of the request
+
+
+class Remembers(dt.Callback):
+    """Copies everything at the end of one step, and opens a gate some steps later."""
+
+    order = 1000
+
+    def __init__(self, gate: Gate, at: int, open_at: int) -> None:
+        self._gate, self._at, self._open_at = gate, at, open_at
+        self._tensors: dict[str, Tensor] = {}
+        self._shared: dict[str, Any] = {}
+
+    def post_train_step(self, trainer: Any) -> None:
+        if trainer.global_step == self._at:
+            self._tensors = tensors_of(trainer)
+            self._shared = {"schedulers": {"scheduler": trainer.scheduler.state_dict()}, "user": trainer.state_dict()}
+        if trainer.global_step == self._open_at:
+            self._gate.open()
+
+
+def tensors_of(trainer: resumable.Resumable) -> dict[str, Tensor]:
+    """Whole copies of what a checkpoint of this trainer is to hold, by its name there."""
+    fqns = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    found = {f"models.model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    for parameter, state in trainer.optimizer.state.items():
+        found |= {f"optimizers.optimizer.model.{fqns[parameter]}.{key}": value for key, value in state.items()}
+    averages = trainer.get_callback(dt.EMA).averaged("model")
+    found |= {f"callbacks.EMA.0.model.{name}": tensor for name, tensor in averages.items()}
+    return {name: full(tensor).detach().clone() for name, tensor in found.items()}
+
+
+def save_while_training(directory: str) -> dict[str, Any]:
+    """Saves steps 4, 8 and 12; the writer of step 4 is held until step 7 is trained."""
+    os.chdir(directory)
+    gate = Gate()
+    remembers = Remembers(gate, at=4, open_at=7)
+    config = resumable.make_config(
+        "held",
+        callbacks=[dt.EMA(0.9), remembers],
+        checkpoint=dt.CheckpointParameters(save_every_n_steps=4, save_every_n_epochs=None),
+        own={"workers": 0, "samples": 92, "drop_last": True},
+    )
+    trainer = resumable.Resumable(config)
+    with before_writing(lambda snapshot: gate.wait() if snapshot.step == 4 else None), trainer:
+        trainer.fit()
+        later = tensors_of(trainer)
+    path = trainer.checkpoint_dir / "step_00000004"
+    return {
+        "expected": remembers._tensors,
+        "later": later,
+        "found": all_tensors(path),
+        "own": read_rank(path, trainer.world.rank)[1],
+        "expected shared": remembers._shared,
+        "shared": read_shared(path),
+        "validations": dict(trainer.get_callback(resumable.History).state_dict()["validations"]),
+        "metrics": {m.step: m.metrics for m in trainer.checkpoints()},
+    }
+
+
+def assert_of_its_moment(found: dict[str, Any]) -> None:
+    held, expected = found["found"] | {n: t for n, t in found["own"].items() if n in found["found"]}, found["expected"]
+    assert held.keys() == expected.keys()
+    assert {name.split(".")[0] for name in held} == {"models", "optimizers", "callbacks"}
+    assert {name.rsplit(".", 1)[1] for name in held} >= {"running_mean", "num_batches_tracked", "exp_avg_sq", "step"}
+    assert [name for name in expected if not torch.equal(held[name], expected[name])] == []
+    assert [name for name in expected if torch.equal(found["later"][name], expected[name])] == []
+    for name, value in found["expected shared"].items():
+        assert found["shared"][name] == value
+    assert {4, 8, 12} <= found["metrics"].keys() & found["validations"].keys()
+    assert found["metrics"] == {step: found["validations"].get(step, {}) for step in found["metrics"]}
+
+
+@pytest.mark.pitfall(31)
+@pytest.mark.pitfall(35)
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(tmp_path: Path) -> None:
+    found = save_while_training(str(tmp_path))
+    assert found["own"].keys().isdisjoint(found["found"])
+    assert_of_its_moment(found)
+
+
+# -- one save at a time
+
+
+def test_a_save_waits_for_the_one_before_it() -> None:
+    running: set[int] = set()
+    most: list[int] = []
+    write = mixin.write_checkpoint
+
+    def slow(root: Path, snapshot: Snapshot, **options: Any) -> Path:
+        running.add(snapshot.step)
+        time.sleep(0.1)  # about the time of the whole epoch
+        most.append(len(running))
+        path = write(root, snapshot, **options)
+        running.remove(snapshot.step)
+        return path
+
+    with replaced(mixin, "write_checkpoint", slow):
+        trainer = run(save_every_n_steps=1)
+    assert trainer.saved == steps_of(trainer) == list(range(1, STEPS + 1))
+    assert most == [1] * STEPS
+
+
+class Opens(Saves):
+    """Opens a gate while it trains step 5; remembers when it was told of a checkpoint."""
+
+    def __init__(self, config: Config, gate: Gate, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.gate = gate
+        self.told_at: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 4:
+            self.gate.open()
+        return super().training_step(batch, batch_idx)
+
+    def on_save(self, path: Path) -> None:
+        super().on_save(path)
+        self.told_at.append((self.global_step, self.saved[-1]))
+        assert read_manifest(path).step == self.saved[-1]
+
+
+def test_a_synchronous_save_is_on_the_disk_before_training_goes_on() -> None:
+    trainer = fit(Opens(make_config(save_every_n_steps=2, async_save=False), Gate()))
+    assert trainer.told_at == [(2, 2), (4, 4), (6, 6)]
+
+
+def test_save_checkpoint_returns_when_it_is_on_the_disk() -> None:
+    with before_writing(lambda _: time.sleep(0.3)), Saves(make_config(**NO_SAVES)) as trainer:
+        trainer.fit()
+        assert trainer.checkpoints() == []
+        path = trainer.save_checkpoint()
+        assert [manifest.path for manifest in trainer.checkpoints()] == [path]
+        assert trainer.saved == [STEPS]
+        assert trainer.save_checkpoint() == path  # nothing has changed since
+        assert trainer.saved == [STEPS]
+
+
+NO_SAVES = {"save_every_n_epochs": None, "save_at_end": False}
+
+
+@pytest.mark.pitfall(31)
+def test_closing_waits_for_what_is_in_flight() -> None:
+    class Broken(Saves):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if self.global_step == 3:
+                raise KeyboardInterrupt  # a second Ctrl-C
+            return super().training_step(batch, batch_idx)
+
+    trainer = Broken(make_config(save_every_n_steps=3))
+    with before_writing(lambda _: time.sleep(0.5)), pytest.raises(KeyboardInterrupt), trainer:
+        trainer.fit()
+    assert trainer.saved == steps_of(trainer) == [3]
+
+
+# -- errors
+
+
+def disk_is_gone(path: Path, content: bytes) -> Any:
+    raise OSError(errno.EIO, "Input/output error", str(path))
+
+
+class Waits(Saves):
+    """Trains a step only when nothing is being written, so that what the writer did is heard right after it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        wait_for_writer()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.pitfall(31)
+def test_an_error_of_the_writer_is_raised_at_the_next_step_with_its_traceback() -> None:
+    trainer = Waits(make_config(save_every_n_steps=2, save_every_n_epochs=None))
+    with replaced(store, "write_file", disk_is_gone), pytest.raises(CheckpointError, match="of step 2") as info:
+        fit(trainer)
+    assert len(trainer.losses) == 3
+    text = "".join(traceback.format_exception(info.value))
+    assert "in disk_is_gone" in text
+    assert "Input/output error" in text
+    assert trainer.saved == []
+    assert run().saved == [STEPS]
+
+
+def test_a_save_that_failed_is_said_and_made_up_for_by_the_next_if_the_config_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = run(experiment="straight")
+    caplog.clear()
+    write = store.write_file
+
+    def full_once(path: Path, content: bytes) -> Any:
+        return disk_is_gone(path, content) if trainer.global_step < 4 else write(path, content)
+
+    trainer = Waits(make_config(save_every_n_steps=2, on_save_error="warn", **NO_SAVES))
+    with caplog.at_level(logging.ERROR, "dream_trainer"), replaced(store, "write_file", full_once):
+        fit(trainer)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "of step 2" in message
+    assert "Input/output error" in message
+    assert trainer.saved == steps_of(trainer) == [4, 6]
+    assert_same_weights(weights(trainer.model), weights(expected.model))
+
+
+@pytest.mark.parametrize("save_at_end", [True, False])
+def test_what_could_not_be_saved_at_the_end_is_an_error_in_any_case(save_at_end: bool) -> None:
+    trainer = Saves(make_config(save_at_end=save_at_end, on_save_error="warn"))
+    with replaced(store, "write_file", disk_is_gone), pytest.raises(CheckpointError, match=f"of step {STEPS}"):
+        fit(trainer)
+
+
+def fail_on_rank_1() -> None:
+    """What `test_every_rank_raises...` starts."""
+    trainer = Waits(make_config(save_every_n_steps=2), length=4 * STEPS)
+    broken = disk_is_gone if os.environ["RANK"] == "1" else store.write_file
+    with replaced(store, "write_file", broken), trainer:
+        trainer.fit()
+
+
+@pytest.mark.pitfall(31)
+def test_every_rank_raises_what_the_writer_of_one_did(tmp_path: Path) -> None:
+    ranks = run_ranks("from tests.trainer.test_saving import fail_on_rank_1\nfail_on_rank_1()\n", 2, tmp_path)
+    for status, text in ranks:
+        assert status == 1
+        assert "CheckpointError: Could not write the checkpoint of step 2" in text
+        assert "rank 1: OSError: [Errno 5] Input/output error" in text
+    assert any("in disk_is_gone" in text for _, text in ranks)  # one rank prints the traceback
+
+
+# -- memory
+
+
+@pytest.mark.pitfall(31)
+def test_the_first_save_finds_its_memory_allocated() -> None:
+    places: list[dict[str, int]] = []
+    warmed: list[dict[str, int]] = []
+
+    class Notes(HostCopies):
+        def warm(self, tensors: Any) -> None:
+            super().warm(tensors)
+            warmed.append({name: memory.data_ptr() for name, memory in self._memory.items()})
+
+    def note(snapshot: Snapshot) -> None:
+        places.append({name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()})
+
+    with before_writing(note), replaced(mixin, "HostCopies", Notes):
+        trainer = run(save_every_n_steps=2)
+    own = {parameter.data_ptr() for parameter in trainer.model.parameters()}
+    assert warmed == [places[0]]
+    assert places == [places[0]] * 3
+    assert own.isdisjoint(places[0].values())
+    assert any("momentum_buffer" in name for name in places[0])
+
+
+# -- two ranks
+
+
+def at_two(directory: str) -> dict[str, Any]:
+    """One rank's account of several runs."""
+    rank = int(os.environ["RANK"])
+    found: dict[str, Any] = {"held": save_while_training(directory)}
+    os.chdir(directory)
+
+    def train(experiment: str, **checkpoint: Any) -> dict[str, Any]:
+        gate = Gate()
+        config = make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
+        trainer = Opens(config, gate, length=4 * STEPS)
+        held = rank == 1 and experiment != "failing"
+        with before_writing(lambda snapshot: gate.wait() if held and snapshot.step == 1 else None):
+            fit(trainer)
+        return {"told": trainer.told_at, "saved": trainer.saved, "there": steps_of(trainer), "seen": trainer.seen}
+
+    found["skip"] = train("skip", save_every_n_steps=1, save_every_n_epochs=None, when_busy="skip")
+    broken = threading.Event()
+
+    def fail_once(path: Path, content: bytes) -> Any:
+        if rank == 1 and not broken.is_set():
+            broken.set()
+            return disk_is_gone(path, content)
+        return write(path, content)
+
+    write = store.write_file
+    with replaced(store, "write_file", fail_once):
+        found["failing"] = train("failing", save_every_n_steps=4, save_every_n_epochs=None, on_save_error="warn")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(at_two, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.pitfall(31)
+def test_each_rank_saves_its_shards_and_statistics_of_that_moment(two_ranks: list[dict[str, Any]]) -> None:
+    one, two = (rank["held"] for rank in two_ranks)
+    for found in (one, two):
+        assert_of_its_moment(found)
+    assert "models.model.batch_norm.running_mean" in two["own"]
+    assert not torch.equal(
+        two["own"]["models.model.batch_norm.running_mean"], two["found"]["models.model.batch_norm.running_mean"]
+    )
+
+
+def test_ranks_skip_the_same_saves_while_the_writer_of_one_is_slow(two_ranks: list[dict[str, Any]]) -> None:
+    one, two = (rank["skip"] for rank in two_ranks)
+    assert one["saved"] == two["saved"] == one["there"]
+    assert one["told"] == two["told"]
+    assert one["saved"][0] == 1
+    assert {2, 3, 4, 5}.isdisjoint(one["saved"])
+    assert one["saved"][-1] == 2 * STEPS
+    assert len(set(one["saved"])) == len(one["saved"])
+
+
+def test_a_save_that_failed_on_one_rank_is_passed_over_by_all(two_ranks: list[dict[str, Any]]) -> None:
+    one, two = (rank["failing"] for rank in two_ranks)
+    assert one["saved"] == two["saved"] == one["there"] == [8, 12]
+    assert len(one["seen"]) == len(two["seen"]) == 2 * STEPS
