@@ -1,0 +1,166 @@
+"""Signals in a wait for data: what ends it, what is answered from within it, and what is left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.checkpoint.random_state import random_state
+from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
+from dream_trainer.distributed.signals import Interrupted, Signals
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    signals = Signals()
+    with signals.handled():
+        yield signals
+
+
+def send_in(seconds: float, *numbers: int) -> threading.Thread:
+    """Sends this process signals, one after the other, from a thread."""
+
+    def send() -> None:
+        for number in numbers:
+            time.sleep(seconds)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def long_wait() -> str:
+    """A data set that catches what it can, as some do."""
+    try:
+        time.sleep(30)
+    except Exception:
+        return "swallowed"
+    return "data"
+
+
+@pytest.mark.pitfall(42)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, number: int) -> None:
+    began = time.monotonic()
+    sender = send_in(0.1, number)
+    assert signals.wait_for_data(long_wait) is None
+    sender.join()
+    assert time.monotonic() - began < 10
+    assert signals.stops
+    assert signals.wait_for_data(lambda: "more") is None  # nothing is fetched any more
+
+
+def test_a_second_sigterm_while_the_first_one_ends_the_wait_is_harmless(signals: Signals) -> None:
+    ended = []
+
+    def wait() -> None:
+        try:
+            time.sleep(30)
+        finally:
+            time.sleep(0.3)  # the second one comes here
+            ended.append(True)
+
+    sender = send_in(0.1, signal.SIGTERM, signal.SIGTERM)
+    assert signals.wait_for_data(wait) is None
+    sender.join()
+    assert ended == [True]
+
+
+def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals) -> None:
+    answers = []
+
+    def answer() -> bool:
+        answers.append(signals.save_asked)
+        return True
+
+    def wait() -> str:
+        time.sleep(0.6)
+        return "data"
+
+    sender = send_in(0.1, signal.SIGUSR1, signal.SIGUSR1)
+    assert signals.wait_for_data(wait, answer) == "data"
+    sender.join()
+    assert answers == [True, True]
+    assert not signals.stops
+
+
+def test_an_answer_may_end_the_wait_and_so_does_a_save_that_nobody_answers(signals: Signals) -> None:
+    for answer in (lambda: False, None):
+        sender = send_in(0.1, signal.SIGUSR1)
+        assert signals.wait_for_data(long_wait, answer) is None
+        sender.join()
+
+
+def test_a_signal_that_stops_while_a_save_is_answered_ends_the_wait_after_it(signals: Signals) -> None:
+    done = []
+
+    def answer() -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        done.append(True)
+        return True
+
+    sender = send_in(0.1, signal.SIGUSR1)
+    assert signals.wait_for_data(long_wait, answer) is None
+    sender.join()
+    assert done == [True]
+
+
+def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+    assert (signals.terminated, signals.interrupted, signals.save_asked) == (True, True, True)
+    sender = send_in(0.1, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
+    sender.join()
+
+
+def test_a_forked_child_keeps_out_of_it(signals: Signals) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            os.write(writer, bytes([signals.terminated]))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == b"\0"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_interrupted_is_no_exception_that_a_data_set_could_swallow() -> None:
+    assert not issubclass(Interrupted, Exception)
+
+
+@pytest.mark.pitfall(32)
+def test_a_checkpoint_written_while_data_is_loaded_keeps_the_training_streams() -> None:
+    """The loader draws from streams of its own just then."""
+
+    def state() -> tuple[object, ...]:
+        values, tensors = random_state(torch.device("cpu"))
+        numpy = values["numpy"]["state"]
+        return values["python"], numpy["key"].tolist(), numpy["pos"], tensors["random.cpu"].tolist()
+
+    before = state()
+    with preserved_random_state():
+        seed_cpu(5)
+        torch.rand(3), np.random.rand(3), random.random()
+        with preserved_random_state():
+            seed_cpu(6)
+            assert state() == before
+        assert state() == before
+    assert state() == before
