@@ -68,7 +68,7 @@ class HostCopies:
             self._copied.synchronize()
 
     def _copy(self, name: str, tensor: Tensor, *, non_blocking: bool) -> Tensor:
-        local = local_tensor(tensor)
+        local = local_tensor(tensor).detach()
         copy = self._memory_for(name, local)
         copy.copy_(local, non_blocking=non_blocking)
         return with_local(tensor, copy)

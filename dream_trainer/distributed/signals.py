@@ -45,6 +45,7 @@ class Signals:
         self._pid = os.getpid()
         self._answer: Callable[[], bool] | None = None
         self._waits_since: float | None = None
+        self._ends = False
         self.terminated = False
         self.interrupted = False
         self.save_asked = False
@@ -67,7 +68,22 @@ class Signals:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                if not (self._ends and number == signal.SIGTERM):
+                    signal.signal(number, handler)
+
+    @contextmanager
+    def ending(self, code: int) -> Iterator[None]:
+        """The run ends for a signal, and all is saved: a second SIGTERM must not change how.
+
+        Inside, it does nothing, since other ranks are waited for; afterwards, for good, it exits with `code` at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._ends = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        yield
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
 
     def wait_for_data(self, fetch: Callable[[], T], answer: Callable[[], bool] | None = None) -> T | None:
         """Returns `fetch()`, which may take long; or None, if a signal ended the wait.

@@ -96,9 +96,11 @@ class BaseTrainer(Intermission):
                 self._is_training = True
                 self._train()
                 self._is_training = False
-        self._stop_reason = None
+            self._stop_reason = None
+            if agreement.ended_by is not None:
+                with agreement.signals.ending(exit_code(agreement.ended_by)):
+                    self.close()
         if agreement.ended_by is not None:
-            self.close()
             raise SystemExit(exit_code(agreement.ended_by))
 
     def backward(

@@ -1,7 +1,7 @@
 """What happens between two windows: log, validate, end the epoch, save; in this order and on all ranks alike.
 
-A signal may end a validation in its midst. What is left undone then is written into the checkpoint, and a resumed run
-does it first.
+A signal may end a validation in its midst, an exception any of it. What is left undone then is written into the
+checkpoint, and a resumed run does it first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,28 @@ class Intermission(AbstractTrainer):
         Returns:
             Whether this window was the last of the run.
         """
+        validates = self._note_what_follows(epoch_ended=epoch_ended)
         self._window_finished(is_last=self._limit_reached(epochs=self.progress.current_epoch + epoch_ended))
-        validates = bool(self._val_batches) and self._cadence.validation_is_due(
-            self.progress,
-            stepped=self._accumulation.stepped,
-            epoch_ended=epoch_ended,
-            by_the_clock=bool(self._flags.validate),
-        )
         return self._conclude(stepped=self._accumulation.stepped, epoch_ended=epoch_ended, validates=validates)
+
+    def _note_what_follows(self, *, epoch_ended: bool) -> bool:
+        """Writes into the counters what is to be done after the window just completed, for a checkpoint of before.
+
+        Returns:
+            Whether a validation is.
+        """
+        stepped = self._accumulation.stepped
+        validates = bool(self._val_batches) and self._cadence.validation_is_due(
+            self.progress, stepped=stepped, epoch_ended=epoch_ended, by_the_clock=bool(self._flags.validate)
+        )
+        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=validates)
+        return validates
+
+    def _owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
+        is_owed = validates or epoch_ended
+        self.progress.owed = (
+            {"stepped": stepped, "epoch_ended": epoch_ended, "validates": validates} if is_owed else None
+        )
 
     def _conclude(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> bool:
         is_last = self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
@@ -58,16 +72,16 @@ class Intermission(AbstractTrainer):
 
     def _end_epoch(self) -> None:
         self.progress.finish_epoch()
+        self.progress.owed = None
         self._notify("post_epoch")
 
-    def _validate(self, **owed: bool) -> bool:
+    def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
         """Validates; returns False if a signal ended the run in its midst.
 
-        The checkpoint saved then says what is `owed`: a resumed run validates first, and goes on as this one would
+        The checkpoint saved then says what is owed: a resumed run validates first, and goes on as this one would
         have. After a signal that only asks for a checkpoint, the validation begins anew.
         """
         self.settle()
-        self.progress.owed = owed
         while True:
             try:
                 metrics = validate(self, self._val_batches, self._cadence.validation_batches, self._agreement)
@@ -80,17 +94,16 @@ class Intermission(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
                 if stopped:
                     return False
-        self.progress.owed = None
+        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         self._cadence.validated()
         self._validated(metrics)
         self._notify("post_val_epoch", metrics)
         return True
 
     def _finish_what_is_owed(self) -> None:
-        """Does what a signal kept the last run from doing after its last window."""
-        owed, self.progress.owed = self.progress.owed, None
-        if owed is not None:
-            self._conclude(validates=True, **owed)
+        """Does what a signal or an exception kept the last run from doing after its last window."""
+        if self.progress.owed is not None:
+            self._conclude(**self.progress.owed)
 
     def _validate_for_sanity(self) -> None:
         batches = self.config.training_parameters.num_sanity_val_steps

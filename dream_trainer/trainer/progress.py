@@ -22,8 +22,8 @@ class Progress:
         elapsed_seconds: Seconds of training before this process started.
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
-        owed: What a signal kept from being done after the last window, whose checkpoint this is: its validation, and
-            the end of its epoch if `epoch_ended`. A resume does it first. None if nothing.
+        owed: What is left to do after the last window: a validation if `validates`, the end of its epoch if
+            `epoch_ended`. A resume does it first. None if neither.
     """
 
     global_step: int = 0

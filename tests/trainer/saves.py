@@ -18,7 +18,7 @@ from dream_trainer.checkpoint.world import Alone
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.trainer.mixins import checkpoint as mixin
 from tests.trainer import small
-from tests.trainer.small import Samples, Validates
+from tests.trainer.small import Batch, Samples, Validates, weights
 
 STEPS = 6  # of an epoch: 12 samples, batches of 2
 
@@ -87,6 +87,66 @@ def run(**options: Any) -> Saves:
 
 def steps_of(trainer: Saves) -> list[int]:
     return [manifest.step for manifest in trainer.checkpoints()]
+
+
+NOTHING: dict[str, Any] = {"save_every_n_epochs": None, "save_at_end": False}
+"""Checkpoint parameters of a run that saves only what it is asked to."""
+
+
+class Validated(dt.Callback):
+    """Notes each validation, through all restarts."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, dict[str, float]]] = []
+
+    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._found.append((trainer.global_step, metrics))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self._found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._found = [(step, metrics) for step, metrics in state["found"]]
+
+
+VALIDATING: dict[str, Any] = {"n_epochs": 2, "val_every_n_steps": 3}
+"""Training parameters of two epochs, validated at steps 3, 6, 9 and 12."""
+
+
+def assert_as(straight: Saves, trainer: Saves) -> None:
+    """The same in weights, validations and counters, bit for bit."""
+    found, expected = weights(trainer.model), weights(straight.model)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert trainer.get_callback(Validated)._found == straight.get_callback(Validated)._found
+    clockless = [t.progress.state_dict() | {"elapsed_seconds": 0} for t in (trainer, straight)]
+    assert clockless[0] == clockless[1]
+
+
+class Scripted(Saves):
+    """Validates after each step, with the losses that the test gives for steps 1, 2, ...; None logs nothing."""
+
+    script: tuple[float | None, ...] = ()
+    stop_after: int | None = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        value = self.script[self.global_step - 1] if self.global_step <= len(self.script) else None
+        return {} if value is None else {"loss": torch.tensor(value, dtype=torch.float64)}
+
+    def pre_train_batch(self, batch: Any, batch_idx: int) -> None:
+        if self.stop_after is not None and self.global_step == self.stop_after - 1:
+            self.request_stop("the test says so")
+
+
+def fit_scripted(
+    script: tuple[float | None, ...], *, stop_after: int | None = None, val_every: int = 1, **checkpoint: Any
+) -> Scripted:
+    training = {"max_steps": len(script), "val_every_n_steps": val_every, "val_every_n_epochs": None}
+    parameters = {"save_every_n_epochs": None, "best_metric": "val/loss"} | checkpoint
+    # One batch of validation, so that its value is the metric's, bit for bit.
+    trainer = Scripted(make_config(training=training | {"val_steps_per_epoch": 1}, **parameters))
+    trainer.script, trainer.stop_after = script, stop_after
+    fit(trainer)
+    return trainer
 
 
 def damage(path: Path) -> str:

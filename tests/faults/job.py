@@ -1,0 +1,260 @@
+"""The training script that these tests kill, signal and starve, and what it tells of itself while it runs.
+
+    python -m tests.faults.job '{"ranks": 1}'      alone, or under torchrun; `ranks.py` starts it faster
+
+It writes under the working directory:
+
+    runs/...                        the run
+    attempts/000/rank_0.log         "resumed 6", "step 7", "saved 8", ...: one line each, as it happens
+    attempts/000/rank_0.pid
+    attempts/000/paused             a rank has come to its pause
+    outcome.json                    by rank 0 at the end: the step, digests of all tensors, every validation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+import dream_trainer as dt
+from dream_trainer.checkpoint.files import named_step
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.faults.phases import Fault, arm
+from tests.trainer.resumable import CLASSES, FEATURES, Network, state_tensors
+
+STEPS_PER_EPOCH = 12
+VALIDATE_EVERY = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """A wait on one rank that happens once in the life of a run."""
+
+    where: str
+    """"setup"; "train" or "val": in the dataset, so inside a loader's worker if there is one."""
+    rank: int = 0
+    sample: int = 0
+    """Which of this rank's samples, counted from 0 over the life of a process."""
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: the same for all its attempts, but for `fault`."""
+
+    ranks: int = 1
+    n_steps: int = 24
+    step_seconds: float = 0.01
+    workers: int = 0
+    checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_every_n_steps": 2})
+    fault: Fault | None = None
+    pause: Pause | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        values = json.loads(text)
+        fault, pause = values.pop("fault", None), values.pop("pause", None)
+        return cls(**values, fault=fault and Fault(**fault), pause=pause and Pause(**pause))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def run_dir(directory: Path) -> Path:
+    """The run's directory under a job's working directory."""
+    return directory / "runs" / "tests" / "faults" / "run"
+
+
+class Diary(dt.Callback):
+    """Writes down what happens, at once and for good: a line that is there was true when the process was killed."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._file = os.open(directory / f"rank_{rank}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def write(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())
+
+    def on_load(self, trainer: Any, path: Path) -> None:
+        self.write(f"resumed {trainer.global_step}")
+
+    def pre_fit(self, trainer: Any) -> None:
+        self.write(f"begins {trainer.global_step}")
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.write(f"step {trainer.global_step}")
+
+    def pre_val_epoch(self, trainer: Any) -> None:
+        self.write(f"validating {trainer.global_step}")
+
+    def on_save(self, trainer: Any, path: Path) -> None:
+        self.write(f"saved {named_step(path)}")
+
+    def on_interrupt(self, trainer: Any) -> None:
+        self.write(f"interrupted {trainer.global_step}")
+
+
+class Validations(dt.Callback):
+    """Every validation of the run, through all restarts."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, float]]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = list(state["found"])
+
+    def post_val_epoch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.found.append((trainer.global_step, metrics))
+
+
+class Points(Dataset[tuple[Tensor, int]]):
+    """Labelled points, moved a little at each visit; one of them makes one rank wait."""
+
+    def __init__(self, length: int, pause: Pause | None, marker: Path) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.points = torch.randn(length, FEATURES, dtype=torch.float64, generator=generator)
+        self.labels = torch.randint(CLASSES, (length,), generator=generator).tolist()
+        self.pause, self.marker, self.visits = pause, marker, 0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.pause is not None and self.visits == self.pause.sample:
+            take(self.pause, self.marker)
+        self.visits += 1
+        noise = torch.randn(FEATURES) + np.random.normal() + random.gauss(0.0, 1.0)
+        return self.points[index] + 0.1 * noise, self.labels[index]
+
+
+def take(pause: Pause, marker: Path) -> None:
+    """Waits, unless an earlier attempt did."""
+    if int(os.environ.get("RANK", "0")) == pause.rank:
+        with contextlib.suppress(FileExistsError):
+            marker.touch(exist_ok=False)
+            time.sleep(pause.seconds)
+
+
+class Trainer(dt.DreamTrainer):
+    """Dropout, augmentation, AdamW and a scheduler in float64; each step takes a while, so that kills land anywhere."""
+
+    def __init__(self, config: Any, job: Job) -> None:
+        super().__init__(config)
+        self.job = job
+        self.marker = Path("paused").resolve()
+
+    def configure_models(self) -> None:
+        if self.job.pause is not None and self.job.pause.where == "setup":
+            take(self.job.pause, self.marker)
+        self.model = Network(0.3, batch_norm=False).double()
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        def loader(length: int, where: str, **options: Any) -> DistributedDataLoader:
+            pause = self.job.pause if self.job.pause is not None and self.job.pause.where == where else None
+            workers: dict[str, Any] = {"num_workers": self.job.workers}
+            if self.job.workers:
+                workers["multiprocessing_context"] = "fork"
+            return DistributedDataLoader(Points(length, pause, self.marker), 2, **workers, **options)
+
+        # One sample too many for whole batches in each.
+        return loader(STEPS_PER_EPOCH * 2 * self.job.ranks + 1, "train", shuffle=True), loader(9, "val")
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
+
+    def configure_schedulers(self) -> None:
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, self.job.n_steps)
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        time.sleep(self.job.step_seconds)
+        loss = self._loss(batch)
+        self.backward(loss)
+        self.step(self.model, self.optimizer, self.scheduler)
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": self._loss(batch)}
+
+
+def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
+    config = dt.DreamTrainerConfig(
+        project="tests",
+        group="faults",
+        experiment="run",
+        seed=42,
+        callbacks=dt.CallbackCollection([diary, validations]),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(
+            max_steps=job.n_steps,
+            val_every_n_steps=VALIDATE_EVERY,
+            val_every_n_epochs=None,
+            train_batch_size=2,
+            val_batch_size=2,
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(**{"save_every_n_epochs": None, **job.checkpoint}),
+        logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=5),
+    )
+    return Trainer(config, job)
+
+
+def outcome(trainer: Trainer, validations: Validations) -> dict[str, Any]:
+    """What two runs that are the same have in common, bit for bit; a collective."""
+    tensors = state_tensors(trainer)
+    return {
+        "step": trainer.global_step,
+        "tensors": {name: digest(tensor) for name, tensor in sorted(tensors.items())},
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "validations": validations.found,
+    }
+
+
+def digest(tensor: Tensor) -> str:
+    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + content).hexdigest()
+
+
+def main(job: Job, attempt: int) -> None:
+    """Trains until the run ends, is ended, or breaks; in the current directory."""
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    directory = Path("attempts") / f"{attempt:03d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"rank_{rank}.pid").write_text(str(os.getpid()))
+    if job.fault is not None:
+        arm(job.fault, rank, directory)
+    diary, validations = Diary(directory, rank), Validations()
+    trainer = make_trainer(job, diary, validations)
+    trainer.fit()
+    found = outcome(trainer, validations)
+    if rank == 0:
+        Path("outcome.tmp").write_text(json.dumps(found))
+        Path("outcome.tmp").rename("outcome.json")
+    trainer.close()
+
+
+if __name__ == "__main__":
+    # A fault befalls the first start alone; torchrun starts the same command again.
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    given = Job.from_json(sys.argv[1])
+    main(given if restart == 0 else Job.from_json(json.dumps(asdict(given) | {"fault": None})), restart)

@@ -1,0 +1,159 @@
+"""Starting the job's ranks quickly, again and again, and ending them in any way.
+
+A server process imports torch and the framework once and forks a rank in milliseconds; each rank is then as good as one
+that was started by itself: a session of its own, its own standard error, torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.faults.job import Job, main
+from tests.worlds import free_port, rank_environment
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["tests.faults.job"])
+
+
+def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path) -> None:
+    """A rank's life, in the forked process."""
+    os.setsid()
+    os.chdir(cwd)
+    with attempt_directory(cwd, attempt).joinpath(f"rank_{rank}.err").open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if job.ranks > 1:
+        os.environ.update(rank_environment(rank, job.ranks, port))
+    main(job, attempt)
+
+
+def attempt_directory(directory: Path, attempt: int) -> Path:
+    """Where one start of a job keeps what it tells of itself."""
+    path = directory / "attempts" / f"{attempt:03d}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+class Attempt:
+    """One start of a job: its processes and their diaries. As a context it leaves no process behind.
+
+    Args:
+        job: What to run.
+        directory: Working directory; the same for each start of one run.
+        number: Which start this is, from 0.
+    """
+
+    def __init__(self, job: Job, directory: Path, number: int = 0) -> None:
+        self.job, self.number = job, number
+        self.directory = attempt_directory(directory, number)
+        port = free_port()
+        self.processes: list[ForkServerProcess] = [
+            _server.Process(target=_enter, args=(rank, port, job, number, directory)) for rank in range(job.ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # loader's workers too
+            process.join()
+
+    # -- what happens to it
+
+    def send(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        """Sends a signal to some ranks, as far as they still live."""
+        for rank in ranks:
+            process = self.processes[rank]
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def send_to_groups(self, number: signal.Signals) -> None:
+        """Sends a signal to every rank and to the workers of its loaders, as torchrun, SLURM and a terminal do."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, number)
+
+    # -- what it tells
+
+    def codes(self) -> list[int | None]:
+        """Exit code of each rank; None while it runs, minus the signal's number if one killed it."""
+        return [process.exitcode for process in self.processes]
+
+    def is_running(self) -> bool:
+        return None in self.codes()
+
+    def wait(self, timeout: float) -> list[int]:
+        """Exit codes, once every rank has ended by itself.
+
+        Raises:
+            TimeoutError: One did not; the message has what they wrote.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [code for code in self.codes() if code is not None]
+        if len(codes) < len(self.processes):
+            raise TimeoutError(f"exit codes {self.codes()} after {timeout} s.\n{self.report()}")
+        return codes
+
+    def wait_for(self, line: str, timeout: float = 60.0, ranks: Sequence[int] = (0,)) -> bool:
+        """Waits until these ranks have written `line`; False if they ended without.
+
+        Raises:
+            TimeoutError: They did neither.
+        """
+        deadline = time.monotonic() + timeout
+        while not all(line in self.lines(rank) for rank in ranks):
+            if not self.is_running():
+                return all(line in self.lines(rank) for rank in ranks)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {line!r} within {timeout} s.\n{self.report()}")
+            time.sleep(0.001)
+        return True
+
+    def wait_for_file(self, path: Path, timeout: float = 60.0) -> None:
+        """Waits until a file exists.
+
+        Raises:
+            TimeoutError: It does not, or the ranks ended without it.
+        """
+        deadline = time.monotonic() + timeout
+        while not path.exists():
+            if time.monotonic() > deadline or not self.is_running():
+                raise TimeoutError(f"{path} was never written.\n{self.report()}")
+            time.sleep(0.002)
+
+    def lines(self, rank: int) -> list[str]:
+        """The rank's diary."""
+        path = self.directory / f"rank_{rank}.log"
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def numbers(self, word: str, rank: int = 0) -> list[int]:
+        """Steps of the diary's lines that begin with `word`."""
+        return [int(line.split()[1]) for line in self.lines(rank) if line.split()[0] == word]
+
+    def error(self, rank: int) -> str:
+        """What the rank wrote to standard output and error."""
+        path = self.directory / f"rank_{rank}.err"
+        return path.read_text() if path.exists() else ""
+
+    def report(self) -> str:
+        """Everything, for a failure's message."""
+        parts = []
+        for rank in range(self.job.ranks):
+            diary = "; ".join(self.lines(rank)[-12:])
+            parts.append(f"--- attempt {self.number} rank {rank}: ... {diary}\n{self.error(rank)[-3000:]}")
+        return "\n".join(parts)

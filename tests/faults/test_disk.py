@@ -1,0 +1,199 @@
+"""A checkpoint that cannot be written, on any rank, for any reason: all ranks hear of it, and what was there stays."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.job import Job, run_dir
+from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
+from tests.faults.phases import Fault, fill
+from tests.faults.ranks import Attempt
+
+SECONDS_TO_FAIL = 15.0
+
+
+class SmallDisk:
+    """A tmpfs of 4 MB where the run's checkpoints are, with room for all of them until it is filled."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = run_dir(directory) / "checkpoints"
+        self.filler = self.path / "filler"
+        self.path.mkdir(parents=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "faults", str(self.path)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            pytest.skip(f"this process may not mount a tmpfs: {done.stderr.strip()}")
+
+    def fill(self) -> None:
+        fill(self.filler)
+
+    def empty(self) -> None:
+        self.filler.unlink()
+
+    def remount(self, option: str) -> None:
+        """As "ro" or "rw"; the kernel refuses the first while a file is open for writing."""
+        deadline = time.monotonic() + 10
+        while subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    found = SmallDisk(tmp_path)
+    try:
+        yield found
+    finally:
+        found.unmount()
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The outcome of the undisturbed run by number of ranks."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def of(ranks: int) -> dict[str, Any]:
+        if ranks not in found:
+            found[ranks] = straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight"))
+            del found[ranks]["kept"]
+        return found[ranks]
+
+    return of
+
+
+def job_for(*, ranks: int = 2, is_async: bool, on_error: str = "raise", fault: Fault | None = None) -> Job:
+    options = {"save_every_n_steps": 2, "async_save": is_async, "on_save_error": on_error}
+    return Job(ranks=ranks, step_seconds=0.05, checkpoint=options, fault=fault)
+
+
+def check_all_fail(attempt: Attempt, reason: str) -> None:
+    """Every rank ends with an error that names it, in seconds."""
+    assert attempt.wait(SECONDS_TO_FAIL) == [1] * attempt.job.ranks, attempt.report()
+    for rank in range(attempt.job.ranks):
+        assert "CheckpointError" in attempt.error(rank), attempt.report()
+    assert reason in "".join(attempt.error(rank) for rank in range(attempt.job.ranks)), attempt.report()
+
+
+def check_goes_on(job: Job, directory: Path, truth: dict[str, Any], newest: int) -> None:
+    """The same command, once the fault is gone, goes on from the newest checkpoint as if nothing had been."""
+    with Attempt(replace(job, fault=None), directory, 1) as attempt:
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
+        assert attempt.numbers("resumed") == [newest]
+    assert outcome(directory) == truth
+
+
+SAVING = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+@SAVING
+def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
+    is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Rank 0 has written its part of the third checkpoint by then."""
+    fault = Fault(
+        phase="before its own shard", does="fill", rank=1, calls=(3,), seconds=0.5, path=str(disk.filler.absolute())
+    )
+    job = job_for(is_async=is_async, fault=fault)
+    with Attempt(job, tmp_path) as attempt:
+        check_all_fail(attempt, "No space left on device")
+        assert "rank 1: " in attempt.error(0) + attempt.error(1)
+        assert "rank 0: " not in attempt.error(0) + attempt.error(1)
+    assert listed(tmp_path) == [2, 4]
+    disk.empty()
+    check_goes_on(job, tmp_path, truth(2), newest=4)
+    assert listed(tmp_path) == [*range(2, job.n_steps + 1, 2)]
+
+
+@SAVING
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_warn_the_run_outlives_a_full_disk_and_saves_again(
+    ranks: int, is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    job = job_for(ranks=ranks, is_async=is_async, on_error="warn")
+    with Attempt(job, tmp_path) as attempt:
+        assert attempt.wait_for("saved 4"), attempt.report()
+        disk.fill()
+        step = attempt.numbers("step")[-1]
+        assert attempt.wait_for(f"step {step + 6}"), attempt.report()
+        disk.empty()
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * ranks, attempt.report()
+        assert "No space left on device" in attempt.error(0), attempt.report()
+    steps = listed(tmp_path)
+    assert steps[:2] == [2, 4]
+    assert not {step + 4, step + 5} & {*steps}
+    assert {22, 24} <= {*steps}
+    assert outcome(tmp_path) == truth(ranks)
+
+
+@SAVING
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_disk_that_turns_read_only(
+    is_async: bool, on_error: str, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    job = job_for(is_async=is_async, on_error=on_error)
+    with Attempt(job, tmp_path) as attempt:
+        assert attempt.wait_for("saved 4"), attempt.report()
+        disk.remount("ro")
+        before = listed(tmp_path)
+        if on_error == "raise":
+            check_all_fail(attempt, "Read-only file system")
+            assert listed(tmp_path) == before
+            disk.remount("rw")
+        else:
+            step = attempt.numbers("step")[-1]
+            assert attempt.wait_for(f"step {step + 6}"), attempt.report()
+            disk.remount("rw")
+            assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
+            assert "Read-only file system" in attempt.error(0), attempt.report()
+    if on_error == "raise":
+        check_goes_on(job, tmp_path, truth(2), newest=before[-1])
+    assert listed(tmp_path)[-2:] == [22, 24]
+    assert outcome(tmp_path) == truth(2)
+
+
+@pytest.mark.pitfall(31)
+@SAVING
+@pytest.mark.parametrize(
+    ("ranks", "phase", "rank"),
+    [(2, "after the first shard", 1), (1, "before the manifest", 0), (2, "before the rename", 0)],
+)
+def test_a_writer_that_raises_is_an_error_on_all_ranks(
+    ranks: int, phase: str, rank: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    job = job_for(ranks=ranks, is_async=is_async, fault=Fault(phase=phase, does="raise", rank=rank, calls=(3,)))
+    with Attempt(job, tmp_path) as attempt:
+        check_all_fail(attempt, "the test broke the writer")
+        errors = [attempt.error(rank) for rank in range(ranks)]
+        assert any("phases.py" in error for error in errors), f"no original traceback\n{attempt.report()}"
+        last = max(attempt.numbers("step"))
+        assert last <= 8  # heard at the next step, not at the next save
+    if ranks == 1:
+        assert listed(tmp_path) == [2, 4, last]  # one process saves what it has when it fails
+    else:
+        assert listed(tmp_path) == [2, 4]
+    check_goes_on(job, tmp_path, truth(ranks), newest=listed(tmp_path)[-1])
+
+
+@pytest.mark.pitfall(31)
+@SAVING
+def test_with_warn_a_writer_that_raises_loses_that_checkpoint_alone(
+    is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    fault = Fault(phase="after the first shard", does="raise", rank=1, calls=(3, 4))
+    job = job_for(is_async=is_async, on_error="warn", fault=fault)
+    with Attempt(job, tmp_path) as attempt:
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0, 0], attempt.report()
+        assert attempt.error(0).count("the test broke the writer") == 2
+    assert listed(tmp_path) == [2, 4, *range(10, job.n_steps + 1, 2)]
+    assert outcome(tmp_path) == truth(2)

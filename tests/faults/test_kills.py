@@ -1,0 +1,118 @@
+"""A run that is killed at any instant and started again by the same command ends as the one that was not, bit for bit.
+
+Twenty kills here; `tools/faults.sh` does two hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+
+from tests.faults.job import Job, Pause
+from tests.faults.kills import (
+    KINDS,
+    RANDOM,
+    SECONDS_OF_A_RUN,
+    SECONDS_TO_NOTICE,
+    Plan,
+    job_for,
+    listed,
+    outcome,
+    straight,
+    trial,
+)
+from tests.faults.phases import Fault
+from tests.faults.ranks import Attempt
+from tests.faults.torchrun import report, torchrun
+
+# One rank alone, or all of them, as far as there are several.
+PLANS: dict[tuple[int, bool], list[Plan]] = {
+    (1, False): [
+        Plan("after staging", one_rank=False),
+        Plan("before the rename", one_rank=False),
+        Plan("in the midst of retention", one_rank=False),
+        Plan(RANDOM, one_rank=False),
+        Plan("after the first shard", one_rank=False),
+    ],
+    (1, True): [
+        Plan("before the manifest", one_rank=False),
+        Plan("in the midst of retention", one_rank=False),
+        Plan("after staging", one_rank=False),
+        Plan("after the rename", one_rank=False),
+        Plan(RANDOM, one_rank=False),
+    ],
+    (2, False): [
+        Plan("after the first shard", one_rank=True),
+        Plan("before the manifest", one_rank=False),
+        Plan("in the midst of retention", one_rank=True),
+        Plan("after the rename", one_rank=True),
+        Plan(RANDOM, one_rank=True),
+    ],
+    (2, True): [
+        Plan("after staging", one_rank=True),
+        Plan("after the first shard", one_rank=False),
+        Plan("before the rename", one_rank=True),
+        Plan("in the midst of retention", one_rank=False),
+        Plan(RANDOM, one_rank=True),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The outcome of the undisturbed run by number of ranks; saved synchronously, so async saving changes nothing."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def of(ranks: int) -> dict[str, Any]:
+        if ranks not in found:
+            found[ranks] = straight(job_for(ranks=ranks, is_async=False), tmp_path_factory.mktemp("straight"))
+        return found[ranks]
+
+    return of
+
+
+def test_every_kind_of_kill_is_among_them() -> None:
+    assert {plan.kind for plans in PLANS.values() for plan in plans} == set(KINDS)
+    assert sum(map(len, PLANS.values())) == 20
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.pitfall(30)
+@pytest.mark.parametrize(("ranks", "is_async"), PLANS)
+def test_a_killed_run_that_is_started_again_ends_as_the_one_that_was_not(
+    ranks: int, is_async: bool, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    plans = PLANS[ranks, is_async]
+    kills = trial(job_for(ranks=ranks, is_async=is_async), tmp_path, truth(ranks), plans, seed=ranks + 10 * is_async)
+    assert [kill.plan for kill in kills] == plans
+
+
+def test_a_killed_rank_is_noticed_though_its_loaders_worker_sits_in_a_sample(tmp_path: Path) -> None:
+    """A forked worker has the dead rank's sockets open."""
+    job = Job(ranks=2, workers=1, pause=Pause(where="train", rank=1, sample=11))
+    with Attempt(job, tmp_path) as attempt:
+        attempt.wait_for_file(tmp_path / "paused")
+        attempt.send(SIGKILL, [1])
+        assert attempt.wait(SECONDS_TO_NOTICE) == [1, -9], attempt.report()
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.pitfall(31)
+def test_under_torchrun_a_killed_rank_goes_on_by_itself(truth: Callable[[int], dict[str, Any]], tmp_path: Path) -> None:
+    """Killed when the fourth checkpoint is about to be published, so the third is the newest."""
+    fault = Fault(phase="before the rename", calls=(4,), victims=(1,))
+    with torchrun(replace(job_for(ranks=2, is_async=True), fault=fault), tmp_path, max_restarts=3) as agent:
+        assert agent.wait(SECONDS_OF_A_RUN) == 0, report(tmp_path)
+    expected = truth(2)
+    assert outcome(tmp_path) | {"kept": listed(tmp_path)} == expected
+    starts = sorted(path.name for path in (tmp_path / "attempts").iterdir())
+    assert starts == ["000", "001"]
+    first, second = ((tmp_path / "attempts" / start / "rank_1.log").read_text().split("\n") for start in starts)
+    assert "step 8" in first
+    assert "step 24" not in first
+    assert second[0] in ("resumed 6", "resumed 8")

@@ -1,0 +1,246 @@
+"""SIGTERM, SIGINT and SIGUSR1 to any rank at any moment: all ranks stop (or save) at one step, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR1
+from typing import Any
+
+import pytest
+
+from dream_trainer.loggers.jsonl import read_jsonl
+from tests.faults.job import VALIDATE_EVERY, Job, Pause, run_dir
+from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
+from tests.faults.phases import Fault
+from tests.faults.ranks import Attempt
+from tests.faults.torchrun import rank_pid, report, torchrun
+from tests.trainer.small import ROOT
+
+SECONDS_TO_STOP = 10.0
+# No multiple of any step at which these runs stop.
+EVERY = {"save_every_n_steps": 7}
+SLOW_SAVE = Fault(phase="before the rename", does="sleep", seconds=2.0, calls=(1,))
+MOMENTS: dict[str, dict[str, Any]] = {
+    "before the first step": {"pause": Pause(where="setup", seconds=1.0)},
+    "in the first data wait": {"pause": Pause(where="train", rank=1)},
+    "in a data wait": {"pause": Pause(where="train", rank=1, sample=10)},
+    "in a data wait of a worker": {"pause": Pause(where="train", rank=1, sample=11), "workers": 1},
+    "in validation": {"pause": Pause(where="val", rank=1, sample=2)},
+    "in validation, of a worker": {"pause": Pause(where="val", rank=1, sample=2), "workers": 1},
+    "during a save": {"fault": SLOW_SAVE},
+    "in training": {},
+    "in training with workers": {"workers": 1},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A signal to some ranks, at a moment."""
+
+    ranks: int
+    moment: str
+    to: str
+    """"0", "1", "all"; "groups", loaders' workers too; "twice", or "repeatedly" till it ends, to the last rank."""
+    number: signal.Signals = SIGTERM
+    is_async: bool = True
+
+    def __str__(self) -> str:
+        saving = "async" if self.is_async else "sync"
+        return f"{self.number.name} to {self.to} of {self.ranks} {self.moment}, {saving}"
+
+    @property
+    def job(self) -> Job:
+        options = MOMENTS[self.moment]
+        if "pause" in options and self.ranks == 1:
+            options = options | {"pause": replace(options["pause"], rank=0)}
+        return Job(ranks=self.ranks, checkpoint=EVERY | {"async_save": self.is_async}, **options)
+
+    def reach(self, attempt: Attempt, directory: Path) -> None:
+        """Waits for the moment."""
+        if attempt.job.pause is not None:
+            attempt.wait_for_file(directory / "paused")
+        elif attempt.job.fault is not None:
+            attempt.wait_for_file(attempt.directory / "struck")
+        else:
+            assert attempt.wait_for("step 9", ranks=range(self.ranks)), attempt.report()
+            return
+        time.sleep(0.2)
+
+    def send(self, attempt: Attempt) -> None:
+        last = self.ranks - 1
+        if self.to == "groups":
+            attempt.send_to_groups(self.number)
+            return
+        attempt.send(self.number, {"0": [0], "all": range(self.ranks)}.get(self.to, [last]))
+        if self.to == "twice":
+            time.sleep(0.2)
+            attempt.send(self.number, [last])
+        until = time.monotonic() + SECONDS_TO_STOP
+        while self.to == "repeatedly" and attempt.codes()[last] is None and time.monotonic() < until:
+            attempt.send(self.number, [last])
+            time.sleep(0.02)
+
+
+def cases() -> Iterator[Case]:
+    """Every moment with everyone it may come to; the two ways of saving in turn."""
+    for moment in MOMENTS:
+        for index, to in enumerate(("0", "1", "all", "twice", "groups", "repeatedly")):
+            yield Case(2, moment, to, is_async=index % 2 == 0)
+            if to not in ("1", "all"):
+                yield Case(1, moment, to, is_async=index % 2 == 1)
+        yield Case(2, moment, "1", SIGINT)
+        yield Case(1, moment, "groups", SIGINT, is_async=False)
+
+
+SPANNING = [
+    Case(2, "before the first step", "1"),
+    Case(2, "in a data wait", "0"),
+    Case(2, "in a data wait of a worker", "groups"),
+    Case(1, "in a data wait", "twice"),
+    Case(2, "in validation", "1"),
+    Case(1, "in validation, of a worker", "0", is_async=False),
+    Case(2, "during a save", "all"),
+    Case(2, "during a save", "twice", is_async=False),
+    Case(2, "in training", "repeatedly"),
+    Case(1, "in training with workers", "groups", SIGINT),
+]
+CASES = [pytest.param(case, id=str(case)) for case in SPANNING]
+CASES += [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in cases() if case not in SPANNING]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The outcome of the undisturbed run by number of ranks; workers and the way of saving change nothing."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def of(ranks: int) -> dict[str, Any]:
+        if ranks not in found:
+            found[ranks] = straight(Job(ranks=ranks, checkpoint=EVERY), tmp_path_factory.mktemp("straight"))
+            del found[ranks]["kept"]
+        return found[ranks]
+
+    return of
+
+
+def stopped_at(attempt: Attempt, directory: Path) -> int:
+    """The step at which all ranks ended, of which there is a checkpoint."""
+    steps = [max([0, *attempt.numbers("step", rank)]) for rank in range(attempt.job.ranks)]
+    assert len(set(steps)) == 1, attempt.report()
+    interrupted = [attempt.numbers("interrupted", rank) for rank in range(attempt.job.ranks)]
+    assert interrupted == [[steps[0]]] * attempt.job.ranks, attempt.report()
+    assert listed(directory)[-1] == steps[0], attempt.report()
+    assert steps[0] < attempt.job.n_steps
+    return steps[0]
+
+
+def check_resumed(job: Job, directory: Path, step: int, truth: dict[str, Any], number: int = 1) -> None:
+    """Started again, the run goes on from `step` and ends as the one that was never stopped."""
+    with Attempt(replace(job, fault=None), directory, number) as attempt:
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
+        assert attempt.numbers("resumed") == [step], attempt.report()
+    assert outcome(directory) == truth
+    validated = [line["step"] for line in read_jsonl(run_dir(directory) / "metrics.jsonl") if "val/loss" in line]
+    assert validated == [*range(VALIDATE_EVERY, job.n_steps + 1, VALIDATE_EVERY)]
+
+
+@pytest.mark.pitfall(42)
+@pytest.mark.parametrize("case", CASES)
+def test_a_signal_stops_all_ranks_at_one_step_and_the_resumed_run_is_the_straight_one(
+    case: Case, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    job = case.job
+    with Attempt(job, tmp_path) as attempt:
+        case.reach(attempt, tmp_path)
+        sent = time.monotonic()
+        case.send(attempt)
+        assert attempt.wait(SECONDS_TO_STOP) == [128 + case.number] * job.ranks, attempt.report()
+        assert time.monotonic() - sent < SECONDS_TO_STOP
+        step = stopped_at(attempt, tmp_path)
+    assert (step == 0) is ("first" in case.moment)
+    check_resumed(job, tmp_path, step, truth(job.ranks))
+
+
+@pytest.mark.pitfall(42)
+@pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        ("in training", 1),
+        ("in a data wait", 0),
+        pytest.param("in a data wait", 1, marks=pytest.mark.slow),
+        pytest.param("in a data wait of a worker", 0, marks=pytest.mark.slow),
+        pytest.param("in validation", 0, marks=pytest.mark.slow),
+        pytest.param("in validation", 1, marks=pytest.mark.slow),
+        pytest.param("in validation, of a worker", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_sigusr1_to_one_rank_saves_and_the_run_goes_on(
+    moment: str, rank: int, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """In a wait the checkpoint is there before the wait is over."""
+    case = Case(2, moment, str(rank), SIGUSR1)
+    job = replace(case.job, checkpoint={"save_every_n_steps": None})
+    if job.pause is not None:
+        job = replace(job, pause=replace(job.pause, seconds=7.0))
+    with Attempt(job, tmp_path) as attempt:
+        case.reach(attempt, tmp_path)
+        sent = time.monotonic()
+        case.send(attempt)
+        while job.pause is not None and not listed(tmp_path):
+            assert time.monotonic() - sent < 5.0, attempt.report()
+            time.sleep(0.1)
+        assert attempt.wait(SECONDS_OF_A_RUN) == [0, 0], attempt.report()
+        first, last = listed(tmp_path)
+        assert 0 < first < last == job.n_steps
+        assert first - attempt.numbers("step")[0] < 12
+        assert attempt.numbers("interrupted") == []
+    assert outcome(tmp_path) == truth(2)
+
+
+def test_a_plain_process_ends_with_the_code_that_shells_expect(tmp_path: Path) -> None:
+    """`python train.py`, as a user starts it."""
+    job = Job(step_seconds=0.05, checkpoint=EVERY)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.job", job.to_json()],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        diary = tmp_path / "attempts" / "000" / "rank_0.log"
+        deadline = time.monotonic() + SECONDS_OF_A_RUN
+        while not (diary.exists() and "step 2" in diary.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(SIGTERM)
+        text = process.communicate(timeout=SECONDS_TO_STOP)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 143, text
+    assert len(listed(tmp_path)) == 1
+
+
+@pytest.mark.pitfall(42)
+def test_sigterm_to_torchrun_in_a_data_wait_saves_before_torchrun_kills(
+    truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """As a scheduler preempts: torchrun hands it on to every rank and the workers of its loaders."""
+    job = Case(2, "in a data wait of a worker", "all").job
+    with torchrun(job, tmp_path) as agent:
+        deadline = time.monotonic() + SECONDS_OF_A_RUN
+        while not (tmp_path / "paused").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert rank_pid(tmp_path, 1)
+        agent.send_signal(SIGTERM)
+        agent.wait(SECONDS_TO_STOP + 5)
+    steps = listed(tmp_path)
+    assert len(steps) == 1, report(tmp_path)
+    assert 3 <= steps[0] <= 5
+    check_resumed(job, tmp_path, steps[0], truth(2))

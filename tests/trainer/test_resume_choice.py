@@ -1,0 +1,435 @@
+"""From what a run goes on: which checkpoint, what if it is damaged or of another model, and what is made up for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.errors import CheckpointError
+from tests.trainer.saves import (
+    NOTHING,
+    STEPS,
+    VALIDATING,
+    Config,
+    Saves,
+    Validated,
+    all_tensors,
+    assert_as,
+    damage,
+    fit,
+    fit_scripted,
+    make_config,
+    run,
+    steps_of,
+)
+from tests.trainer.small import WIDTH, Batch, assert_same_weights, fill, run_ranks, weights
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Looks(dt.Callback):
+    """Copies the weights that training starts from."""
+
+    def __init__(self) -> None:
+        self._start: dict[str, torch.Tensor] = {}
+
+    def pre_fit(self, trainer: Any) -> None:
+        self._start = weights(trainer.model)
+
+
+# -- which one
+
+
+def test_latest_is_the_newest_and_an_error_where_there_is_none() -> None:
+    with pytest.raises(CheckpointError, match=r'resume="latest".*run/checkpoints has no checkpoint.*"auto"'):
+        run(resume="latest")
+    run(save_every_n_steps=2)
+    trainer = run(resume="latest", training={"n_epochs": 2})
+    assert trainer.loaded == ["step_00000006"]
+    assert trainer.global_step == 2 * STEPS
+
+
+@pytest.mark.parametrize(("mode", "step"), [("min", 2), ("max", 4)])
+def test_best_is_the_one_whose_own_validation_was_best(mode: str, step: int, caplog: pytest.LogCaptureFixture) -> None:
+    script = (0.5, -1.0, 0.5, 7.0, float("nan"), 0.0)
+    fit_scripted(script, save_every_n_steps=1)
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        trainer = fit_scripted((*script, 0.0), save_every_n_steps=2, resume="best", best_mode=mode)
+    assert trainer.loaded == [f"step_{step:08d}"]
+    assert f"going on from step {step}; set aside: " in caplog.text
+    assert trainer.saved == [*range(step + 2, 8, 2), 7]
+    assert steps_of(trainer) == [*range(1, step + 1), *trainer.saved]
+
+
+def test_best_without_a_value_is_an_error_that_says_so() -> None:
+    fit_scripted((1.0, 2.0), save_every_n_steps=1, val_every=2, stop_after=1)
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* has a value of 'val/loss'"):
+        fit_scripted((1.0, 2.0), resume="best")
+
+
+# -- weights from elsewhere
+
+
+def export_of_another_run() -> tuple[str, dict[str, torch.Tensor]]:
+    """A file with weights that are not those a run of the tests starts from."""
+    trainer = run(experiment="elsewhere")
+    with Saves(make_config(experiment="elsewhere")) as again:
+        (path,) = again.export("weights.safetensors")
+    assert trainer.loaded == []
+    return str(path), weights(trainer.model)
+
+
+@pytest.mark.pitfall(37)
+def test_init_from_gives_the_start_and_is_ignored_once_there_is_something_to_resume() -> None:
+    path, given = export_of_another_run()
+    first, later = Looks(), Looks()
+    straight = run(experiment="straight", init_from=path, training={"n_epochs": 2}, callbacks=[first])
+    assert_same_weights(first._start, given)
+    assert straight.loaded == []
+    run(init_from=path, training={"max_steps": 4})
+    Path(path).unlink()  # nobody looks at it again
+    resumed = run(init_from=path, training={"n_epochs": 2}, callbacks=[later])
+    assert resumed.loaded == ["step_00000004"]
+    assert not torch.equal(later._start["1.weight"], given["1.weight"])
+    assert_same_weights(weights(resumed.model), weights(straight.model))
+
+
+@pytest.mark.pitfall(38)
+def test_a_name_in_init_from_that_does_not_fit_is_an_error_that_lists_it_unless_renamed() -> None:
+    from safetensors.torch import load_file, save_file
+
+    path, given = export_of_another_run()
+    tensors = load_file(path)
+    tensors["tail.weight"] = tensors.pop("1.weight")
+    save_file(tensors, "renamed.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)1\.weight.*tail\.weight|tail\.weight.*1\.weight"):
+        run(init_from="renamed.safetensors")
+    renamed, lax = Looks(), Looks()
+    run(experiment="renamed", init_from="renamed.safetensors", init_renames={r"^tail\.": "1."}, callbacks=[renamed])
+    assert_same_weights(renamed._start, given)
+    run(experiment="lax", init_from="renamed.safetensors", init_strict=False, callbacks=[lax])
+    fresh = nn.Linear(WIDTH, WIDTH)
+    assert fresh.weight.shape == given["0.0.0.weight"].shape
+    assert_same_weights(
+        {n: t for n, t in lax._start.items() if n != "1.weight"}, {n: t for n, t in given.items() if n != "1.weight"}
+    )
+    assert not torch.equal(lax._start["1.weight"], given["1.weight"])
+
+
+def test_init_from_a_file_that_is_not_there_names_it() -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere\.safetensors"):
+        run(init_from="nowhere.safetensors")
+
+
+# -- damage
+
+
+def empty(name: str) -> Callable[[Path], str]:
+    def act(path: Path) -> str:
+        (path / name).write_bytes(b"")
+        return name
+
+    return act
+
+
+def truncate(path: Path) -> str:
+    (file,) = path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1)
+    return file.name
+
+
+def remove_shard(path: Path) -> str:
+    (file,) = path.glob("*.distcp")
+    file.unlink()
+    return file.name
+
+
+def flip_in_shared(path: Path) -> str:
+    content = (path / "shared.json").read_bytes()
+    assert b'"global_step"' in content
+    (path / "shared.json").write_bytes(content.replace(b'"global_step"', b'"global_stfp"', 1))
+    return "shared.json"
+
+
+HARM = [damage, truncate, remove_shard, flip_in_shared, empty("manifest.json"), empty(".metadata")]
+HARM_IDS = [
+    "byte flipped",
+    "truncated",
+    "shard removed",
+    "shared state changed",
+    "manifest emptied",
+    "metadata emptied",
+]
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.parametrize("harm", HARM, ids=HARM_IDS)
+def test_the_next_older_is_loaded_exactly_and_one_warning_names_the_file(
+    harm: Callable[[Path], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run(save_every_n_steps=2)
+    expected = all_tensors(first.checkpoint_dir / "step_00000004")
+    name = harm(first.checkpoint_dir / "step_00000006")
+    look = Looks()
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        trainer = run(callbacks=[look])
+    (message,) = [r.getMessage() for r in caplog.records if "passing over" in r.getMessage()]
+    assert f"step_00000006/{name}" in message
+    assert trainer.loaded == ["step_00000004"]
+    for parameter, value in look._start.items():
+        assert torch.equal(value, expected[f"models.model.{parameter}"])
+    assert_same_weights(weights(trainer.model), weights(first.model))
+
+
+@pytest.mark.parametrize("harm", HARM, ids=HARM_IDS)
+def test_the_one_that_was_asked_for_is_an_error_that_names_the_file_though_others_are_whole(
+    harm: Callable[[Path], str],
+) -> None:
+    first = run(save_every_n_steps=2)
+    path = first.checkpoint_dir / "step_00000006"
+    name = harm(path)
+    with pytest.raises(CheckpointError, match=rf"step_00000006/{name}"):
+        run(resume=str(path))
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_if_none_is_whole_nothing_starts_anew(resume: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = run(save_every_n_steps=2)
+    for step, harm in zip((2, 4, 6), HARM, strict=False):
+        harm(first.checkpoint_dir / f"step_{step:08d}")
+    before = {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")}
+    trainer = Saves(make_config(resume=resume))
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is whole"):
+        fit(trainer)
+    assert trainer.losses == []
+    assert caplog.text.count("passing over") == 3
+    assert {path: path.stat().st_mtime_ns for path in first.checkpoint_dir.rglob("*")} == before
+
+
+# -- a finished run
+
+
+@pytest.mark.pitfall(40)
+@pytest.mark.pitfall(41)
+@pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/step_00000099"])
+def test_an_export_beside_the_checkpoints_is_none_of_them(place: str) -> None:
+    straight = run(experiment="straight", training={"n_epochs": 2})
+    with Saves(make_config()) as trainer:
+        trainer.fit()
+        files = trainer.export(trainer.run_dir / place / "model.safetensors")
+    assert all(file.is_file() for file in files)
+    again = run()
+    assert (again.loaded, again.losses, again.saved) == (["step_00000006"], [], [])
+    longer = run(training={"n_epochs": 2})
+    assert longer.loaded == ["step_00000006"]
+    assert_same_weights(weights(longer.model), weights(straight.model))
+
+
+# -- other models
+
+
+class Altered(Saves):
+    """Another model than the checkpoint's, by `change`."""
+
+    change = ""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        blocks, head = self.model[0], self.model[1]
+        if self.change == "renamed":
+            self.model = nn.Sequential()
+            self.model.add_module("0", blocks)
+            self.model.add_module("tail", head)
+        elif self.change == "added":
+            self.model.append(nn.Linear(1, 1).double())
+        elif self.change == "removed":
+            self.model = nn.Sequential(nn.Sequential(*blocks[:1]), head)
+        elif self.change == "wider":
+            self.model[1] = nn.Linear(WIDTH, 1, bias=True).double()
+            self.model[0][1][0] = nn.Linear(WIDTH, 2 * WIDTH).double()
+            self.model[1] = nn.Linear(2 * WIDTH, 1).double()
+        elif self.change == "frozen":
+            self.model[0][0][0].requires_grad_(False)
+
+
+def altered(config: Config, change: str, **options: Any) -> Altered:
+    trainer = Altered(config, **options)
+    trainer.change = change
+    return trainer
+
+
+@pytest.mark.pitfall(38)
+@pytest.mark.pitfall(39)
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("renamed", ["models.model.tail.weight"]),
+        ("added", ["models.model.2.weight"]),
+        ("removed", ["models.model.0.1.0.weight"]),
+        ("wider", [r"models.model.1.weight \(saved \(1, 3\) torch.float64, here \(1, 6\) torch.float64\)"]),
+    ],
+)
+def test_another_model_is_an_error_that_names_what_does_not_fit(change: str, names: list[str]) -> None:
+    run(training={"max_steps": 3})
+    trainer = altered(make_config(), change)
+    with pytest.raises(CheckpointError, match=".*".join(names)):
+        fit(trainer)
+    assert trainer.losses == []
+    assert trainer.saved == []
+
+
+@pytest.mark.pitfall(39)
+def test_a_layer_that_is_frozen_since_goes_on_or_is_named() -> None:
+    run(training={"max_steps": 3})
+    trainer = altered(make_config(), "frozen")
+    with pytest.raises(CheckpointError, match=r"optimizers\.optimizer\.model\.0\.0\.0\.weight\.momentum_buffer"):
+        fit(trainer)
+
+
+class Pair(nn.Module):
+    """Two layers of one shape, registered in either order."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        for name in ("second", "first") if swapped else ("first", "second"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class TrainsPair(Saves):
+    swapped = False
+
+    def configure_models(self) -> None:
+        self.model = Pair(self.swapped)
+
+    def init_weights(self) -> None:
+        by_name = sorted(self.model.named_children())
+        fill(nn.ModuleDict(dict(by_name)))
+
+
+class TrainsSwapped(TrainsPair):
+    swapped = True
+
+
+@pytest.mark.pitfall(39)
+def test_optimizer_state_follows_names_and_not_positions() -> None:
+    straight = fit(TrainsPair(make_config(experiment="straight")))
+    fit(TrainsPair(make_config(training={"max_steps": 3})))
+    trainer = fit(TrainsSwapped(make_config()))
+    assert trainer.loaded == ["step_00000003"]
+    found, expected = weights(trainer.model), weights(straight.model)
+    assert_same_weights(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+def resume_another_model() -> None:
+    """What `test_every_rank_refuses...` starts."""
+    with altered(make_config(), "renamed", length=4 * STEPS) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.pitfall(38)
+def test_every_rank_refuses_the_checkpoint_of_another_model(tmp_path: Path) -> None:
+    """With the same global batch, so that it is the model that does not fit."""
+    fit(Saves(make_config(training={"max_steps": 2, "global_batch_size": 4}), batch_size=4, length=4 * STEPS))
+    code = "from tests.trainer.test_resume_choice import resume_another_model\nresume_another_model()\n"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert "CheckpointError" in text
+        assert "models.model.tail.weight" in text
+
+
+# -- what a signal left undone
+
+
+class Signalled(Saves):
+    """Gets SIGTERM in the validations after these steps, once each, or before the first step."""
+
+    steps: tuple[int, ...] = ()
+    at_start = False
+
+    def post_setup(self) -> None:
+        if self.at_start:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step in self.steps and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.fixture
+def straight() -> Saves:
+    return run(experiment="straight", training=VALIDATING, callbacks=[Validated()])
+
+
+@pytest.mark.pitfall(42)
+@pytest.mark.parametrize("steps", [(3,), (6,), (12,), (3, 3, 6), (6, 6, 9, 12)], ids=str)
+@pytest.mark.parametrize("rules", [NOTHING | {"save_at_end": True}, {"save_every_n_steps": 3}], ids=["end", "steps"])
+def test_a_validation_that_a_signal_ended_is_made_up_for(
+    steps: tuple[int, ...], rules: dict[str, Any], straight: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for step in steps:
+        trainer = Signalled(make_config(training=VALIDATING, callbacks=[Validated()], **rules))
+        trainer.steps = (step,)
+        with pytest.raises(SystemExit) as ended, trainer:
+            trainer.fit()
+        assert ended.value.code == 143
+        assert trainer.global_step == step
+        assert [found for found, _ in trainer.get_callback(Validated)._found] == [
+            validated for validated in (3, 6, 9, 12) if validated < step
+        ]
+        newest = trainer.checkpoints()[-1]
+        assert (newest.step, newest.metrics) == (step, {})
+    resumed = run(training=VALIDATING, callbacks=[Validated()], **rules)
+    assert resumed.loaded == [f"step_{steps[-1]:08d}"]
+    assert_as(straight, resumed)
+    found = {m.step: m.metrics for m in resumed.checkpoints() if m.step > steps[-1]}
+    assert all(found[step] == metrics for step, metrics in resumed.get_callback(Validated)._found if step in found)
+
+
+def test_once_its_validation_is_made_up_for_a_checkpoint_is_written_anew_with_its_metrics(straight: Saves) -> None:
+    stopped = Signalled(make_config(training=VALIDATING, callbacks=[Validated()], save_every_n_steps=3))
+    stopped.steps = (6,)
+    with pytest.raises(SystemExit):
+        stopped.fit()
+    assert read_shared(stopped.checkpoint_dir / "step_00000006")["progress"]["current_epoch"] == 0
+    resumed = run(training=VALIDATING, callbacks=[Validated()], save_every_n_steps=3)
+    assert resumed.saved == [6, 9, 12]
+    assert read_shared(resumed.checkpoint_dir / "step_00000006")["progress"]["current_epoch"] == 1
+    assert {m.step: m.metrics for m in resumed.checkpoints()} == dict(straight.get_callback(Validated)._found)
+
+
+@pytest.mark.pitfall(42)
+def test_a_signal_before_the_first_step_leaves_a_checkpoint_of_step_0(
+    straight: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    trainer = Signalled(make_config(training=VALIDATING, callbacks=[Validated()]))
+    trainer.at_start = True
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit()
+    assert ended.value.code == 143
+    assert trainer.losses == []
+    assert trainer.saved == steps_of(trainer) == [0]
+    resumed = run(training=VALIDATING, callbacks=[Validated()])
+    assert resumed.loaded == ["step_00000000"]
+    assert resumed.seen == straight.seen
+    assert_as(straight, resumed)
