@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "weights not summed over ranks",
         f"{TRAINER}/accumulation.py",
-        "torch.zeros_like(total), dp_size / total)",
+        "torch.zeros_like(total), ranks / total)",
         "torch.zeros_like(total), 1 / total)",
         f"{PARITY} -k [2]",
     ),

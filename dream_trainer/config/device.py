@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
-from dream_trainer.config.checks import check_choice, check_integer, check_positive, divisors, spell
+from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
 from dream_trainer.errors import ConfigError
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
@@ -25,6 +25,13 @@ class DeviceParameters:
     """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
     dp_shard: int | Literal["auto"] = "auto"
     """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without."""
+    tensor_parallel: int = 1
+    """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
+    compile: bool = False
+    """Whether blocks are compiled (CompileMixin)."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
+    or all but what is dear to compute."""
     start_timeout_seconds: float = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: float = 600.0
@@ -40,6 +47,14 @@ class DeviceParameters:
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
             if value != "auto":
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
+        check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
+        check_boolean("compile", self.compile)
+        check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
+        if self.compile and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"compile=True with tensor_parallel={self.tensor_parallel}: compiled blocks lose part of the gradients "
+                "of sequence-parallel norms (seen on PyTorch 2.13). Use one of the two."
+            )
         check_positive("start_timeout_seconds", self.start_timeout_seconds)
         check_positive("step_timeout_seconds", self.step_timeout_seconds)
         if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
@@ -87,6 +102,13 @@ def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default
     Raises:
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
+    tensor = parameters.tensor_parallel
+    if world_size % tensor != 0:
+        raise ConfigError(
+            f"tensor_parallel={tensor} does not divide world_size={world_size}. Use "
+            f"{spell(divisors(world_size))}, or start another number of processes."
+        )
+    data_ranks = world_size // tensor
     replicate, shard = _data_parallel(parameters, world_size, shard_by_default)
     if shard > 1 and not shard_by_default:
         raise ConfigError(
@@ -94,35 +116,38 @@ def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default
             f"for copies sharded over {shard} ranks, which this trainer cannot do. "
             f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
         )
-    if replicate * shard != world_size:
+    if replicate * shard != data_ranks:
+        left = f"{data_ranks} are left for data parallelism" if tensor > 1 else "that is to be their product"
         raise ConfigError(
             f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
-            f"(pp=1, cp=1, tp=1). {_what_fits(world_size, shard_by_default)}"
+            f"(pp=1, cp=1, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
         )
-    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=1)
+    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tensor)
 
 
 def _data_parallel(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> tuple[int, int]:
     """`(dp_replicate, dp_shard)` with "auto" filled in."""
+    tensor = parameters.tensor_parallel
     match parameters.dp_replicate, parameters.dp_shard:
         case "auto", "auto":
-            return (1, world_size) if shard_by_default else (world_size, 1)
+            return (1, world_size // tensor) if shard_by_default else (world_size // tensor, 1)
         case "auto", int(shard):
-            return _left_over("dp_shard", shard, "dp_replicate", world_size), shard
+            return _left_over("dp_shard", shard, "dp_replicate", world_size, tensor), shard
         case int(replicate), "auto":
-            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size)
+            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size, tensor)
         case replicate, shard:
             return int(replicate), int(shard)
 
 
-def _left_over(name: str, size: int, other: str, world_size: int) -> int:
+def _left_over(name: str, size: int, other: str, world_size: int, tensor: int) -> int:
     """Ranks that `other` gets when `name` takes `size`."""
-    if world_size % size != 0:
+    data_ranks = world_size // tensor
+    if data_ranks % size != 0:
         raise ConfigError(
-            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp=1, tp=1 leave '
-            f'{world_size}). Use {name}="auto", or {spell(divisors(world_size))}.'
+            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp=1, tp={tensor} leave '
+            f'{data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.'
         )
-    return world_size // size
+    return data_ranks // size
 
 
 def _what_fits(world_size: int, can_shard: bool) -> str:

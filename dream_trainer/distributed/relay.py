@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 """A wait for data that is longer looks into the store, each time this long has passed."""
 
+JOIN_SECONDS = 5.0
 _RELAYED = (*STOPPING, signal.SIGUSR1)
 _CLOSE = 0  # no signal has this number
+
+# A forked child would write the signals that it gets into this process's pipe.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _is_relaying else None)
+_is_relaying = False
 
 
 @contextmanager
@@ -40,15 +45,17 @@ def relayed(signals: Signals, store: dist.Store | None) -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    global _is_relaying
+    before, _is_relaying = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), True
     thread = threading.Thread(target=_relay, args=(signals, store, reader), name="signal relay", daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
+        _is_relaying = False
         os.write(writer, bytes([_CLOSE]))
-        thread.join()
+        thread.join(JOIN_SECONDS)  # it may be held by a store whose host is gone
         os.close(reader)
         os.close(writer)
 
@@ -67,12 +74,12 @@ def _relay(signals: Signals, store: dist.Store, reader: int) -> None:
                     counts[number] = store.add(_key(number), 1)
                 own -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
-                for number in _new(store, counts):
+                for number in () if signals.stops else _new(store, counts):
                     own.add(number)  # it comes back through the pipe, and is no news
                     os.kill(os.getpid(), number)
             elif signals.save_is_known:
                 signals.save_is_known = False
-                _new(store, counts)
+                counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the others stay news
         except RuntimeError:  # the store is gone, and with it the job
             return
 

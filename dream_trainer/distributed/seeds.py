@@ -71,6 +71,14 @@ def _cpu_state() -> tuple[Tensor, Any, Any]:
     )
 
 
+def _set_cpu_state(state: tuple[Tensor, Any, Any]) -> None:
+    torch_state, python_state, numpy_state = state
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
+
+
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Puts the global generators back to where they were when the block ends (about 80 us, 70 of them numpy's).
@@ -84,15 +92,20 @@ def preserved_random_state(device: torch.device | None = None) -> Iterator[None]
     device_state = None if on_device is None else on_device.get_state()
     if is_outermost:
         _preserved = state
+
+    def put_back() -> None:
+        _set_cpu_state(state)
+        if on_device is not None and device_state is not None:
+            on_device.set_state(device_state)
+
     try:
         yield
     finally:
-        if is_outermost:
-            _preserved = None
-        torch_state, python_state, numpy_state = state
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
-        if on_device is not None and device_state is not None:
-            on_device.set_state(device_state)
+        try:
+            put_back()
+        except BaseException:  # a signal that ends a wait for data may come just here, once
+            put_back()
+            raise
+        finally:
+            if is_outermost:
+                _preserved = None  # not before: a signal that asks for a save may come just here too

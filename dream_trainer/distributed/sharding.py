@@ -6,12 +6,13 @@ code path for FSDP, HSDP and replicas, with the same gradient arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
+from dream_trainer.distributed.recompute import own_class
 from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters
 from dream_trainer.errors import ConfigError
 
@@ -25,7 +26,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A container inside a block (the experts of a mixture) is not looked into: its block is the unit.
     """
     children = list(model.children())
-    if isinstance(model, nn.ModuleList | nn.Sequential) and len(children) > 1 and len({type(c) for c in children}) == 1:
+    are_alike = len(children) > 1 and len({own_class(child) for child in children}) == 1
+    if are_alike and isinstance(model, nn.ModuleList | nn.Sequential):
         return [child for child in children if next(child.parameters(), None) is not None]
     return [block for child in children for block in repeated_blocks(child)]
 
@@ -75,6 +77,37 @@ def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                     f"parameter {name}.{parameter_name} outside the blocks is tied to one inside block "
                     f"{owner[id(parameter)]!r}. Override model_blocks so that the root holds both."
                 )
+
+
+@contextmanager
+def keeping_ties(models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Parameters that are one object before the block are one object after it: `parallelize_module` unties them.
+
+    Raises:
+        ConfigError: The plan splits a tied parameter's names in different ways.
+    """
+    slots: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                slots.setdefault(id(parameter), []).append((f"{prefix}.{name}", module, name))
+    yield
+    for (first_name, first, name), *others in slots.values():
+        kept = first.get_parameter(name)
+        for other_name, module, alias in others:
+            if layout(module.get_parameter(alias)) != layout(kept):
+                raise ConfigError(
+                    f"{first_name} and {other_name} are tied, and the tensor-parallel plan splits them in different "
+                    "ways. Split both along the same dimension, or leave both out of the plan."
+                )
+            module.register_parameter(alias, kept)
+
+
+def layout(parameter: nn.Parameter) -> object:
+    """How a parameter lies on its mesh; None for a plain one."""
+    from torch.distributed.tensor import DTensor
+
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

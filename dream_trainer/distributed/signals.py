@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -46,6 +46,8 @@ class Signals:
         self._answer: Callable[[], bool] | None = None
         self._waits_since: float | None = None
         self._ends = False
+        self._before: dict[int, Any] = {}
+        self._error: Exception | None = None
         self.terminated = False
         self.interrupted = False
         self.save_asked = False
@@ -63,12 +65,12 @@ class Signals:
             yield
             return
         self._pid = os.getpid()
-        before = {number: signal.signal(number, self._handle) for number in (*STOPPING, signal.SIGUSR1)}
+        before = self._before = {number: signal.signal(number, self._handle) for number in (*STOPPING, signal.SIGUSR1)}
         try:
             yield
         finally:
             for number, handler in before.items():
-                if not (self._ends and number == signal.SIGTERM):
+                if handler is not None and not (self._ends and number == signal.SIGTERM):
                     signal.signal(number, handler)
 
     @contextmanager
@@ -93,13 +95,15 @@ class Signals:
             answer: Called when a save is asked for, in the midst of the wait; returns whether to wait on. Without it
                 that ends the wait too.
         """
-        if self.stops:
-            return None
-        self._answer = answer
+        self._answer, self._error = answer, None
         self._waits_since = time.monotonic()
         try:
+            if self.stops or self.save_asked:  # it came before the wait
+                self._leave_the_wait()
             return fetch()
         except Interrupted:
+            if self._error is not None:
+                raise self._error from None
             return None
         finally:
             self._waits_since = None
@@ -110,7 +114,12 @@ class Signals:
         return 0.0 if since is None else time.monotonic() - since
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child that kept the handler
+        if os.getpid() != self._pid:
+            # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
+            # the others come to the whole process group, and a loader's worker outlives them.
+            if number == signal.SIGTERM:
+                signal.signal(number, self._before[number] or signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if number == signal.SIGTERM:
             if self._another_rank_failed():
@@ -128,9 +137,17 @@ class Signals:
 
     def _leave_the_wait(self) -> None:
         since, self._waits_since = self._waits_since, None  # a second signal finds nothing to leave
-        if self.stops or self._answer is None or not self._answer() or self.stops:  # one may have come meanwhile
+        if self.stops or self._answer is None or not self._answered(self._answer) or self.stops:
             raise Interrupted
         self._waits_since = since
+
+    def _answered(self, answer: Callable[[], bool]) -> bool:
+        """Whether to wait on. What `answer` raises is kept for `wait_for_data`: here a data set would catch it."""
+        try:
+            return answer()
+        except Exception as error:
+            self._error = error
+            return False
 
 
 def exit_code(number: signal.Signals) -> int:

@@ -87,6 +87,7 @@ class World:
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
         dp_size: Number of data-parallel ranks.
         forbidden: While set, collectives raise and name it: code that runs on one rank only.
+        data_group: Ranks that see different data, this one among them; None where that is all of them.
         cpu_group: A gloo group of its own for agreement beside the step path; None at world size 1.
     """
 
@@ -114,8 +115,19 @@ class World:
         if self.world_size > 1:
             self._join()
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
+        self.data_group = self._new_data_group()
         self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
         self._open = True
+
+    def _new_data_group(self) -> dist.ProcessGroup | None:
+        same_data = self.mesh_shape.cp * self.mesh_shape.tp
+        if same_data == 1:
+            return None
+        import torch.distributed as dist
+
+        groups = [list(range(first, self.world_size, same_data)) for first in range(same_data)]
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+        return group
 
     def _join(self) -> None:
         global _group_users, _launches, _owns_group, _store
@@ -143,6 +155,11 @@ class World:
         _group_users += 1
         self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank is the first of those that see the same data, so that each sample is counted once."""
+        return self.rank % (self.mesh_shape.cp * self.mesh_shape.tp) == 0
 
     @property
     def is_main(self) -> bool:

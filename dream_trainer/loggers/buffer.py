@@ -135,6 +135,8 @@ class MetricBuffer:
             ValueError: Ranks added one key with different reductions.
         """
         mine = self._take()
+        if not world.counts_data:
+            mine = {name: (reduction, _NOTHING) for name, (reduction, _) in mine.items()}
         over_ranks = (
             _gather(mine, self._agreed, world) if world.world_size > 1 else {k: [t] for k, (_, t) in mine.items()}
         )

@@ -262,6 +262,18 @@ class AbstractTrainer(Lifecycle, Cooperation):
 
         return repeated_blocks(model)
 
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
+        Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin."""
+
+    def apply_activation_checkpointing(self) -> None:
+        """Makes parts of the models recompute their activations. ActivationCheckpointingMixin's default: by
+        `model_blocks`. Called if `device_parameters.activation_checkpointing` is not "none"."""
+
+    def apply_compile(self) -> None:
+        """Compiles parts of the models in place. CompileMixin's default: by `model_blocks`. Called if
+        `device_parameters.compile` is set."""
+
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Shards every model with `fully_shard(module, **config)`. FSDPMixin's default: by `model_blocks`, then the
         root."""

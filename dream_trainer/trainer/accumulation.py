@@ -199,9 +199,9 @@ class Accumulation:
 
     # -- the step
 
-    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], scheduler: Any) -> Tensor:
+    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
-        self._check(scheduler)
+        self._check(schedulers)
         plan = self._plan(optimizers)
         if self._counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._world.device)
@@ -219,11 +219,11 @@ class Accumulation:
                     listener(model, optimizer)
         for parameter in plan.parameters:
             parameter.grad = None
-        if scheduler is not None:
+        for scheduler in schedulers:
             scheduler.step()
         return norm
 
-    def _check(self, scheduler: Any) -> None:
+    def _check(self, schedulers: Sequence[Any]) -> None:
         if not self.is_last:
             raise StepError(
                 "step() was called in the middle of an accumulation window. Call it only when `not "
@@ -234,7 +234,7 @@ class Accumulation:
                 "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "
                 "Call backward for every batch; weight=0 where there is nothing to learn."
             )
-        if isinstance(scheduler, ReduceLROnPlateau):
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
             raise StepError(
                 "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
             )
@@ -313,14 +313,15 @@ class Accumulation:
             if self._counted_batches not in self._inverses:
                 self._inverses[self._counted_batches] = self._scalar(1.0 / self._counted_batches)
             return self._inverses[self._counted_batches], False
-        dp_size = self._world.dp_size
+        # The total is over all ranks. Those that see the same data each add it, and each see the same gradients.
+        ranks = self._world.world_size
         if isinstance(total, Tensor):
             total = total.detach().to(device=self._world.device, dtype=self._scalar_dtype)
             empty = total == 0
-            return torch.where(empty, torch.zeros_like(total), dp_size / total), empty
+            return torch.where(empty, torch.zeros_like(total), ranks / total), empty
         if total == 0 or not math.isfinite(total):
             return self._scalar(0.0), total == 0
-        return self._scalar(dp_size / total), False
+        return self._scalar(ranks / total), False
 
     def _scalar(self, value: float) -> Tensor:
         """A 0-dim tensor on the device, made there: a copy from the host would wait."""

@@ -29,6 +29,7 @@ class Agreement:
         signals: The signals this process gets.
         stopped: Whether all ranks stop here.
         ended_by: The signal they stop for, if it is one.
+        save_is_owed: Whether a save that all ranks heard of was not begun yet.
         exchanges: How often the ranks have spoken; grows as long as the run goes on.
     """
 
@@ -38,6 +39,7 @@ class Agreement:
         self.signals = Signals(lambda: trainer._world is not None and trainer._world.another_rank_failed())
         self.stopped = False
         self.ended_by: signal.Signals | None = None
+        self.save_is_owed = False
         self.exchanges = 0
 
     def begin(self) -> None:
@@ -72,7 +74,7 @@ class Agreement:
         )
         if flags.save:
             trainer._save_requested = signals.save_asked = False
-            signals.save_is_known = True
+            signals.save_is_known = self.save_is_owed = True
         if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
             self._stop(flags)
         trainer._saving_heard(flags.saving, flags.save_failed)

@@ -6,7 +6,7 @@
         -> log -> validation when due -> checkpoint when due; never inside a window
 
 It calls hooks at named phases and defines none of them. Everything that ranks must decide alike (stop, save, validate
-by the clock, the last window) is decided after a window's pulse, from numbers that are equal on all ranks.
+by the clock, the last window) is decided between windows, from numbers that are equal on all ranks: the pulse.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class BaseTrainer(Intermission):
         super().__init__(config, *args, **kwargs)
         self._gradients_sync = True
         self._is_first_window = True
+        self._first_batch_idx = 0
         self._window_samples = 0
         self._sizes: list[int] | None = None
         self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
@@ -138,14 +139,17 @@ class BaseTrainer(Intermission):
         return loss
 
     def step(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], scheduler: Any | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: Any | Sequence[Any] | None = None,
     ) -> Tensor:
         """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
 
         Args:
             model: The model whose weights the window's `backward` calls gave.
             optimizer: One optimizer, or several that share one gradient norm.
-            scheduler: Stepped after the optimizer, once per optimizer step.
+            scheduler: One, or several, stepped after the optimizer, once per optimizer step.
 
         Returns:
             The gradient norm before clipping, over all these optimizers' parameters and ranks; a 0-dim device tensor.
@@ -157,7 +161,8 @@ class BaseTrainer(Intermission):
         if not self._is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        return self._accumulation.step(model, optimizers, scheduler)
+        schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
+        return self._accumulation.step(model, optimizers, schedulers)
 
     def describe(self) -> str:
         """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
@@ -212,6 +217,8 @@ class BaseTrainer(Intermission):
         self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
         self._accumulation = Accumulation(self)
         self._agreement.begin()
+        self._training_step = self._wrap_step(self.training_step)
+        self._validation_step = self._wrap_step(self.validation_step)
         self._is_ready = True
         self._finish_setup()
         self._notify("post_setup")
@@ -232,6 +239,9 @@ class BaseTrainer(Intermission):
                 if self._world is not None and self._world.world_size > 1:
                     self._world.fail(exc)
                 if self._is_training and isinstance(exc, Exception):
+                    if self._accumulation.is_open:
+                        self.progress.batch_idx = self._first_batch_idx
+                        self._window_dropped()
                     self._save_after_exception()
             raise
 
@@ -313,15 +323,16 @@ class BaseTrainer(Intermission):
         return not self._agreement.stopped
 
     def _count_samples(self, window: Window | None) -> None:
-        """Samples of this rank in a window whose stream cannot tell; else of all ranks."""
-        self._sizes = None
+        """What this rank adds to the count of a window's samples; of all ranks, where the stream can tell."""
+        self._sizes, self._window_samples = None, 0
         if window is None:
-            self._window_samples = 0
-        elif window.samples is None:
-            self._sizes = [self.batch_size(batch) for batch in window.batches]
-            self._window_samples = sum(self._sizes)
-        else:
+            return
+        if window.samples is not None:
             self._window_samples = window.samples
+            return
+        self._sizes = [self.batch_size(batch) for batch in window.batches]
+        if self.world.counts_data:
+            self._window_samples = sum(self._sizes)
 
     def _run_window(self, window: Window) -> None:
         """Trains one accumulation window and advances the counters."""
@@ -342,7 +353,9 @@ class BaseTrainer(Intermission):
         accumulation, progress, device = self._accumulation, self.progress, self.world.device
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
         after_window, sizes = self._events["post_train_step"], self._sizes
+        training_step = self._training_step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
+        self._first_batch_idx = progress.batch_idx
         for index, batch in enumerate(window.batches, start=1):
             is_last = index == window.size
             batch_idx = progress.batch_idx
@@ -355,7 +368,7 @@ class BaseTrainer(Intermission):
             accumulation.start_batch(is_last=is_last)
             for listener in before:
                 listener(batch, batch_idx)
-            result = self.training_step(batch, batch_idx)
+            result = training_step(batch, batch_idx)
             if not isinstance(result, dict):
                 raise HookError(
                     f"training_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
@@ -379,6 +392,7 @@ class BaseTrainer(Intermission):
         samples = self._window_samples if self._ranks_are_even else self._flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
+        self._note_what_follows(epoch_ended=self._epoch_is_over())
         if self._is_first_window:
             self._is_first_window = False
             self.world.first_step_is_done()

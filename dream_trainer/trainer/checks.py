@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dream_trainer.errors import ConfigError, HookError
 
 if TYPE_CHECKING:
+    from dream_trainer.config.device import DeviceParameters
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -47,6 +48,35 @@ def _check_hooks(cls: type) -> None:
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
             if getattr(cls, hook) is getattr(AbstractTrainer, hook):
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
+
+
+def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
+    """Refuses what the config asks for and nothing in `cls` does.
+
+    Raises:
+        ConfigError: A hook is missing; the message names it.
+    """
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
+        if is_wanted and getattr(cls, hook) is getattr(AbstractTrainer, hook):
+            value = vars(devices)[field]
+            raise ConfigError(f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice}")
+
+    add = "Add {0} to its bases and {1} to its config's, which bring a default."
+    refuse(
+        "apply_tensor_parallel",
+        "tensor_parallel",
+        devices.tensor_parallel > 1,
+        "Split each model's layers over the mesh there with parallelize_module, or set tensor_parallel=1.",
+    )
+    refuse(
+        "apply_activation_checkpointing",
+        "activation_checkpointing",
+        devices.activation_checkpointing != "none",
+        add.format("ActivationCheckpointingMixin", "ActivationCheckpointingConfigMixin"),
+    )
+    refuse("apply_compile", "compile", devices.compile, add.format("CompileMixin", "CompileConfigMixin"))
 
 
 _SETUP_HOOKS = (

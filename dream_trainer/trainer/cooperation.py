@@ -26,6 +26,7 @@ class Cooperation:
     _start: Callable[[], None]
     _failing_for_all: Callable[[], AbstractContextManager[None]]
     settle: Callable[[], None]
+    _validation_step: Callable[[Any, int], Any]
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -36,6 +37,10 @@ class Cooperation:
 
     def _resume(self) -> None:
         """Loads the newest checkpoint, if the config says so."""
+
+    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """What is called with each batch and its index in the place of `step`, a training or validation step."""
+        return step
 
     def _sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""

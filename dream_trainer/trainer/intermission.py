@@ -24,6 +24,7 @@ class Intermission(AbstractTrainer):
         self._agreement = Agreement(self, self._cadence)
         self._limits = limits(config.training_parameters)
         self._flags = Flags()  # what all ranks said before the last window
+        self._validates = False  # whether a validation follows it
 
     def _between_windows(self, *, epoch_ended: bool) -> bool:
         """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
@@ -31,22 +32,16 @@ class Intermission(AbstractTrainer):
         Returns:
             Whether this window was the last of the run.
         """
-        validates = self._note_what_follows(epoch_ended=epoch_ended)
         self._window_finished(is_last=self._limit_reached(epochs=self.progress.current_epoch + epoch_ended))
-        return self._conclude(stepped=self._accumulation.stepped, epoch_ended=epoch_ended, validates=validates)
+        return self._conclude(stepped=self._accumulation.stepped, epoch_ended=epoch_ended, validates=self._validates)
 
-    def _note_what_follows(self, *, epoch_ended: bool) -> bool:
-        """Writes into the counters what is to be done after the window just completed, for a checkpoint of before.
-
-        Returns:
-            Whether a validation is.
-        """
+    def _note_what_follows(self, *, epoch_ended: bool) -> None:
+        """Writes into the counters what is to be done after the window just completed, for a checkpoint of before."""
         stepped = self._accumulation.stepped
-        validates = bool(self._val_batches) and self._cadence.validation_is_due(
+        self._validates = bool(self._val_batches) and self._cadence.validation_is_due(
             self.progress, stepped=stepped, epoch_ended=epoch_ended, by_the_clock=bool(self._flags.validate)
         )
-        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=validates)
-        return validates
+        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=self._validates)
 
     def _owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
         is_owed = validates or epoch_ended
@@ -61,10 +56,10 @@ class Intermission(AbstractTrainer):
             return True
         if epoch_ended:
             self._end_epoch()
-        if (validates or epoch_ended) and not is_last:
-            # What their events ask for (early stopping) counts here and now, not a window later.
+        if validates or epoch_ended or is_last:
+            # What their events ask for (early stopping) counts here and now; and after the last window, what it asked.
             requested = bool(self._agreement.exchange().save)
-            if self._agreement.stopped:
+            if self._agreement.stopped and not is_last:
                 is_last = True
                 self._window_finished(is_last=True)
         self._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
@@ -102,6 +97,8 @@ class Intermission(AbstractTrainer):
 
     def _finish_what_is_owed(self) -> None:
         """Does what a signal or an exception kept the last run from doing after its last window."""
+        if self.global_step > 0:
+            self._window_finished(is_last=False)
         if self.progress.owed is not None:
             self._conclude(**self.progress.owed)
 

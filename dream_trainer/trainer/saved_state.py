@@ -63,6 +63,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
     """
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers = _tensors(trainer)
+    mixins = trainer._mixin_state()  # loggers talk to their other ranks here
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
         shared = {
@@ -70,7 +71,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
             "global_batch_size": global_batch_size(trainer),
             "seed": trainer.config.seed,
             "optimizers": optimizers,
-            "mixins": trainer._mixin_state(),
+            "mixins": mixins,
             "extra_state": model_extra_state(models),
             "model_configs": model_configs(models),
         } | _given_state(trainer)

@@ -95,7 +95,7 @@ def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], b
         for listener in before:
             listener(moved, batch_idx)
         trainer._val_weight = trainer.batch_size(moved)
-        result = trainer.validation_step(moved, batch_idx)
+        result = trainer._validation_step(moved, batch_idx)
         if not isinstance(result, dict):
             raise HookError(
                 f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
@@ -110,7 +110,7 @@ def _keep_company(trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: 
     trainer._val_buffer, trainer._val_weight, trainer.is_padding_batch = MetricBuffer(), 0, True
     try:
         with trainer._metrics_padding():
-            trainer.validation_step(batch, batch_idx)
+            trainer._validation_step(batch, batch_idx)
     finally:
         trainer._val_buffer, trainer.is_padding_batch = buffer, False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -126,20 +127,58 @@ def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     sender.join()
 
 
-def test_a_forked_child_keeps_out_of_it(signals: Signals) -> None:
+def forget_and_sleep() -> None:
+    time.sleep(60)
+
+
+def test_a_forked_child_is_ended_by_its_parent_as_ever(signals: Signals) -> None:
+    """`Process.terminate` and `Pool.terminate` send SIGTERM; a child that kept the handler would outlive it."""
+    child = multiprocessing.get_context("fork").Process(target=forget_and_sleep)
+    child.start()
+    time.sleep(0.2)
+    child.terminate()
+    child.join(10)
+    assert child.exitcode == -signal.SIGTERM
+    assert not signals.stops
+
+
+def test_a_forked_child_leaves_the_others_signals_to_the_parent(signals: Signals) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.05)
-            os.write(writer, bytes([signals.terminated]))
+            os.write(writer, bytes([signals.save_asked]))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 1) == b"\0"
     os.close(reader)
     os.close(writer)
+
+
+def test_what_came_before_the_wait_is_answered_at_its_start(signals: Signals) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    answers = []
+
+    def answer() -> bool:
+        answers.append(True)
+        signals.save_asked = False
+        return True
+
+    assert signals.wait_for_data(lambda: "data", answer) == "data"
+    assert answers == [True]
+
+
+def test_an_error_of_the_answer_is_raised_after_the_wait_and_not_in_the_data_set(signals: Signals) -> None:
+    def answer() -> bool:
+        raise ValueError("the disk is full")
+
+    sender = send_in(0.1, signal.SIGUSR1)
+    with pytest.raises(ValueError, match="disk is full"):
+        signals.wait_for_data(long_wait, answer)
+    sender.join()
 
 
 def test_interrupted_is_no_exception_that_a_data_set_could_swallow() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
@@ -32,7 +33,7 @@ from tests.trainer.saves import (
     run,
     steps_of,
 )
-from tests.trainer.small import WIDTH, Batch, assert_same_weights, fill, run_ranks, weights
+from tests.trainer.small import WIDTH, Batch, Samples, assert_same_weights, fill, network, run_ranks, weights
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +122,6 @@ def test_a_name_in_init_from_that_does_not_fit_is_an_error_that_lists_it_unless_
     run(experiment="renamed", init_from="renamed.safetensors", init_renames={r"^tail\.": "1."}, callbacks=[renamed])
     assert_same_weights(renamed._start, given)
     run(experiment="lax", init_from="renamed.safetensors", init_strict=False, callbacks=[lax])
-    fresh = nn.Linear(WIDTH, WIDTH)
-    assert fresh.weight.shape == given["0.0.0.weight"].shape
     assert_same_weights(
         {n: t for n, t in lax._start.items() if n != "1.weight"}, {n: t for n, t in given.items() if n != "1.weight"}
     )
@@ -224,13 +223,18 @@ def test_if_none_is_whole_nothing_starts_anew(resume: str, caplog: pytest.LogCap
 
 @pytest.mark.pitfall(40)
 @pytest.mark.pitfall(41)
-@pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/step_00000099"])
-def test_an_export_beside_the_checkpoints_is_none_of_them(place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["model.safetensors", "export", "checkpoints/model.safetensors", "checkpoints/step_00000099"]
+)
+def test_an_export_beside_the_checkpoints_is_none_of_them_and_among_them_there_is_none(place: str) -> None:
     straight = run(experiment="straight", training={"n_epochs": 2})
     with Saves(make_config()) as trainer:
         trainer.fit()
-        files = trainer.export(trainer.run_dir / place / "model.safetensors")
-    assert all(file.is_file() for file in files)
+        if place.startswith("checkpoints"):
+            with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
+                trainer.export(trainer.run_dir / place)
+        else:
+            assert all(file.is_file() for file in trainer.export(trainer.run_dir / place))
     again = run()
     assert (again.loaded, again.losses, again.saved) == (["step_00000006"], [], [])
     longer = run(training={"n_epochs": 2})
@@ -248,7 +252,8 @@ class Altered(Saves):
 
     def configure_models(self) -> None:
         super().configure_models()
-        blocks, head = self.model[0], self.model[1]
+        blocks: Any = self.model.get_submodule("0")
+        head = self.model.get_submodule("1")
         if self.change == "renamed":
             self.model = nn.Sequential()
             self.model.add_module("0", blocks)
@@ -258,11 +263,14 @@ class Altered(Saves):
         elif self.change == "removed":
             self.model = nn.Sequential(nn.Sequential(*blocks[:1]), head)
         elif self.change == "wider":
-            self.model[1] = nn.Linear(WIDTH, 1, bias=True).double()
-            self.model[0][1][0] = nn.Linear(WIDTH, 2 * WIDTH).double()
+            blocks[1][0] = nn.Linear(WIDTH, 2 * WIDTH).double()
             self.model[1] = nn.Linear(2 * WIDTH, 1).double()
-        elif self.change == "frozen":
-            self.model[0][0][0].requires_grad_(False)
+        elif self.change in ("frozen", "left out"):
+            blocks[0][0].requires_grad_(False)
+
+    def configure_optimizers(self) -> None:
+        trained = [p for p in self.model.parameters() if p.requires_grad or self.change != "left out"]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
 
 def altered(config: Config, change: str, **options: Any) -> Altered:
@@ -276,9 +284,10 @@ def altered(config: Config, change: str, **options: Any) -> Altered:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ("renamed", ["models.model.tail.weight"]),
-        ("added", ["models.model.2.weight"]),
-        ("removed", ["models.model.0.1.0.weight"]),
+        ("renamed", [r"only in the checkpoint: model\.1\.bias, model\.1\.weight", r"only here: .*model\.tail\.weight"]),
+        ("added", [r"only here: model\.2\.bias, model\.2\.weight"]),
+        ("removed", [r"only in the checkpoint: model\.0\.1\.0\.bias, model\.0\.1\.0\.weight"]),
+        ("left out", [r"only in the checkpoint: model\.0\.0\.0\.bias, model\.0\.0\.0\.weight"]),
         ("wider", [r"models.model.1.weight \(saved \(1, 3\) torch.float64, here \(1, 6\) torch.float64\)"]),
     ],
 )
@@ -292,11 +301,27 @@ def test_another_model_is_an_error_that_names_what_does_not_fit(change: str, nam
 
 
 @pytest.mark.pitfall(39)
-def test_a_layer_that_is_frozen_since_goes_on_or_is_named() -> None:
-    run(training={"max_steps": 3})
-    trainer = altered(make_config(), "frozen")
-    with pytest.raises(CheckpointError, match=r"optimizers\.optimizer\.model\.0\.0\.0\.weight\.momentum_buffer"):
-        fit(trainer)
+def test_a_layer_that_is_frozen_since_stays_as_it_was_saved_and_the_rest_trains() -> None:
+    first = run(training={"max_steps": 3})
+    saved = all_tensors(first.checkpoint_dir / "step_00000003")
+    trainer = fit(altered(make_config(), "frozen"))
+    for name, value in weights(trainer.model).items():
+        assert torch.equal(value, saved[f"models.model.{name}"]) is name.startswith("0.0.0.")
+    # The others go on with their momentum, as a loop by hand does from the same state.
+    model = network()
+    momentum: dict[torch.Tensor, Any] = {}
+    model.load_state_dict({name: saved[f"models.model.{name}"] for name in model.state_dict()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for name, parameter in model.named_parameters():
+        momentum[parameter] = {"momentum_buffer": saved[f"optimizers.optimizer.model.{name}.momentum_buffer"]}
+        parameter.requires_grad_(not name.startswith("0.0.0."))
+    optimizer.state.update(momentum)
+    data = Samples(2 * STEPS)
+    for numbers in trainer.seen:
+        mse_loss(model(data.x[numbers]), data.y[numbers]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(weights(trainer.model), model)
 
 
 class Pair(nn.Module):
@@ -352,7 +377,7 @@ def test_every_rank_refuses_the_checkpoint_of_another_model(tmp_path: Path) -> N
     for status, text in run_ranks(code, 2, tmp_path):
         assert status == 1
         assert "CheckpointError" in text
-        assert "models.model.tail.weight" in text
+        assert "other parameters than the checkpoint's (only in the checkpoint: model.1.bias" in text
 
 
 # -- what a signal left undone

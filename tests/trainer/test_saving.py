@@ -73,7 +73,7 @@ class Remembers(dt.Callback):
 
 def tensors_of(trainer: resumable.Resumable) -> dict[str, Tensor]:
     """Whole copies of what a checkpoint of this trainer is to hold, by its name there."""
-    fqns = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    fqns: dict[Tensor, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
     found = {f"models.model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
     for parameter, state in trainer.optimizer.state.items():
         found |= {f"optimizers.optimizer.model.{fqns[parameter]}.{key}": value for key, value in state.items()}
@@ -310,11 +310,17 @@ def at_two(directory: str) -> dict[str, Any]:
     os.chdir(directory)
 
     def train(experiment: str, **checkpoint: Any) -> dict[str, Any]:
-        gate = Gate()
+        gate, write = Gate(), mixin.write_checkpoint
+
+        def write_and_wait(root: Path, snapshot: Snapshot, **options: Any) -> Path:
+            path = write(root, snapshot, **options)
+            if rank == 1 and (experiment, snapshot.step) == ("skip", 1):
+                gate.wait()  # with nothing that holds rank 0's writer
+            return path
+
         config = make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
         trainer = Opens(config, gate, length=4 * STEPS)
-        held = rank == 1 and experiment != "failing"
-        with before_writing(lambda snapshot: gate.wait() if held and snapshot.step == 1 else None):
+        with replaced(mixin, "write_checkpoint", write_and_wait):
             fit(trainer)
         return {"told": trainer.told_at, "saved": trainer.saved, "there": steps_of(trainer), "seen": trainer.seen}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -15,6 +16,7 @@ import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.trainer.mixins import checkpoint as mixin
+from tests.trainer import resumable
 from tests.trainer.saves import (
     NOTHING,
     STEPS,
@@ -72,10 +74,10 @@ def fit_timed(config: Config, slow_ranks: tuple[int, ...] = (0,), length: int = 
 
 
 @pytest.mark.parametrize(
-    ("minutes", "steps"), [(0.5, [1, 2, 3, 4, 5]), (1.0, [1, 2, 3, 4, 5]), (2.0, [2, 4]), (2.5, [3]), (7.0, [])]
+    ("minutes", "steps"),
+    [(0.5, [1, 2, 3, 4, 5, 6]), (1.0, [1, 2, 3, 4, 5, 6]), (2.0, [2, 4, 6]), (2.5, [3, 6]), (7.0, [])],
 )
 def test_minutes_between_saves_are_counted_by_the_clock(minutes: float, steps: list[int]) -> None:
-    """What the last step makes due, `save_at_end` saves."""
     assert fit_timed(make_config(save_every_n_minutes=minutes, **NOTHING)).saved == steps
 
 
@@ -96,7 +98,7 @@ def clocks_at_two(directory: str) -> list[list[int]]:
 
 
 def test_rank_0s_clock_counts_for_all(tmp_path: Path) -> None:
-    assert run_world(clocks_at_two, 2, str(tmp_path)) == [[[2, 4], []]] * 2
+    assert run_world(clocks_at_two, 2, str(tmp_path)) == [[[2, 4, 6], []]] * 2
 
 
 # -- metrics
@@ -122,7 +124,7 @@ NAN, INF = math.nan, math.inf
 def test_a_better_metric_than_all_before_is_saved(
     script: tuple[float | None, ...], mode: str, steps: list[int], in_parts: bool
 ) -> None:
-    parameters = {"save_on_best": True, "best_mode": mode, "save_at_end": in_parts}
+    parameters: dict[str, Any] = {"save_on_best": True, "best_mode": mode, "save_at_end": in_parts}
     if in_parts:  # each part saves its end too
         assert fit_scripted(script, stop_after=3, **parameters).saved == sorted({*steps, 3} & {1, 2, 3})
     saved = fit_scripted(script, **parameters).saved
@@ -134,7 +136,7 @@ def test_a_better_metric_than_all_before_is_saved(
 @pytest.mark.parametrize("best_metric", ["val/loss", "val/nothing of that name"])
 def test_odd_metrics_are_kept_as_they_are_and_break_nothing(best_metric: str) -> None:
     script = (-1.5, NAN, None, INF, 0.0, -INF)
-    parameters = {"save_every_n_steps": 1, "keep_best": 1, "keep_last": 6, "best_metric": best_metric}
+    parameters: dict[str, Any] = {"save_every_n_steps": 1, "keep_best": 1, "keep_last": 6, "best_metric": best_metric}
     found = [manifest.metrics for manifest in fit_scripted(script, save_on_best=True, **parameters).checkpoints()]
     expected = [{} if value is None else {"val/loss": value} for value in script]
     assert repr(found) == repr(expected)
@@ -152,7 +154,7 @@ def test_a_checkpoint_without_a_validation_at_its_step_has_no_metrics() -> None:
 
 # -- retention
 
-RETAINED = {"save_every_n_steps": 1, "keep_last": 2, "keep_best": 1}
+RETAINED: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 2, "keep_best": 1}
 
 
 @pytest.mark.pitfall(30)
@@ -307,6 +309,30 @@ def test_an_exception_in_the_midst_of_a_window_leaves_nothing_of_it() -> None:
     resumed = run(training=training, callbacks=[Validated()], **NOTHING)
     assert_as(expected, resumed)
     assert resumed.seen == expected.seen[8:]
+
+
+class BreaksOnce(resumable.Resumable):
+    """Raises in the second micro-batch of the window after step 2, unless it was resumed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2 and not self.is_accumulating_gradients and not self.loaded:
+            raise KeyError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.pitfall(44)
+def test_what_a_window_logged_before_an_exception_in_it_is_not_counted_twice() -> None:
+    lines = []
+    for experiment, kind in (("straight", resumable.Resumable), ("run", BreaksOnce), ("run", BreaksOnce)):
+        own = {"workers": 0, "random_layers": False, "noise": 0.0}
+        config = resumable.make_config(experiment, log_every=4, own=own, max_steps=4, n_epochs=None)
+        with contextlib.suppress(KeyError), kind(config) as trainer:
+            trainer.fit()
+        lines.append([line for line in resumable.log_lines(config.run_dir) if "train/loss" in line])
+    straight, _, resumed = lines
+    assert [line["step"] for line in straight] == [4]
+    assert resumed[-1]["train/loss"] == straight[0]["train/loss"]
+    assert resumed[-1]["step"] == 4
 
 
 class SavesNow(dt.Callback):

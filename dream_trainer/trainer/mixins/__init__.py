@@ -6,9 +6,15 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "ActivationCheckpointingConfigMixin": "activation_checkpointing",
+    "ActivationCheckpointingMixin": "activation_checkpointing",
+    "ActivationCheckpointingParameters": "activation_checkpointing",
     "CheckpointConfigMixin": "checkpoint",
     "CheckpointMixin": "checkpoint",
     "CheckpointParameters": "checkpoint",
+    "CompileConfigMixin": "compile",
+    "CompileMixin": "compile",
+    "CompileParameters": "compile",
     "EvalConfigMixin": "evaluation",
     "EvalMixin": "evaluation",
     "EvalParameters": "evaluation",
@@ -20,6 +26,9 @@ _HOMES = {
     "LoggerParameters": "logger",
     "SetupConfigMixin": "setup",
     "SetupMixin": "setup",
+    "TensorParallelConfigMixin": "tensor_parallel",
+    "TensorParallelMixin": "tensor_parallel",
+    "TensorParallelParameters": "tensor_parallel",
 }
 __all__ = sorted(_HOMES)
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
-from dream_trainer.config.checkpoint import CheckpointParameters
+from dream_trainer.config.checkpoint import CheckpointParameters, OnSaveError
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.distributed.side_world import SideWorld
 from dream_trainer.errors import CheckpointError
@@ -76,6 +76,8 @@ class CheckpointMixin(AbstractTrainer):
         self._validation_metrics: tuple[int, dict[str, float]] = (-1, {})
         self._best_value: float | None = None
         self._is_best = False
+        # The step of another run's checkpoint that this run goes on from: its own from there on are of another branch.
+        self._branched_at: int | None = None
         self._has_claim = False
 
     @property
@@ -186,6 +188,8 @@ class CheckpointMixin(AbstractTrainer):
         if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
             leave_branch(self.checkpoint_dir, manifest.step, self.world)
             self._saved = manifest.step, self.progress.owed is not None
+        else:
+            self._saved, self._branched_at = None, manifest.step
         self._validation_metrics = manifest.step, dict(manifest.metrics)
         self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
@@ -208,7 +212,14 @@ class CheckpointMixin(AbstractTrainer):
         super()._validated(metrics)
         parameters = self.config.checkpoint_parameters
         self._validation_metrics = self.global_step, dict(metrics)
-        value = metrics.get(parameters.best_metric or "")
+        if parameters.best_metric is None:
+            return
+        if parameters.best_metric not in metrics:
+            self._say_once(
+                "best_metric",
+                f"best_metric={parameters.best_metric!r} is not among the validation's metrics: {sorted(metrics)}.",
+            )
+        value = metrics.get(parameters.best_metric)
         if is_better(value, self._best_value, parameters.best_mode):
             self._best_value, self._is_best = value, parameters.save_on_best
 
@@ -225,17 +236,21 @@ class CheckpointMixin(AbstractTrainer):
         if self.config.training_parameters.fast_dev_run:
             return
         every, epochs = parameters.save_every_n_steps, parameters.save_every_n_epochs
+        # What all ranks heard of in an exchange that ended the run, or that came before the first step.
+        requested |= self._agreement.save_is_owed
+        self._agreement.save_is_owed = False
         must = requested or self._is_best or (is_last and parameters.save_at_end)
         due = (every is not None and stepped and self.global_step % every == 0) or (
             epoch_ended and epochs is not None and self.current_epoch % epochs == 0
         )
         self._is_best = False
+        # With nothing left to go on with, a state that is not on the disk is lost.
+        on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips()):
             self._finish_save(parameters.on_save_error)
-            self._begin_save(parameters.on_save_error)
+            self._begin_save(on_error)
         if is_last:
-            # With nothing left to go on with, a state that is not on the disk is lost.
-            self._finish_save("raise")
+            self._finish_save(on_error)
             self._warming.collect()
 
     def _skips(self) -> bool:
@@ -247,8 +262,11 @@ class CheckpointMixin(AbstractTrainer):
 
     def _saving_flags(self) -> tuple[bool, bool, bool]:
         due, saving, failed = super()._saving_flags()
-        minutes = self.config.checkpoint_parameters.save_every_n_minutes
-        due |= minutes is not None and self.world.is_main and time.monotonic() - self._last_save >= 60 * minutes
+        parameters = self.config.checkpoint_parameters
+        minutes = parameters.save_every_n_minutes
+        if minutes is not None and self.world.is_main:
+            skips = parameters.when_busy == "skip" and (self._writing.is_busy or self._ranks_writing > 0)
+            due |= not skips and time.monotonic() - self._last_save >= 60 * minutes
         return due, saving or self._writing.is_busy, failed or self._writing.has_failed
 
     def _saving_heard(self, saving: int, failed: int) -> None:
@@ -264,14 +282,14 @@ class CheckpointMixin(AbstractTrainer):
             return
         try:
             self._finish_save("warn")
-            self._begin_save("warn")
-            self._finish_save("warn")
+            self._begin_save("raise")
+            self._finish_save("raise")
         except Exception as error:
             logger.warning("step %d could not be saved: %s", self.global_step, error)
 
     # -- how
 
-    def _begin_save(self, on_error: Literal["raise", "warn"]) -> None:
+    def _begin_save(self, on_error: OnSaveError) -> None:
         """Takes a snapshot, and writes it or begins to; no save may be running."""
         assert self._save_world is not None  # made with everything else that a run needs
         self._warming.collect()
@@ -282,12 +300,16 @@ class CheckpointMixin(AbstractTrainer):
             return
         replace = self._saved == (step, True)
         try:
+            if self._branched_at is not None:  # they would be taken for what is saved now
+                leave_branch(self.checkpoint_dir, self._branched_at - 1, self.world)
+                self._branched_at = None
             validated_at, metrics = self._validation_metrics
             snapshot = saved_state.snapshot(self, metrics if validated_at == step else {}, self._copies)
         except CheckpointError as error:
             self._save_failed(error, on_error)
             return
         self._saved = step, owes
+        self._ranks_writing = 1
         self._copies_are_pending = self._copies is not None
         self._writing.start(partial(self._write_snapshot, snapshot, self._save_world, replace=replace))
         if self._copies is None:
@@ -305,7 +327,7 @@ class CheckpointMixin(AbstractTrainer):
                 logger.warning("old checkpoints could not be removed: %s", error)
         return path
 
-    def _finish_save(self, on_error: Literal["raise", "warn"]) -> None:
+    def _finish_save(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and tells of it; on all ranks at the same step."""
         if self._writing.is_collected:
             return
@@ -317,7 +339,7 @@ class CheckpointMixin(AbstractTrainer):
         else:
             self._notify("on_save", path)
 
-    def _save_failed(self, error: CheckpointError, on_error: Literal["raise", "warn"]) -> None:
+    def _save_failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
         self._saved = None
         if on_error == "raise":
             raise error

@@ -125,7 +125,8 @@ class EvalMixin(AbstractTrainer):
                     if not is_padding:
                         mine.append(to_device(detach(result), torch.device("cpu")))
             batches.close()
-            ranks = self.world.all_gather_object(mine)
+            found = self.world.all_gather_object(mine if self.world.counts_data else None)
+            ranks = [results for results in found if results is not None]
             longest = max(len(results) for results in ranks)
             return [results[index] for index in range(longest) for results in ranks if index < len(results)]
 

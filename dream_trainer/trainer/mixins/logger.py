@@ -142,8 +142,7 @@ class LoggerMixin(AbstractTrainer):
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last
-        if self.config.training_parameters.nonfinite == "retry":
-            self._metrics.mark()
+        self._metrics.mark()
         step = self.global_step
         if (step % self.config.logger_parameters.log_every_n_steps == 0 or is_last) and step != self._flushed_step:
             self._flush()
@@ -207,7 +206,8 @@ class LoggerMixin(AbstractTrainer):
         # `_close`, so they are not saved to be written again.
         self._decide(None)
         pending = None if self._run_has_ended else self._metrics.state_dict(self.world)
-        return super()._mixin_state() | {"logger": {"step": self.global_step, "pending": pending}}
+        mine = {"step": self.global_step, "flushed_step": self._flushed_step, "pending": pending}
+        return super()._mixin_state() | {"logger": mine}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
@@ -215,7 +215,7 @@ class LoggerMixin(AbstractTrainer):
             return
         mine = state["logger"]
         self._close_loggers()
-        self._resumed_step = self._flushed_step = mine["step"]
+        self._resumed_step, self._flushed_step = mine["step"], mine["flushed_step"]
         if mine["pending"] is not None:
             self._metrics.load_state_dict(mine["pending"], self.world)
 

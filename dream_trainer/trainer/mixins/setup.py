@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dream_trainer.distributed.sharding import fsdp_modules, shard_by_blocks
+from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, shard_by_blocks
 from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
+from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.checks import refuse_unused_parallelism
 from dream_trainer.trainer.dataflow import connect_data
 from dream_trainer.trainer.registry import refuse_private_models
 
@@ -33,6 +35,9 @@ class SetupConfigMixin:
 STAGES: tuple[tuple[str, str], ...] = (
     ("configure_models", "first, so that every later stage has modules; parameters stay on the meta device"),
     ("init_weights", "recorded while tensors are whole, so that initial weights do not depend on the mesh"),
+    ("tensor parallel", "first of what changes modules: it names layers as the model's author did"),
+    ("activation checkpointing", "inside compilation, so that the compiler sees what is computed twice"),
+    ("compile", "before sharding: a sharded block compiles to almost nothing"),
     (
         "fully_shard / replicate",
         "before anything is real, so that no rank ever holds more than its shard and one tensor",
@@ -63,6 +68,7 @@ class SetupMixin(AbstractTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        refuse_unused_parallelism(type(self), config.device_parameters)
         self._tape = Tape(config.seed)
         self._wrapped: list[FSDPModule] = []
 
@@ -88,6 +94,14 @@ class SetupMixin(AbstractTrainer):
         super().setup()
         models = self.named_models()
         plan = remember(models, self._tape)
+        devices = self.config.device_parameters
+        if devices.tensor_parallel > 1:
+            with keeping_ties(models):
+                self.apply_tensor_parallel(self._mesh["tp"])
+        if devices.activation_checkpointing != "none":
+            self.apply_activation_checkpointing()
+        if devices.compile:
+            self.apply_compile()
         if self.world.world_size > 1:
             self._shard_or_replicate()
         materialize(models, plan, self.world.device)
@@ -99,15 +113,22 @@ class SetupMixin(AbstractTrainer):
         self.configure_optimizers()
         if not self.named_optimizers():
             raise HookError("configure_optimizers assigned no optimizer to self.")
+        for optimizer in self.named_optimizers().values():
+            refuse_unshardable(optimizer)
         self.configure_schedulers()
         self.configure_metrics()
         for metric in self.named_metrics().values():
             metric.to(self.world.device)
+            metric.process_group = self.world.data_group
 
-    def _shard_or_replicate(self) -> None:
+    @property
+    def _mesh(self) -> DeviceMesh:
         mesh = self.world.mesh
         assert mesh is not None  # at world size > 1 there is one
-        shape = self.world.mesh_shape
+        return mesh
+
+    def _shard_or_replicate(self) -> None:
+        mesh, shape = self._mesh, self.world.mesh_shape
         if shape.dp_shard == 1:
             self.apply_replicate(mesh["dp_replicate", "dp_shard"])
             return

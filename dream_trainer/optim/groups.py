@@ -1,0 +1,287 @@
+"""Which parameter gets which learning rate and weight decay, decided by name, kind and depth.
+
+Every trainable parameter lands in exactly one group; tied ones count once. Names are those of `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from dream_trainer.config.checks import check_positive
+from dream_trainer.distributed.sharding import repeated_blocks
+from dream_trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupParameters:
+    """Parameters, found by name, with a learning rate or weight decay of their own.
+
+    Raises:
+        ConfigError: a value cannot work, or none but the pattern is given.
+    """
+
+    pattern: str
+    """Regular expression, searched for in the parameter's name: "^head\\." finds `head.weight` and `head.bias`."""
+    lr: float | None = None
+    """Learning rate, whatever that of the others and `layer_decay` are; None leaves it to `lr_scale`."""
+    lr_scale: float | None = None
+    """Factor on the learning rate that the parameters would have; None is 1."""
+    weight_decay: float | None = None
+    """Weight decay of those among them that decay; None leaves the optimizer's."""
+
+    def __post_init__(self) -> None:
+        check_pattern("pattern", self.pattern)
+        for name in ("lr", "lr_scale"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), hint=" freeze() leaves parameters as they are.")
+        if self.weight_decay is not None and self.weight_decay != 0:
+            check_positive("weight_decay", self.weight_decay, hint=" 0 decays nothing.")
+        if self.lr is not None and self.lr_scale is not None:
+            raise ConfigError(f"lr={self.lr} and lr_scale={self.lr_scale} both set the rate. Leave one of them out.")
+        if self.lr is None and self.lr_scale is None and self.weight_decay is None:
+            raise ConfigError(f"the group {self.pattern!r} changes nothing. Set its lr, lr_scale or weight_decay.")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One trainable parameter and what decides on its group.
+
+    Attributes:
+        names: Its names, several if it is tied; the first is used.
+        parameter: The parameter.
+        group: The first pattern group that matches, or None.
+        decays: Whether it is of a kind that decays.
+        scale: Factor of the learning rate by depth.
+        is_hidden_matrix: Whether it is a matrix inside a block, no embedding and no normalisation weight.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    group: GroupParameters | None
+    decays: bool
+    scale: float
+    is_hidden_matrix: bool
+
+
+def check_pattern(name: str, pattern: object) -> None:
+    """Raises ConfigError unless `pattern` is a regular expression."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on parameter names.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{name}={pattern!r} is no regular expression ({error}). Escape what is meant literally with a backslash."
+        ) from None
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Sets `requires_grad` to False on the parameters that a pattern matches; for `configure_models`.
+
+    Args:
+        model: Any module, on meta too.
+        patterns: Regular expressions, searched for in the parameters' names; a tied parameter has several.
+
+    Returns:
+        Names of the parameters that are frozen now by a pattern, in the model's order.
+
+    Raises:
+        ConfigError: A pattern is none, or matches no parameter.
+    """
+    if isinstance(patterns, str):
+        raise ConfigError(f"freeze was given the text {patterns!r}. Use a list of patterns: [{patterns!r}].")
+    patterns = tuple(patterns)
+    named = _named(model)
+    for pattern in patterns:
+        check_pattern("freeze", pattern)
+        _require_match("freeze", pattern, [names for names, _ in named])
+    frozen = []
+    for names, parameter in named:
+        if any(_matches(pattern, names) for pattern in patterns):
+            parameter.requires_grad_(False)
+            frozen.append(names[0])
+    return frozen
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    groups: Sequence[GroupParameters] = (),
+    layer_decay: float | None = None,
+    decay_vectors: bool = False,
+    decay_embeddings: bool = True,
+    blocks: Sequence[nn.Module] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for any of PyTorch's optimizers: `torch.optim.AdamW(parameter_groups(model, lr=..., weight_decay=...))`.
+
+    Biases, scalars and weights of normalisation layers do not decay unless `decay_vectors`.
+
+    With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`, that of
+    embeddings and everything registered before the first block `lr * d**(L + 1)`, that of everything after the last one
+    `lr`: the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. What stands between two
+    blocks has the rate of the one before it.
+
+    Args:
+        model: The model, sharded or not. Frozen parameters are left out.
+        lr: Learning rate.
+        weight_decay: Weight decay of parameters that decay.
+        groups: Pattern groups; the first that matches a parameter decides.
+        layer_decay: Factor of the rate from block to block, above 0 to 1.
+        decay_vectors: Whether parameters of fewer than two dimensions and normalisation weights decay.
+        decay_embeddings: Whether tables of `nn.Embedding` and `nn.EmbeddingBag` decay.
+        blocks: The repeated blocks, lowest first; by default those that sharding finds.
+
+    Returns:
+        Dicts of named `params`, `lr` and `weight_decay`, in the model's order.
+
+    Raises:
+        ConfigError: A pattern matches nothing (left to match), nothing is trainable, or there are no blocks to decay
+            over.
+    """
+    placed = place(
+        model,
+        groups=groups,
+        layer_decay=layer_decay,
+        decay_vectors=decay_vectors,
+        decay_embeddings=decay_embeddings,
+        blocks=repeated_blocks(model) if blocks is None else blocks,
+    )
+    return group(placed, lr=lr, weight_decay=weight_decay)
+
+
+def place(
+    model: nn.Module,
+    *,
+    groups: Sequence[GroupParameters],
+    layer_decay: float | None,
+    decay_vectors: bool,
+    decay_embeddings: bool,
+    blocks: Sequence[nn.Module],
+) -> list[Placed]:
+    """What decides on the group of each trainable parameter; arguments and errors of `parameter_groups`."""
+    named = _named(model)
+    trainable = [(names, parameter) for names, parameter in named if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter. Leave some of its {len(named)} parameters unfrozen."
+        )
+    chosen = _choose(groups, [names for names, _ in trainable], [names for names, _ in named])
+    vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
+    embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
+    scales = _scales([parameter for _, parameter in named], embeddings, blocks, layer_decay)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    return [
+        Placed(
+            names=names,
+            parameter=parameter,
+            group=own,
+            decays=(decay_vectors or id(parameter) not in vectors)
+            and (decay_embeddings or id(parameter) not in embeddings),
+            scale=scales[id(parameter)],
+            is_hidden_matrix=parameter.ndim == 2 and id(parameter) in inside - vectors - embeddings,
+        )
+        for (names, parameter), own in zip(trainable, chosen, strict=True)
+    ]
+
+
+def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Joins parameters of one pattern group, rate and decay."""
+    joined: dict[tuple[int, float, float], dict[str, Any]] = {}
+    for one in placed:
+        own = one.group
+        rate, decay = lr * one.scale, weight_decay
+        if own is not None:
+            rate = own.lr if own.lr is not None else rate * (1.0 if own.lr_scale is None else own.lr_scale)
+            decay = decay if own.weight_decay is None else own.weight_decay
+        decay = decay if one.decays else 0.0
+        members = joined.setdefault((id(own), rate, decay), {"params": [], "lr": rate, "weight_decay": decay})
+        members["params"].append((one.names[0], one.parameter))
+    return list(joined.values())
+
+
+def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
+    """Raises ConfigError unless `pattern` matches one of the trainable matrices' names."""
+    _require_match("hidden", pattern, names, "trainable matrix")
+
+
+def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
+    """Whether one of the patterns is found in one of the names."""
+    return any(_matches(pattern, names) for pattern in patterns)
+
+
+def _named(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Each parameter once with all its names, in the order of `parameters()`."""
+    names: dict[int, list[str]] = {}
+    # `state_dict()` leaves out the names of wrappers for compilation and activation checkpointing, and has ties twice.
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(id(value), []).append(name)
+    return [(tuple(names.get(id(p), [name])), p) for name, p in model.named_parameters()]
+
+
+def _owned(model: nn.Module, kinds: Any) -> set[int]:
+    return {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+
+
+def _choose(
+    groups: Sequence[GroupParameters], trainable: Sequence[tuple[str, ...]], everything: Sequence[tuple[str, ...]]
+) -> list[GroupParameters | None]:
+    """The first group that matches each of the trainable parameters."""
+    chosen = [next((own for own in groups if _matches(own.pattern, names)), None) for names in trainable]
+    for own in groups:
+        _require_match("groups", own.pattern, everything)
+        if not any(own is other for other in chosen):
+            raise ConfigError(
+                f"groups: every parameter that {own.pattern!r} matches is frozen or taken by a pattern before it. "
+                "Put the narrower pattern first, or remove this one."
+            )
+    return chosen
+
+
+def _scales(
+    parameters: Sequence[nn.Parameter], embeddings: set[int], blocks: Sequence[nn.Module], layer_decay: float | None
+) -> dict[int, float]:
+    """Factor of the learning rate by depth, by the parameter's id; see `parameter_groups`."""
+    if layer_decay is None:
+        return {id(parameter): 1.0 for parameter in parameters}
+    if not blocks:
+        raise ConfigError(
+            f"layer_decay={layer_decay} needs repeated blocks, and the model has no ModuleList or Sequential of two or "
+            "more modules of one class. Pass blocks=[...], lowest first, or use groups with lr_scale."
+        )
+    last = len(blocks)
+    block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
+    scales: dict[int, float] = {}
+    passed = 0
+    for parameter in parameters:
+        key = id(parameter)
+        if key in block_of:
+            depth = passed = block_of[key]
+        elif key in embeddings:
+            depth = 0
+        else:
+            depth = last + 1 if passed == last else passed
+        scales[key] = layer_decay ** (last + 1 - depth)
+    return scales
+
+
+def _matches(pattern: str, names: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for name in names)
+
+
+def _require_match(
+    field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
+) -> None:
+    if any(_matches(pattern, own) for own in names):
+        return
+    flat = [name for own in names for name in own]
+    near = get_close_matches(re.sub(r"[\\^$()*+?]", "", pattern), flat, n=3, cutoff=0.4) or flat[:3]
+    raise ConfigError(f"{field}: {pattern!r} matches no {what}. Near names: {', '.join(near) or 'none'}.")

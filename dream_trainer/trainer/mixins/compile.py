@@ -1,0 +1,54 @@
+"""CompileMixin: compiles each block in place, so that equal blocks compile once and names in the state dict stay.
+
+`device_parameters.compile` switches it. It comes before sharding: a sharded block compiles to almost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileParameters:
+    """How blocks are compiled; see `torch.compile`."""
+
+    backend: str = "inductor"
+    """Name of the compiler backend."""
+    fullgraph: bool = False
+    """Whether a graph break is an error."""
+    dynamic: bool | None = None
+    """Whether shapes are compiled as variable: True, False, or None for those that turn out to vary."""
+    mode: str | None = None
+    """Mode of inductor, such as "max-autotune-no-cudagraphs"."""
+
+
+@dataclass(kw_only=True)
+class CompileConfigMixin:
+    """Config of CompileMixin."""
+
+    compile_parameters: CompileParameters = field(default_factory=CompileParameters)
+    """How blocks are compiled."""
+
+
+class CompileMixin(AbstractTrainer):
+    """Compiled training. Override `apply_compile` to compile other parts, or `model_blocks` to name the blocks."""
+
+    _config_class: ClassVar[type] = CompileConfigMixin
+
+    config: Any
+
+    def apply_compile(self) -> None:
+        """Compiles the blocks of every model in place; a model without repeated blocks as a whole."""
+        super().apply_compile()
+        parameters: CompileParameters = self.config.compile_parameters
+        for model in self._parameterised_models():
+            for part in self.model_blocks(model) or [model]:
+                part.compile(
+                    backend=parameters.backend,
+                    fullgraph=parameters.fullgraph,
+                    dynamic=parameters.dynamic,
+                    mode=parameters.mode,
+                )

@@ -1,0 +1,158 @@
+"""Host copies: what was copied stays as it was, in memory that is allocated once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dream_trainer.checkpoint.staging import HostCopies
+from tests.worlds import run_world
+
+CPU = torch.device("cpu")
+
+
+def some_tensors() -> dict[str, Tensor]:
+    """Of several types and layouts, with a scalar, an empty one and views."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    return {
+        "plain": base.clone(),
+        "transposed": base.t(),
+        "slice": base[:, 1:4],
+        "half": torch.randn(3).to(torch.bfloat16),
+        "count": torch.tensor(7),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 5),
+        "trained": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+
+
+def test_copies_keep_values_when_the_originals_change() -> None:
+    tensors = some_tensors()
+    expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    copies = HostCopies(CPU).copy(tensors, at_once=())
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    assert copies.keys() == expected.keys()
+    for name, value in expected.items():
+        assert copies[name].dtype == value.dtype
+        assert torch.equal(copies[name], value)
+        assert not copies[name].requires_grad
+        assert copies[name].data_ptr() != tensors[name].data_ptr() or not value.numel()
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the operations that make new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(part in str(func) for part in ("empty", "clone", "zeros", "_to_copy", "new_")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.pitfall(31)
+def test_after_warming_no_copy_allocates_and_every_copy_has_the_same_place() -> None:
+    tensors, copies = some_tensors(), HostCopies(CPU)
+    with Allocations() as first:
+        copies.warm(tensors)
+    assert len(first.names) == len(tensors)
+    with Allocations() as later:
+        places = [{name: copy.data_ptr() for name, copy in copies.copy(tensors, at_once=()).items()} for _ in range(3)]
+    assert later.names == []
+    assert places[0] == places[1] == places[2]
+    filled = [place for name, place in places[0].items() if tensors[name].numel()]
+    assert len(set(filled)) == len(filled)
+
+
+def test_warming_writes_nothing_into_the_originals() -> None:
+    tensors = some_tensors()
+    expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    HostCopies(CPU).warm(tensors)
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 3), torch.ones(2, 2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_a_tensor_that_changed_its_shape_or_type_gets_new_memory(other: Tensor) -> None:
+    copies = HostCopies(CPU)
+    copies.warm({"a": torch.zeros(2, 2)})
+    (copy,) = copies.copy({"a": other}, at_once=()).values()
+    assert copy.dtype == other.dtype
+    assert torch.equal(copy, other)
+
+
+def test_names_that_come_and_go_do_not_disturb_the_others() -> None:
+    copies = HostCopies(CPU)
+    one = copies.copy({"a": torch.ones(2), "b": torch.ones(3)}, at_once=("a",))
+    two = copies.copy({"b": torch.full((3,), 2.0), "c": torch.ones(4)}, at_once=())
+    assert two.keys() == {"b", "c"}
+    assert two["b"].data_ptr() == one["b"].data_ptr()
+    assert torch.equal(one["a"], torch.ones(2))
+
+
+def test_without_a_stream_there_is_nothing_to_wait_for() -> None:
+    copies = HostCopies(CPU)
+    copies.wait()
+    copies.wait_before_update()
+    copies.copy({"a": torch.ones(2)}, at_once=())
+    copies.wait()
+    copies.wait_before_update()
+
+
+def copy_shards() -> dict[str, Any]:
+    """Copies a tensor sharded unevenly over two ranks, changes the original and puts the copies together."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(15.0).reshape(5, 3)
+    sharded = distribute_tensor(full.clone(), mesh, [Shard(0)])
+    copies = HostCopies(CPU)
+    copies.warm({"a": sharded})
+    (copy,) = copies.copy({"a": sharded}, at_once=()).values()
+    sharded.zero_()
+    assert isinstance(copy, DTensor)
+    found = {
+        "same layout": (copy.placements, copy.device_mesh) == (sharded.placements, sharded.device_mesh),
+        "bytes": copy.to_local().nbytes,
+        "whole": copy.full_tensor(),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def test_each_rank_copies_its_shard_alone() -> None:
+    ranks = run_world(copy_shards, 2)
+    assert [rank["bytes"] for rank in ranks] == [3 * 3 * 4, 2 * 3 * 4]
+    for rank in ranks:
+        assert rank["same layout"]
+        assert torch.equal(rank["whole"], torch.arange(15.0).reshape(5, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator with streams")
+def test_on_an_accelerator_an_update_waits_for_the_copies_and_a_forward_does_not() -> None:
+    device = torch.device("cuda")
+    weight, statistic = torch.ones(1 << 24, device=device), torch.ones(1 << 10, device=device)
+    copies = HostCopies(device)
+    copies.warm({"weight": weight, "statistic": statistic})
+    for value in (1.0, 2.0, 3.0):
+        weight.fill_(value)
+        statistic.fill_(value)
+        found = copies.copy({"weight": weight, "statistic": statistic}, at_once=("statistic",))
+        statistic.zero_()  # as a forward does, which does not wait
+        copies.wait_before_update()
+        weight.zero_()
+        copies.wait()
+        torch.cuda.synchronize()
+        assert found["weight"].is_pinned()
+        assert found["weight"].eq(value).all()
+        assert found["statistic"].eq(value).all()

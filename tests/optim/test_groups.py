@@ -1,0 +1,173 @@
+"""Parameter groups: every parameter once, with the rate and decay that its name, kind and depth ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from dream_trainer.errors import ConfigError
+from dream_trainer.optim import GroupParameters, freeze, parameter_groups
+from tests.optim.models import Block, model
+
+MATRICES = {
+    "position",
+    "embedding.weight",
+    "head.weight",
+    *(f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")),
+}
+
+
+def values(groups: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """The value of `key` for each parameter's name; fails if a name comes twice."""
+    pairs = [(name, group[key]) for group in groups for name, _ in group["params"]]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def test_only_matrices_decay_and_every_parameter_has_one_group() -> None:
+    module = model()
+    groups = parameter_groups(module, lr=0.1, weight_decay=0.5)
+    decays = values(groups, "weight_decay")
+    assert decays == {name: 0.5 if name in MATRICES else 0.0 for name, _ in module.named_parameters()}
+    assert len(groups) == 2
+    assert {id(p) for group in groups for _, p in group["params"]} == {id(p) for p in module.parameters()}
+
+
+def test_embeddings_may_be_left_out_of_the_decay_and_vectors_taken_in() -> None:
+    groups = parameter_groups(model(), lr=0.1, weight_decay=0.5, decay_embeddings=False)
+    assert {name for name, decay in values(groups, "weight_decay").items() if decay} == MATRICES - {"embedding.weight"}
+    groups = parameter_groups(model(), lr=0.1, weight_decay=0.5, decay_vectors=True)
+    assert set(values(groups, "weight_decay").values()) == {0.5}
+    assert len(groups) == 1
+
+
+def test_the_first_pattern_that_matches_decides() -> None:
+    groups = parameter_groups(
+        model(),
+        lr=0.1,
+        weight_decay=0.5,
+        groups=(
+            GroupParameters(pattern=r"blocks\.1\.up", lr_scale=3.0),
+            GroupParameters(pattern=r"blocks\.1\.", lr=0.7, weight_decay=0.2),
+        ),
+    )
+    rates, decays = values(groups, "lr"), values(groups, "weight_decay")
+    for name, rate in rates.items():
+        assert rate == pytest.approx(0.3 if "blocks.1.up" in name else 0.7 if "blocks.1." in name else 0.1)
+    assert decays["blocks.1.down.weight"] == 0.2
+    assert decays["blocks.1.up.weight"] == 0.5
+    assert decays["blocks.1.norm.weight"] == 0.0  # a vector still does not decay
+
+
+def test_a_tied_parameter_counts_once_and_answers_to_either_name() -> None:
+    module = model(tied=True)
+    groups = parameter_groups(
+        module, lr=0.1, weight_decay=0.5, groups=(GroupParameters(pattern=r"^head\.", lr_scale=2.0),)
+    )
+    rates = values(groups, "lr")
+    assert "head.weight" not in rates
+    assert rates["embedding.weight"] == 0.2
+    assert freeze(module, ["head"]) == ["embedding.weight"]
+    assert not module.embedding.weight.requires_grad
+
+
+def test_layer_decay_follows_the_formula() -> None:
+    rates = values(parameter_groups(model(), lr=1.0, weight_decay=0.0, layer_decay=0.5), "lr")
+    # Two blocks: embeddings 0.5**3, block 1 0.5**2, block 2 0.5**1, head and last norm 1.
+    expected = {"position": 0.125, "embedding.weight": 0.125, "norm.weight": 1.0, "norm.bias": 1.0}
+    expected |= {"head.weight": 1.0, "head.bias": 1.0}
+    for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"):
+        expected |= {f"blocks.0.{name}": 0.25, f"blocks.1.{name}": 0.5}
+    assert rates == expected
+
+
+def test_layer_decay_multiplies_a_groups_scale_and_leaves_its_rate() -> None:
+    module = model()
+    scaled = parameter_groups(
+        module, lr=1.0, weight_decay=0.0, layer_decay=0.5, groups=(GroupParameters(pattern="position", lr_scale=2.0),)
+    )
+    assert values(scaled, "lr")["position"] == 0.25
+    fixed = parameter_groups(
+        module, lr=1.0, weight_decay=0.0, layer_decay=0.5, groups=(GroupParameters(pattern="position", lr=3.0),)
+    )
+    assert values(fixed, "lr")["position"] == 3.0
+
+
+def test_layer_decay_takes_what_stands_between_blocks_as_the_one_before() -> None:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(Block(), Block())
+            self.between = nn.Linear(6, 6)
+            self.second = nn.Sequential(Block(), Block())
+            self.label = nn.Embedding(3, 6)
+
+    rates = values(parameter_groups(Stages(), lr=1.0, weight_decay=0.0, layer_decay=0.5), "lr")
+    assert rates["first.1.up.weight"] == rates["between.weight"] == 0.5**3
+    assert rates["second.0.up.weight"] == 0.5**2
+    assert rates["label.weight"] == 0.5**5  # embeddings are lowest wherever they stand
+
+
+def test_layer_decay_uses_the_blocks_it_is_given() -> None:
+    module = model()
+    rates = values(parameter_groups(module, lr=1.0, weight_decay=0.0, layer_decay=0.5, blocks=[module.blocks]), "lr")
+    assert rates["blocks.0.up.weight"] == rates["blocks.1.up.weight"] == 0.5
+
+
+def test_layer_decay_without_blocks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"layer_decay=0.5 needs repeated blocks.*blocks=\[...\]"):
+        parameter_groups(nn.Linear(2, 2), lr=1.0, weight_decay=0.0, layer_decay=0.5)
+
+
+def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
+    with pytest.raises(ConfigError, match=r"groups: '\^haed' matches no parameter of the model. Near names: head"):
+        parameter_groups(model(), lr=1, weight_decay=0, groups=(GroupParameters(pattern="^haed", lr=1.0),))
+    with pytest.raises(ConfigError, match=r"freeze: 'embeding' matches no .* embedding.weight"):
+        freeze(model(), ["head", "embeding"])
+
+
+def test_a_pattern_that_has_no_effect_is_an_error() -> None:
+    module = model()
+    first, second = GroupParameters(pattern="head", lr=1.0), GroupParameters(pattern=r"head\.weight", lr=2.0)
+    with pytest.raises(ConfigError, match="frozen or taken by a pattern before it"):
+        parameter_groups(module, lr=1, weight_decay=0, groups=(first, second))
+    freeze(module, ["head"])
+    with pytest.raises(ConfigError, match="frozen or taken by a pattern before it"):
+        parameter_groups(module, lr=1, weight_decay=0, groups=(first,))
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    module = model()
+    frozen = freeze(module, [r"^embedding\.", r"^blocks\.0\."])
+    assert frozen == ["embedding.weight", *(n for n, _ in module.named_parameters() if n.startswith("blocks.0."))]
+    names = values(parameter_groups(module, lr=1.0, weight_decay=0.0), "lr")
+    assert set(names) == {n for n, _ in module.named_parameters()} - set(frozen)
+
+
+def test_nothing_trainable_is_an_error() -> None:
+    module = model()
+    freeze(module, ["."])
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        parameter_groups(module, lr=1.0, weight_decay=0.0)
+
+
+def test_freezing_works_on_meta_and_refuses_a_bare_text() -> None:
+    with torch.device("meta"):
+        module = model()
+    assert freeze(module, ["head"]) == ["head.weight", "head.bias"]
+    with pytest.raises(ConfigError, match=r"Use a list of patterns: \['head'\]"):
+        freeze(module, "head")
+
+
+def test_names_leave_out_the_wrappers_of_activation_checkpointing() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, wrapped = model(), model()
+    for index, block in enumerate(wrapped.blocks):
+        wrapped.blocks[index] = checkpoint_wrapper(block)
+    options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "layer_decay": 0.5}
+    options["groups"] = (GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=2.0),)
+    assert values(parameter_groups(wrapped, **options), "lr") == values(parameter_groups(plain, **options), "lr")

@@ -1,0 +1,170 @@
+"""Optimizers and schedules from config inside a trainer: built, clipped together, saved, resumed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.optim import (
+    GroupParameters,
+    OptimizerParameters,
+    ScheduleParameters,
+    build_optimizers,
+    build_schedules,
+    freeze,
+)
+from tests.optim.models import N_TOKENS, Transformer, loss
+from tests.worlds import run_world
+
+TOKENS = list(torch.randint(0, N_TOKENS, (64, 4), generator=torch.Generator().manual_seed(2)))
+MUON = OptimizerParameters(
+    name="muon", lr=0.02, layer_decay=0.8, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)
+)
+COSINE = ScheduleParameters(name="cosine", warmup_steps=0.25, min_lr_ratio=0.1)
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    optimizer: OptimizerParameters = MUON
+    schedule: ScheduleParameters = COSINE
+    frozen: tuple[str, ...] = ()
+    stop_at: int | None = None
+
+
+class Trainer(dt.DreamTrainer):
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.history: list[tuple[float, float, float, list[float]]] = []
+
+    def configure_models(self) -> None:
+        self.model = Transformer()
+        freeze(self.model, self.config.frozen)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DataLoader(TOKENS, 8 // self.world.dp_size), None  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> None:
+        self.optimizers = build_optimizers(self.config.optimizer, self.model)
+
+    def configure_schedulers(self) -> None:
+        self.schedulers = build_schedules(self.config.schedule, self.optimizers, total_steps=self.total_steps)
+
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        self.before = self.norm_by_hand()
+
+    def post_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        self.after = self.norm_by_hand()
+
+    def post_train_step(self) -> None:
+        if self.global_step == self.config.stop_at:
+            self.request_stop("the test says so")
+
+    def norm_by_hand(self) -> float:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return (
+            torch.stack([g.full_tensor().norm() if isinstance(g, DTensor) else g.norm() for g in grads]).norm().item()
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        value = loss(self.model, batch)
+        self.backward(value)
+        if not self.is_accumulating_gradients:
+            norm = self.step(self.model, self.optimizers)
+            self.history.append((norm.item(), self.before, self.after, self.rates()))
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return {"loss": value}
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+def run(config: Config) -> Trainer:
+    with Trainer(config) as trainer:
+        trainer.fit()
+    return trainer
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    return Config(
+        project="t",
+        group="t",
+        experiment="whole",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(max_steps=12, gradient_clip_val=0.05),
+        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
+    )
+
+
+def test_muon_and_adamw_are_clipped_by_one_norm_over_both(config: Config) -> None:
+    history = run(config).history
+    assert len(history) == 12
+    for norm, expected, after, _ in history:
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert norm > 0.05
+        assert after == pytest.approx(0.05, rel=1e-4)
+
+
+def test_a_run_stopped_and_resumed_has_the_same_weights_and_rates(config: Config) -> None:
+    whole = run(config)
+    stopped = run(replace(config, experiment="parts", stop_at=5))
+    resumed = run(replace(config, experiment="parts"))
+    assert len(stopped.history) == 5
+    assert stopped.history + resumed.history == whole.history
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_frozen_base_trains_its_head_alone(config: Config) -> None:
+    frozen = replace(config, optimizer=OptimizerParameters(lr=0.1), frozen=(r"^(?!head\.)",))
+    trainer = run(frozen)
+    (optimizer,) = trainer.optimizers
+    assert sorted(n for g in optimizer.param_groups for n in g["param_names"]) == ["head.bias", "head.weight"]
+    untouched = run(replace(frozen, experiment="untouched", training_parameters=dt.TrainingParameters(max_steps=0)))
+    for (name, trained), start in zip(trainer.model.named_parameters(), untouched.model.parameters(), strict=True):
+        assert torch.equal(trained, start) is not name.startswith("head."), name
+
+
+def config_in(directory: Path, **values: Any) -> Config:
+    """A run of SGD with a group per depth, fused on one rank and by foreach on shards; changes the directory."""
+    os.chdir(directory)
+    return Config(
+        project="t",
+        group="t",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(max_steps=12),
+        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
+        optimizer=replace(MUON, name="sgd", momentum=0.9),
+        **values,
+    )
+
+
+def rates_on_each_rank(directory: Path) -> list[list[float]]:
+    """Trains to step 5 and returns the rates of each step."""
+    return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).history]
+
+
+def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = run(config_in(tmp_path, experiment="whole"))
+    first, second = run_world(rates_on_each_rank, 2, tmp_path)
+    resumed = run(config_in(tmp_path, experiment="parts"))
+    assert first == second
+    assert first + [rates for *_, rates in resumed.history] == [rates for *_, rates in whole.history]
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)

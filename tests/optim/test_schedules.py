@@ -1,0 +1,237 @@
+"""Schedules against their closed forms, at every step, through a resume, and beyond the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.config import from_dict, to_dict
+from dream_trainer.errors import ConfigError
+from dream_trainer.optim import ScheduleParameters, build_schedule, build_schedules, rate_factor
+
+TOTAL, WARMUP = 40, 5
+RATES = (0.5, 0.125)
+
+
+def optimizer() -> SGD:
+    """Two groups at rates 0.5 and 0.125."""
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    return SGD([{"params": [first], "lr": RATES[0]}, {"params": [second], "lr": RATES[1]}])
+
+
+def rates(schedule: LambdaLR, steps: int) -> list[list[float]]:
+    """The groups' rates before each of `steps` steps, and after the last."""
+    found = [[group["lr"] for group in schedule.optimizer.param_groups]]
+    for _ in range(steps):
+        schedule.optimizer.step()
+        schedule.step()
+        found.append([group["lr"] for group in schedule.optimizer.param_groups])
+    return found
+
+
+def after_warmup(form: Callable[[float], float], start: int = WARMUP) -> Callable[[int], float]:
+    """The warm-up to WARMUP, 1 until `start`, then `form` of the part of the way from there to TOTAL."""
+
+    def factor(step: int) -> float:
+        if step < WARMUP:
+            return (step + 1) / (WARMUP + 1)
+        return form(min(1.0, max(0.0, (step - start) / (TOTAL - start))))
+
+    return factor
+
+
+FORMS: list[tuple[dict[str, Any], Callable[[int], float]]] = [
+    ({"name": "constant"}, after_warmup(lambda x: 1.0)),
+    ({"name": "cosine"}, after_warmup(lambda x: 0.5 * (1 + math.cos(math.pi * x)))),
+    ({"name": "cosine", "min_lr_ratio": 0.1}, after_warmup(lambda x: 0.1 + 0.45 * (1 + math.cos(math.pi * x)))),
+    ({"name": "linear", "min_lr_ratio": 0.25}, after_warmup(lambda x: 1 - 0.75 * x)),
+    ({"name": "wsd"}, after_warmup(lambda x: 1 - x, 36)),
+    ({"name": "wsd", "decay_steps": 10}, after_warmup(lambda x: 1 - x, 30)),
+    (
+        {"name": "wsd", "decay_steps": 0.5, "decay_shape": "cosine", "min_lr_ratio": 0.2},
+        after_warmup(lambda x: 0.2 + 0.4 * (1 + math.cos(math.pi * x)), 20),
+    ),
+    (
+        {"name": "wsd", "decay_steps": 10, "decay_shape": "sqrt", "min_lr_ratio": 0.1},
+        after_warmup(lambda x: 1 - 0.9 * x**0.5, 30),
+    ),
+    (
+        {"name": "wsd", "decay_steps": 10, "decay_shape": "exponential", "min_lr_ratio": 0.01},
+        after_warmup(lambda x: 0.01**x, 30),
+    ),
+    ({"name": "inverse_sqrt"}, lambda step: min((step + 1) / 6, (6 / (step + 1)) ** 0.5)),
+    (
+        {"name": "inverse_sqrt", "min_lr_ratio": 0.5},
+        lambda step: (step + 1) / 6 if step < 5 else max(0.5, (6 / (step + 1)) ** 0.5),
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "form"), FORMS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_every_step_has_the_closed_forms_rate_in_every_group(
+    values: dict[str, Any], form: Callable[[int], float]
+) -> None:
+    schedule = build_schedule(ScheduleParameters(warmup_steps=WARMUP, **values), optimizer(), total_steps=TOTAL)
+    assert isinstance(schedule, LambdaLR)
+    for step, found in enumerate(rates(schedule, TOTAL + 5)):
+        assert found == pytest.approx([rate * form(step) for rate in RATES], rel=1e-12, abs=1e-15), step
+
+
+@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
+def test_a_schedule_rises_to_one_and_never_rises_again(values: dict[str, Any]) -> None:
+    factor = rate_factor(ScheduleParameters(warmup_steps=WARMUP, **values), total_steps=TOTAL)
+    found = [factor(step) for step in range(2 * TOTAL)]
+    assert found[0] == pytest.approx(1 / 6)
+    assert found[WARMUP] == 1.0
+    assert found[:6] == sorted(set(found[:6]))
+    assert found[5:] == sorted(found[5:], reverse=True)
+    if values["name"] in ("cosine", "linear", "wsd"):
+        assert found[TOTAL - 1] > found[TOTAL] == pytest.approx(values.get("min_lr_ratio", 0.0), abs=1e-15)
+
+
+def test_without_a_warmup_the_first_step_has_the_whole_rate() -> None:
+    for name in ("constant", "cosine", "linear", "wsd", "inverse_sqrt"):
+        assert rate_factor(ScheduleParameters(name=name), total_steps=TOTAL)(0) == 1.0
+
+
+def test_a_fraction_counts_from_the_total() -> None:
+    by_fraction = ScheduleParameters(name="wsd", warmup_steps=0.125, decay_steps=0.25)
+    by_count = ScheduleParameters(name="wsd", warmup_steps=5, decay_steps=10)
+    one, other = (rate_factor(parameters, total_steps=TOTAL) for parameters in (by_fraction, by_count))
+    assert [one(step) for step in range(50)] == [other(step) for step in range(50)]
+
+
+def test_epochs_are_counted_in_epochs() -> None:
+    by_epoch = ScheduleParameters(name="cosine", unit="epoch", warmup_steps=2)
+    by_step = ScheduleParameters(name="cosine", warmup_steps=2)
+    one = rate_factor(by_epoch, total_steps=95, steps_per_epoch=10)  # nine epochs and a half
+    other = rate_factor(by_step, total_steps=10)
+    assert [one(epoch) for epoch in range(12)] == [other(step) for step in range(12)]
+
+
+def test_a_run_shorter_than_its_schedule_builds_one() -> None:
+    for total in (0, 1, 3):
+        factor = rate_factor(ScheduleParameters(name="wsd", warmup_steps=10, decay_steps=5), total_steps=total)
+        assert [factor(step) for step in range(3)] == pytest.approx([1 / 11, 2 / 11, 3 / 11])
+        factor = rate_factor(ScheduleParameters(name="cosine"), total_steps=total)
+        assert factor(total) == 0.0
+
+
+@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
+@pytest.mark.parametrize("stop", [3, 17, 36])
+def test_a_resume_in_the_middle_goes_on_with_the_same_rates(values: dict[str, Any], stop: int) -> None:
+    parameters = ScheduleParameters(warmup_steps=WARMUP, **values)
+    whole = rates(build_schedule(parameters, optimizer(), total_steps=TOTAL), TOTAL)
+    before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
+    rates(before, stop)
+    text = typed_json.dumps({"schedule": before.state_dict(), "optimizer": before.optimizer.state_dict()})
+    after = build_schedule(parameters, optimizer(), total_steps=TOTAL)
+    saved = typed_json.loads(text)
+    after.optimizer.load_state_dict(saved["optimizer"])
+    after.load_state_dict(saved["schedule"])
+    assert rates(after, TOTAL - stop) == whole[stop:]
+    assert after.get_last_lr() == whole[-1]
+
+
+def test_a_longer_run_stretches_what_is_left_of_the_schedule() -> None:
+    parameters = ScheduleParameters(name="wsd", decay_steps=10)
+    before = build_schedule(parameters, optimizer(), total_steps=TOTAL)
+    rates(before, 30)
+    longer = build_schedule(parameters, optimizer(), total_steps=2 * TOTAL)
+    longer.load_state_dict(typed_json.loads(typed_json.dumps(before.state_dict())))
+    assert [group[0] for group in rates(longer, 50)][:41] == [0.5] * 41
+    assert longer.get_last_lr()[0] == 0.0
+
+
+def test_several_optimizers_have_a_schedule_each() -> None:
+    optimizers: list[Optimizer] = [optimizer(), SGD([nn.Parameter(torch.ones(1))], lr=3.0)]
+    schedules = build_schedules(ScheduleParameters(name="linear"), optimizers, total_steps=4)
+    assert [schedule.optimizer for schedule in schedules] == optimizers
+    for one in optimizers:
+        one.step()
+    for schedule in schedules:
+        schedule.step()
+    assert optimizers[0].param_groups[1]["lr"] == 0.75 * 0.125
+    assert optimizers[1].param_groups[0]["lr"] == 0.75 * 3.0
+
+
+def test_plateau_is_pytorchs_own_with_a_smallest_rate_per_group() -> None:
+    parameters = ScheduleParameters(name="plateau", mode="max", factor=0.5, patience=1, cooldown=2, min_lr_ratio=0.4)
+    schedule = build_schedule(parameters, optimizer(), total_steps=None)
+    by_hand = ReduceLROnPlateau(
+        optimizer(), mode="max", factor=0.5, patience=1, cooldown=2, min_lr=[0.4 * rate for rate in RATES]
+    )
+    assert isinstance(schedule, ReduceLROnPlateau)
+    for value in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
+        schedule.step(value)
+        by_hand.step(value)
+        assert schedule.get_last_lr() == by_hand.get_last_lr()
+    assert schedule.get_last_lr() == pytest.approx([0.2, 0.05])
+
+
+def test_plateau_resumes() -> None:
+    parameters = ScheduleParameters(name="plateau", patience=2)
+    before = build_schedule(parameters, optimizer(), total_steps=None)
+    for _ in range(3):
+        before.step(1.0)
+    after = build_schedule(parameters, optimizer(), total_steps=None)
+    after.load_state_dict(typed_json.loads(typed_json.dumps(before.state_dict())))
+    for schedule in (before, after):
+        schedule.step(1.0)
+    assert before.get_last_lr() == after.get_last_lr() == pytest.approx([0.05, 0.0125])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "step"}, "name='step' is not known. Use 'constant', 'cosine'"),
+        ({"unit": "batch"}, "unit='batch' is not known. Use 'step' or 'epoch'."),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 means nothing to 'constant'. Leave it out, or use 'cosine'"),
+        ({"name": "cosine", "decay_steps": 5}, "decay_steps=5 means nothing to 'cosine'. Leave it out, or use 'wsd'."),
+        ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 is too small"),
+        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is no fraction of the total"),
+        ({"warmup_steps": True}, "warmup_steps=True is not an integer"),
+        ({"name": "wsd", "decay_steps": 0}, "decay_steps=0 is too small"),
+        ({"name": "wsd", "decay_steps": 0.0}, "decay_steps=0.0 is no fraction"),
+        ({"name": "wsd", "decay_shape": "exponential"}, "never reaches min_lr_ratio=0"),
+        ({"name": "wsd", "decay_shape": "square"}, "decay_shape='square' is not known"),
+        ({"name": "plateau", "warmup_steps": 5}, "has no warm-up"),
+        ({"name": "plateau", "unit": "epoch"}, "is stepped by validations"),
+        ({"name": "plateau", "factor": 1.0}, "factor=1.0 is not a number from 0 to below 1"),
+        ({"name": "plateau", "patience": -1}, "patience=-1 is too small"),
+        ({"name": "plateau", "mode": "best"}, "mode='best' is not known"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ScheduleParameters(**values)
+    assert message in str(error.value)
+
+
+def test_a_total_that_nobody_knows_is_refused_where_it_matters() -> None:
+    with pytest.raises(ConfigError, match="total_steps=None, and 'cosine' needs the run's length"):
+        build_schedule(ScheduleParameters(name="cosine"), optimizer(), total_steps=None)
+    with pytest.raises(ConfigError, match=r"total_steps=None, and warmup_steps=0.1 needs"):
+        build_schedule(ScheduleParameters(warmup_steps=0.1), optimizer(), total_steps=None)
+    with pytest.raises(ConfigError, match='steps_per_epoch=None, and unit="epoch" needs it'):
+        build_schedule(ScheduleParameters(name="linear", unit="epoch"), optimizer(), total_steps=10)
+    for name in ("constant", "inverse_sqrt"):
+        assert rate_factor(ScheduleParameters(name=name, warmup_steps=3, unit="epoch"), total_steps=None)(3) == 1.0
+    with pytest.raises(ConfigError, match="no form in steps"):
+        rate_factor(ScheduleParameters(name="plateau"), total_steps=None)
+
+
+@pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
+def test_parameters_survive_the_way_to_a_dict_and_back(values: dict[str, Any]) -> None:
+    parameters = ScheduleParameters(warmup_steps=0.1, **values)
+    assert from_dict(ScheduleParameters, json.loads(json.dumps(to_dict(parameters)))) == parameters

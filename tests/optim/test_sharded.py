@@ -1,0 +1,194 @@
+"""Optimizers over sharded parameters, in real worlds: they step as in one process, or are refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop, SparseAdam
+
+from dream_trainer.errors import ConfigError
+from dream_trainer.optim import OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
+from tests.optim.models import N_TOKENS, batch, loss, model, train
+from tests.worlds import run_world
+
+NAMED: dict[str, dict[str, Any]] = {
+    "adamw": {"layer_decay": 0.9},
+    "adamw foreach": {"name": "adamw", "fused": False, "amsgrad": True},
+    "adam": {"weight_decay": 0.1},
+    "sgd": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "adagrad": {},
+    "rmsprop": {"momentum": 0.9, "centered": True},
+    "nadam": {},
+}
+FAIL: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "Adafactor": (Adafactor, {}),
+    "LBFGS": (LBFGS, {}),
+    "Rprop": (Rprop, {}),
+    "SGD fused": (SGD, {"fused": True}),
+    "Adagrad fused": (Adagrad, {"fused": True}),
+    "AdamW foreach over a mixture": (AdamW, {"foreach": True}),
+}
+
+
+def parameters_of(name: str) -> OptimizerParameters:
+    return OptimizerParameters(**{"name": name.split()[0], "lr": 0.01} | NAMED[name])
+
+
+def sharded(mesh: Any) -> nn.Module:
+    """The model in float64, each block and the root a group; 9 and 7 rows do not divide by 2."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = model(torch.float64)
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def differentiated(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    value = loss(module, tokens)
+    value.backward()
+    return value
+
+
+def step_everything() -> dict[str, Any]:
+    """On each of two ranks: weights after three steps of every named optimizer, and what fails how."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    results: dict[str, Any] = {"failed": {}, "refused": {}}
+    for name in NAMED:
+        module = sharded(mesh)
+        train(module, build_optimizers(parameters_of(name), module), batch(rank, 2))
+        results[name] = weights(module)
+    for name, (cls, options) in FAIL.items():
+        module = sharded(mesh)
+        is_mixed = "mixture" in name
+        if is_mixed:
+            module.scale = nn.Parameter(torch.ones(N_TOKENS, dtype=torch.float64))
+            module.register_forward_hook(lambda module, _, out: out * module.scale)
+        constructor: Any = cls
+        optimizer = constructor(module.parameters(), lr=0.01, **options)
+        try:
+            refuse_unshardable(optimizer)
+        except ConfigError as error:
+            results["refused"][name] = str(error)
+        try:
+            optimizer.step(partial(differentiated, module, batch(rank, 2)))
+        except (RuntimeError, NotImplementedError) as error:
+            results["failed"][name] = str(error)
+        if is_mixed:
+            fused_or_foreach = build_optimizer(OptimizerParameters(), module).param_groups
+            results["mixture"] = [(group.get("fused"), group.get("foreach")) for group in fused_or_foreach]
+    results |= muon(mesh, rank) | errors(mesh)
+    dist.destroy_process_group()
+    return results
+
+
+def muon(mesh: Any, rank: int) -> dict[str, Any]:
+    """Muon as it is, and with its bfloat16 iteration lifted to float64, where rounding hides nothing."""
+    parameters, found = OptimizerParameters(name="muon", lr=0.01), {}
+    rounded = torch.Tensor.bfloat16
+    for name, cast in (("muon", rounded), ("muon exact", lambda tensor: tensor)):
+        torch.Tensor.bfloat16 = cast  # type: ignore[assignment,method-assign]
+        module, alone = sharded(mesh), model(torch.float64)
+        train(module, build_optimizers(parameters, module), batch(rank, 2))
+        train(alone, build_optimizers(parameters, alone), batch())
+        found[name], found[f"{name} alone"] = weights(module), weights(alone)
+    torch.Tensor.bfloat16 = rounded  # type: ignore[method-assign]
+    return found
+
+
+def errors(mesh: Any) -> dict[str, str]:
+    """What is said of names that cannot step sharded parameters."""
+    said = {}
+    for name in ("adafactor", "sgd"):
+        try:
+            build_optimizer(OptimizerParameters(name=name, fused=True if name == "sgd" else "auto"), sharded(mesh))
+        except ConfigError as error:
+            said[f"{name} refused"] = str(error)
+    module = nn.Embedding(4, 4, sparse=True)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=mesh)
+    try:
+        refuse_unshardable(SparseAdam(module.parameters()))
+    except ConfigError as error:
+        said["sparse refused"] = str(error)
+    try:
+        module(torch.tensor([1, 2])).sum().backward()
+        SparseAdam(module.parameters()).step()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        said["sparse failed"] = repr(error)
+    return said
+
+
+@pytest.fixture(scope="module")
+def world() -> dict[str, Any]:
+    return run_world(step_everything, 2)[0]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_optimizer_steps_shards_as_it_steps_whole_parameters(name: str, world: dict[str, Any]) -> None:
+    alone = model(torch.float64)
+    train(alone, build_optimizers(parameters_of(name), alone), batch())
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(
+            world[name][key], value, rtol=0, atol=1e-11, msg=lambda text, key=key: f"{key} {text}"
+        )
+
+
+def test_muon_orthogonalises_whole_matrices_not_shards(world: dict[str, Any]) -> None:
+    for name, value in world["muon exact alone"].items():
+        torch.testing.assert_close(world["muon exact"][name], value, rtol=0, atol=1e-11)
+
+
+def test_muon_is_as_it_comes_equal_to_the_rounding_of_bfloat16(world: dict[str, Any]) -> None:
+    start = weights(model(torch.float64))
+    moved = torch.cat([(value - start[name]).flatten() for name, value in world["muon alone"].items()])
+    apart = torch.cat([(value - world["muon"][name]).flatten() for name, value in world["muon alone"].items()])
+    assert apart.norm() < 0.1 * moved.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in FAIL if "mixture" not in name])
+def test_what_is_refused_really_fails(name: str, world: dict[str, Any]) -> None:
+    assert "cannot step sharded parameters" in world["refused"][name]
+    assert name in world["failed"]
+
+
+def test_a_mixture_of_sharded_and_plain_parameters_is_stepped_one_by_one(world: dict[str, Any]) -> None:
+    assert "mixed torch.Tensor and DTensor" in world["failed"]["AdamW foreach over a mixture"]
+    assert (None, False) in world["mixture"]
+    assert (True, None) in world["mixture"]
+
+
+def test_names_that_cannot_step_shards_are_refused_when_built(world: dict[str, Any]) -> None:
+    assert "Adafactor cannot step sharded parameters: it takes norms" in world["adafactor refused"]
+    assert "SGD has no fused kernel for sharded parameters" in world["sgd refused"]
+
+
+def test_sparse_adam_is_refused_and_really_fails(world: dict[str, Any]) -> None:
+    assert "SparseAdam cannot step sharded parameters" in world["sparse refused"]
+    assert world["sparse failed"]
+
+
+def test_plain_parameters_are_refused_nothing() -> None:
+    module = model()
+    for cls in (Adafactor, LBFGS, Rprop):
+        refuse_unshardable(cls(module.parameters()))
+    refuse_unshardable(SGD(module.parameters(), fused=True))
