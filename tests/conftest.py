@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import random
 import threading
 from collections.abc import Iterator
@@ -67,6 +68,14 @@ def threads_end() -> Iterator[None]:
         thread.join(timeout=5)
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left running: {alive}"
+
+
+@pytest.fixture(autouse=True)
+def signals_are_handled_as_before() -> Iterator[None]:
+    """Puts the handler of SIGTERM back: a run that a signal ended keeps its own, since its process is to end."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)

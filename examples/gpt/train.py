@@ -119,7 +119,7 @@ class GPTTrainer(DreamTrainer):
         self.say(f"resumed at step {self.global_step} from {path}")
 
     def on_save(self, path: Path) -> None:
-        self.say(f"checkpoint | step {self.global_step} | {path}")
+        self.say(f"checkpoint | {path}")
 
     def say(self, line: str) -> None:
         """Prints a line, once for all ranks."""

@@ -192,3 +192,20 @@ def test_torch_load_reads_one_of_several_archives_in_a_file_through_a_window(tmp
     with (tmp_path / "several").open("rb") as file:
         window = file_window(file, len(archives[0]), len(archives[1]))
         assert torch.equal(torch.load(window, weights_only=True), torch.ones(2, 5))
+
+
+def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_that_is_gone() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from dream_trainer.distributed.torch_compat import forget_meshes
+
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        found = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).detach().device_mesh
+        dist.destroy_process_group()
+        forget_meshes()
+        assert found is mesh

@@ -151,7 +151,7 @@ def loads_data_for_ever() -> None:
 def test_a_process_alone_that_stands_still_ends_too_and_keeps_what_an_earlier_attempt_wrote(tmp_path: Path) -> None:
     status, text, seconds = run_alone("loads_data_for_ever", tmp_path)
     assert status == 1
-    assert seconds < 30
+    assert seconds < 50
     assert "rank 0 made no progress for 1 s (step 0)" in text
     written = (tmp_path / "run/stacks/rank_00000.txt").read_text()
     assert written.startswith("an earlier attempt\n====")
@@ -170,7 +170,7 @@ def holds_the_lock() -> None:
 def test_native_code_that_keeps_pythons_lock_for_ever_is_ended_by_the_backstop(tmp_path: Path) -> None:
     status, _, seconds = run_alone("holds_the_lock", tmp_path)
     assert status == 1
-    assert seconds < 30
+    assert seconds < 50
     assert "in holds_the_lock" in (tmp_path / "run/stacks/rank_00000.txt").read_text()
 
 
@@ -239,7 +239,7 @@ def test_patience_ends_at_its_own_limit(tmp_path: Path) -> None:
     status, text, seconds = run_alone("is_patient_for_ever", tmp_path)
     assert status == 1
     assert "made no progress for 1 s" in text
-    assert seconds < 30
+    assert seconds < 50
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -255,7 +255,7 @@ def reads_from_worker_processes() -> None:
     hurry()
     training = Training()
     loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-    with training.watched():
+    with training.watched(limit=10 * LIMIT):
         for _ in range(3):
             for _ in loader:
                 training.step += 1

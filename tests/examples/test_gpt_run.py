@@ -51,7 +51,7 @@ def test_a_run_shows_its_way_in_plain_text_and_draws_its_curve(two_ranks: Run) -
         "| 1 | configure_models |",
         "32 samples = 16 micro-batch x 1 accumulated x 2 data-parallel",
         "validation | step 4 | val/loss",
-        f"checkpoint | step 4 | {RUN}/checkpoints/step_00000004",
+        f"checkpoint | {RUN}/checkpoints/step_00000004",
         "The model writes:",
         "byte-unigram entropy of the validation text",
         f"loss curve: {RUN}/loss.png",
