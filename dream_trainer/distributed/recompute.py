@@ -1,8 +1,7 @@
 """Activation checkpointing in place: a module's forward is run again in backward instead of keeping what it computed.
 
-The module's class changes, as under `fully_shard`: names in the state dict stay, and a deep copy computes with its own
-weights. Non-reentrant checkpointing as in `torch.utils.checkpoint`; the selective form keeps the outputs of the
-operations that are dear to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the level of operations).
+Non-reentrant checkpointing as in `torch.utils.checkpoint`; the selective form keeps the outputs of the operations that
+are dear to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the level of operations).
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from dream_trainer.distributed.class_change import Changed, change_class
 
 DEAR_OPERATIONS = (
     "aten.mm.default",
@@ -31,11 +32,8 @@ DEAR_OPERATIONS = (
 )
 """Matrix products, convolutions, attention and collectives: what the selective form keeps."""
 
-# Equal blocks share a class, so that they compile once.
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
-
-class Recomputed(nn.Module):
+class Recomputed(Changed):
     """Keeps the inputs of its forward, and computes the rest again in backward."""
 
     _contexts: ClassVar[Any] = None  # makes the pair of contexts of selective checkpointing
@@ -59,23 +57,13 @@ def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:
     Raises:
         ValueError: PyTorch has no operation of a given name.
     """
-    if not isinstance(module, Recomputed):
-        module.__class__ = _recomputed(type(module), tuple(keep))
-
-
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` was written as."""
-    return type(module).__bases__[1] if isinstance(module, Recomputed) else type(module)
-
-
-def _recomputed(cls: type[nn.Module], keep: tuple[str, ...]) -> type[nn.Module]:
-    if (cls, keep) not in _classes:
-        body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        if keep:
-            operations = [found for name in keep if (found := operation(name)) is not None]
-            body["_contexts"] = staticmethod(partial(create_selective_checkpoint_contexts, operations))
-        _classes[cls, keep] = type(f"Recomputed{cls.__name__}", (Recomputed, cls), body)
-    return _classes[cls, keep]
+    if isinstance(module, Recomputed):
+        return
+    contexts = None
+    if keep:
+        operations = [found for name in keep if (found := operation(name)) is not None]
+        contexts = staticmethod(partial(create_selective_checkpoint_contexts, operations))
+    change_class(module, Recomputed, key=tuple(keep), _contexts=contexts)
 
 
 def operation(name: str) -> torch._ops.OpOverload | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
-from dream_trainer.distributed.recompute import own_class
+from dream_trainer.distributed.class_change import own_class
 from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters
 from dream_trainer.errors import ConfigError
 

@@ -238,3 +238,15 @@ def with_local(tensor: Tensor, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
+def forget_meshes() -> None:
+    """Makes DTensors forget the meshes of a process group that is destroyed.
+
+    They remember the result of each operation with its mesh, and take a mesh over the same ranks for the same, although
+    a new process group has other groups behind it: collectives then fail, or go to a wrong group.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

@@ -9,6 +9,7 @@ rank some of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -260,7 +261,9 @@ class Llama(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: Tensor, length: int, *, window: int, temperature: float = 0.8) -> Tensor:
+def generate(
+    model: Callable[[Tensor], Tensor], prompt: Tensor, length: int, *, window: int, temperature: float = 0.8
+) -> Tensor:
     """Continues `prompt` by `length` tokens, each drawn from the model's last `window` tokens.
 
     A sharded model gathers its weights in each forward, so every rank must call this together. All draw from the same

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from model import Llama, LlamaConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -75,7 +77,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     for layer in model.layers:
         # Gathered once for all projections, whose gradients then go back as one sum.
         whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
-        plan: dict[str, Any] = {"attention": whole, "feed_forward": whole}
+        plan: dict[str, ParallelStyle] = {"attention": whole, "feed_forward": whole}
         plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
         plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
         plan |= {name: RowwiseParallel(output_layouts=stream) for name in ("attention.wo", "feed_forward.w2")}
@@ -83,8 +85,26 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     if sequence_parallel:
         model.register_forward_pre_hook(_SplittableLength(mesh.size()))
         for part in (model, *model.layers):
-            norms = {name: SequenceParallel() for name, child in part.named_children() if isinstance(child, nn.RMSNorm)}
-            parallelize_module(part, mesh, norms)
+            names = (name for name, child in part.named_children() if isinstance(child, nn.RMSNorm))
+            parallelize_module(part, mesh, {name: SequenceParallel() for name in names})
+
+
+def whole_logits(model: nn.Module, tokens: Tensor, *, multiple_of: int) -> Tensor:
+    """Logits as a plain tensor for sequences of any length, from a model split in any of the ways above.
+
+    A sequence is filled up on the right, where a causal model does not look, so that ranks can share it.
+
+    Args:
+        model: The model.
+        tokens: [batch, time].
+        multiple_of: What the length must be divisible by: the number of ranks under sequence parallelism, else 1.
+
+    Returns:
+        [batch, time, vocab_size].
+    """
+    length = tokens.shape[1]
+    logits = model(F.pad(tokens, (0, -length % multiple_of)))
+    return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, :length]
 
 
 class _SplittableLength:

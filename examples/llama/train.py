@@ -16,13 +16,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from model import PRESETS, Llama, LlamaConfig, generate
-from parallel import check_length, check_split, parallelize
+from parallel import check_length, check_split, parallelize, whole_logits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -159,7 +160,10 @@ class LlamaTrainer(DreamTrainer):
         """Text that the model writes; every rank calls it, since a sharded model needs all of them."""
         self.model.eval()
         prompt = torch.tensor(list(PROMPT), device=self.world.device)
-        tokens = generate(self.model, prompt, self.config.sample_tokens, window=self.config.seq_len)
+        is_cut_in_time = self.config.tensor_parallel_parameters.sequence_parallel
+        multiple = self.config.device_parameters.tensor_parallel if is_cut_in_time else 1
+        model = partial(whole_logits, self.model, multiple_of=multiple)
+        tokens = generate(model, prompt, self.config.sample_tokens, window=self.config.seq_len)
         # A vocabulary beyond bytes has tokens that no text taught it.
         return bytes(min(token, 255) for token in tokens.tolist()).decode(errors="replace")
 

@@ -21,6 +21,8 @@ from dream_trainer.trainer.lifecycle import Lifecycle
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
+# What SetupMixin calls only if the config asks for it: all orders of all mixins would be too many to build.
+PARALLEL = [dt.FSDPMixin, dt.TensorParallelMixin, dt.ActivationCheckpointingMixin, dt.CompileMixin]
 SUBSETS = [subset for size in range(6) for subset in itertools.combinations(range(5), size)]
 NAMES = {"project": "p", "group": "g", "experiment": "e"}
 
@@ -111,6 +113,26 @@ def test_bases_in_every_order_build_the_same_trainer() -> None:
     assert count == sum(math.factorial(len(subset) + 1) for subset in SUBSETS)
 
 
+def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = dt.DreamTrainerConfig(
+        **NAMES,
+        training_parameters=dt.TrainingParameters(n_epochs=2),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+    )
+    expected = type("T", (Algorithm, BaseTrainer, dt.SetupMixin, *PARALLEL), {})(config).describe()
+    for number, order in enumerate(itertools.permutations([BaseTrainer, dt.SetupMixin, *PARALLEL])):
+        trainer = type("T", (Algorithm, *order), {})(config)
+        assert trainer.describe() == expected
+        if number % 97 == 0:
+            with trainer:
+                trainer.fit()
+            assert torch.equal(trainer.model.weight, by_hand())
+
+
 def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
     hooks = {name for part in (AbstractTrainer, Lifecycle, Cooperation) for name in vars(part) if name[:2] != "__"}
     mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
@@ -120,7 +142,7 @@ def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
 def test_every_mixin_hands_cooperative_hooks_on() -> None:
     import inspect
 
-    for mixin in MIXINS:
+    for mixin in [*MIXINS, *PARALLEL]:
         for name, member in vars(mixin).items():
             declared = inspect.getattr_static(AbstractTrainer, name, None)
             if inspect.isfunction(member) and inspect.isfunction(declared) and name != "log":
@@ -130,14 +152,14 @@ def test_every_mixin_hands_cooperative_hooks_on() -> None:
 def test_no_mixin_defines_a_public_event() -> None:
     from dream_trainer.trainer.events import EVENTS
 
-    for mixin in [*MIXINS, BaseTrainer]:
+    for mixin in [*MIXINS, *PARALLEL, BaseTrainer]:
         assert not set(EVENTS) & set(vars(mixin))
 
 
-@pytest.mark.parametrize("index", [1, 2, 3, 4])
-def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(index: int) -> None:
-    with pytest.raises(ConfigError, match=CONFIGS[index].__name__):
-        type("T", (Algorithm, BaseTrainer, MIXINS[index]), {})(make_config(()))
+@pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[1:]], ids=lambda mixin: mixin.__name__)
+def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(mixin: type) -> None:
+    with pytest.raises(ConfigError, match=mixin.__name__.replace("Mixin", "ConfigMixin")):
+        type("T", (Algorithm, BaseTrainer, mixin), {})(make_config(()))
 
 
 def test_a_missing_training_step_is_named_when_the_trainer_is_built() -> None:
@@ -182,7 +204,8 @@ def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
     code = (
         "import sys; from dream_trainer.trainer.mixins import SetupMixin\n"
         "loaded = set(sys.modules)\n"
-        "others = {f'dream_trainer.trainer.mixins.{n}' for n in ('fsdp', 'evaluation', 'checkpoint', 'logger')}\n"
+        "names = 'fsdp tensor_parallel activation_checkpointing compile evaluation checkpoint logger'.split()\n"
+        "others = {f'dream_trainer.trainer.mixins.{n}' for n in names} | {'torch.distributed.tensor.parallel'}\n"
         "bad = (others | {'wandb', 'torchmetrics', 'tensorboard', 'matplotlib', 'rich', 'tyro'}) & loaded\n"
         "assert not bad, bad"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dream_trainer.distributed.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -33,6 +34,15 @@ class CompileConfigMixin:
     """How blocks are compiled."""
 
 
+class Traced(Changed):
+    """Calls its own forward from here: the compiler passes over PyTorch's own files, so that a
+    `nn.TransformerEncoderLayer` or `nn.Sequential` compiled in place would silently stay as it is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return super().forward(*args, **kwargs)
+
+
 class CompileMixin(AbstractTrainer):
     """Compiled training. Override `apply_compile` to compile other parts, or `model_blocks` to name the blocks."""
 
@@ -46,6 +56,8 @@ class CompileMixin(AbstractTrainer):
         parameters: CompileParameters = self.config.compile_parameters
         for model in self._parameterised_models():
             for part in self.model_blocks(model) or [model]:
+                if part.forward.__module__.startswith("torch."):
+                    change_class(part, Traced)
                 part.compile(
                     backend=parameters.backend,
                     fullgraph=parameters.fullgraph,

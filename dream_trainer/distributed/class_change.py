@@ -1,0 +1,49 @@
+"""Behaviour added to a module by changing its class in place, as `fully_shard` does.
+
+Names in the state dict stay, and a deep copy computes with its own weights; a `forward` replaced on the instance would
+break the second, a wrapper around the module the first.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.nn as nn
+
+
+class Changed(nn.Module):
+    """Base of what is put before a module's own class."""
+
+
+# Equal modules share a class, so that they compile once.
+_classes: dict[tuple[type[Changed], type[nn.Module], Any], type[nn.Module]] = {}
+
+
+def change_class(module: nn.Module, change: type[Changed], key: Any = None, **attributes: Any) -> None:
+    """Puts `change` before the class of `module`, whose methods it reaches by `super()`.
+
+    Args:
+        module: Changed in place.
+        change: What is put before.
+        key: Hashable; modules of one class changed under equal keys have the same `attributes`.
+        **attributes: Class attributes of the changed class.
+    """
+    cls = type(module)
+    if (change, cls, key) not in _classes:
+        body = {"__module__": cls.__module__, "__doc__": cls.__doc__} | attributes
+        _classes[change, cls, key] = type(f"{change.__name__}{cls.__name__}", (change, cls), body)
+    module.__class__ = _classes[change, cls, key]
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that `module` was written as, before `change_class` and `fully_shard`."""
+    changes: tuple[type, ...] = (Changed,)
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        changes += (FSDPModule,)
+    cls = type(module)
+    while issubclass(cls.__bases__[0], changes):
+        cls = cls.__bases__[1]
+    return cls

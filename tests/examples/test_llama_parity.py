@@ -1,0 +1,125 @@
+"""The llama example on every mesh learns what one process learns, to rounding. `tools/parity.sh` prints the matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dream_trainer.errors import ConfigError
+from tests.examples.launch import ROOT, run_script
+
+MODULES = ("tools.parity", "train", "parallel", "model", "weights", "corpus")
+
+
+@pytest.fixture(scope="module")
+def parity() -> Iterator[Any]:
+    """tools/parity.py, which imports the example's modules by plain name; other examples have such modules too."""
+    path = list(sys.path)
+    yield importlib.import_module("tools.parity")
+    sys.path[:] = path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def spanning(cell: Any) -> list[Any]:
+    """Few cells in which every kind of mesh and every option appears, most of them together."""
+    return [
+        cell(1, 1, 2, accumulation=2, recompute="full"),
+        cell(1, 2, 1, accumulation=2),
+        cell(2, 1, 1, recompute="selective"),
+        cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True),
+        cell(2, 1, 2, accumulation=2, sequence_parallel=False),
+        cell(2, 2, 1, recompute="full"),
+        cell(1, 1, 4, loss_parallel=True),
+    ]
+
+
+@pytest.mark.pitfall(21)
+@pytest.mark.timeout(3600)
+def test_every_mesh_learns_what_one_process_learns(parity: Any, all_cases: bool) -> None:
+    cells = parity.all_cells() if all_cases else spanning(parity.Cell)
+    found = parity.run_cells(cells)
+    assert len(found) == len(cells)
+    missed = {cell: miss for cell, (miss, _) in found.items() if not miss.is_parity}
+    assert not missed
+
+
+def test_the_matrix_has_every_mesh_of_up_to_eight_processes_and_every_option(parity: Any) -> None:
+    cells = parity.all_cells()
+    plain = [cell for cell in cells if cell.sequence_parallel and not cell.loss_parallel and not cell.tied]
+    assert len(cells) == len(set(cells))
+    assert len({cell[:3] for cell in plain}) == 1 + 3 + 6 + 10
+    assert len({cell[:5] for cell in plain}) >= 20 * 2 * 2
+
+
+def test_a_cell_that_is_off_by_more_than_rounding_is_a_miss(parity: Any) -> None:
+    def record(loss: float = 1.0, norm: float = 1.0, weight: float = 1.0, start: float = 1.0) -> dict[str, Any]:
+        return {
+            "losses": [(step, loss, 2) for step in range(parity.N_STEPS)],
+            "norms": [norm],
+            "weights": {"w": torch.tensor([0.0, weight])},
+            "start": {"w": torch.tensor(start)},
+        }
+
+    off = 1 + 3e-9
+    ranks = [record(), record()]
+    assert parity.compare(ranks, record()).is_parity
+    assert parity.compare(ranks, record(loss=1 + 1e-10, norm=1 - 1e-10)).is_parity
+    for other in (record(loss=off), record(norm=off), record(weight=1 + 1e-6), record(start=1 + 1e-6)):
+        assert not parity.compare(ranks, other).is_parity
+        assert not parity.compare([record(), other], record()).is_parity
+
+
+def test_what_cannot_be_split_is_refused_before_any_process_waits(parity: Any) -> None:
+    config = parity.config_of(parity.Cell(tp=2))
+
+    def change(tp: int, **values: Any) -> Any:
+        devices = dataclasses.replace(config.device_parameters, tensor_parallel=tp)
+        return dataclasses.replace(config, device_parameters=devices, **values)
+
+    with pytest.raises(ConfigError, match="n_heads=16 cannot be split over tensor_parallel=3 ranks"):
+        change(3)
+    with pytest.raises(ConfigError, match="n_kv_heads=8 cannot be split over tensor_parallel=16 ranks. Use a divisor"):
+        change(16)
+    with pytest.raises(ConfigError, match="15 tokens cannot be split over tensor_parallel=2.*sequence_parallel=False"):
+        change(2, seq_len=15)
+    layers_alone = dataclasses.replace(config.tensor_parallel_parameters, sequence_parallel=False)
+    assert change(2, seq_len=15, tensor_parallel_parameters=layers_alone).seq_len == 15
+
+
+def test_a_split_model_writes_text_and_exports_what_it_learned(tmp_path: Path) -> None:
+    """By the command line, as a reader would: config alone divides the work."""
+    common = (
+        "--model tiny --seq-len 16 --training-parameters.max-steps 2 --training-parameters.val-every-n-steps 2 "
+        "--logger-parameters.log-every-n-steps 1 --sample-tokens 7 --export-to learned --dtype float64 "
+        "--device-parameters.device cpu"
+    ).split()
+    split = "--device-parameters.tensor-parallel 2 --tensor-parallel-parameters.loss-parallel".split()
+    texts, losses = [], []
+    for name, n_processes, more in (("one", 1, []), ("two", 2, split)):
+        (tmp_path / name).mkdir()
+        printed = run_script(
+            ROOT / "examples/llama/train.py", *common, *more, cwd=tmp_path / name, n_processes=n_processes
+        )
+        texts.append(printed.split("The model writes:")[1])
+        (metrics,) = (tmp_path / name).glob("runs/examples/llama/*/metrics.jsonl")
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        losses.append([record[key] for record in records for key in ("train/loss", "val/loss") if key in record])
+    assert texts[0] == texts[1]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+    from safetensors.torch import load_file
+
+    alone, together = (load_file(tmp_path / name / "learned/model.safetensors") for name in ("one", "two"))
+    assert alone.keys() == together.keys()
+    for key, weight in alone.items():
+        torch.testing.assert_close(together[key], weight, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,268 @@
+"""Activation checkpointing computes again what it did not keep: the same bits, names and copies, with less kept."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.distributed.sharding import fsdp_modules, repeated_blocks
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingParameters
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+WIDTH, N_BLOCKS = 8, 4
+Mode = Literal["none", "full", "selective"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.3, self.training))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(N_BLOCKS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Trained(dt.DreamTrainer):
+    def configure_models(self) -> None:
+        self.model = Net()
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+        return DistributedDataLoader(torch.utils.data.TensorDataset(x, x.sum(-1, keepdim=True)), 2), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.record: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = F.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.record.append(loss.detach())
+        self.record += [full(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
+    return dt.DreamTrainerConfig(
+        project="tests",
+        group="recompute",
+        experiment=mode,
+        device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode),
+        training_parameters=dt.TrainingParameters(max_steps=3, gradient_accumulation_steps=2),
+        activation_checkpointing_parameters=ActivationCheckpointingParameters(**parameters),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cost(model: Net) -> dict[str, int]:
+    """What one forward and backward of a model in one process keeps and computes."""
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with Operations() as operations:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(x).sum()
+        loss.backward()
+    counts = operations.counts
+    return {
+        "bytes": sum(kept),
+        "matrix products": counts["aten.addmm.default"] + counts["aten.mm.default"],
+        "activations": counts["aten.gelu.default"],
+    }
+
+
+def observe(directory: str) -> dict[str, Any]:
+    """Trains in each way on this rank."""
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    runs: dict[str, tuple[Mode, int]] = {
+        "none": ("none", 1),
+        "full": ("full", 1),
+        "selective": ("selective", 1),
+        "every second": ("full", 2),
+    }
+    for name, (mode, every) in runs.items():
+        with Trained(config_of(mode, every_n_blocks=every)) as trainer:
+            trainer.fit()
+            model = trainer.model
+            found[name] = {
+                "record": trainer.record,
+                "weights": [full(p.detach()).clone() for p in model.parameters()],
+                "names": list(model.state_dict()),
+                "groups": len(fsdp_modules(model)),
+                "blocks": [model.layers[index] is block for index, block in enumerate(repeated_blocks(model))],
+                "cost": cost(model) if trainer.world.world_size == 1 else None,
+            }
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a world of one, and of a sharded one of two, saw."""
+    return run_world(observe, request.param, str(tmp_path_factory.mktemp("recompute")))
+
+
+WAYS = ["full", "selective", "every second"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_gradients_and_weights_are_the_same_bits_with_dropout(ranks: list[dict[str, Any]], way: str) -> None:
+    for found in ranks:
+        assert len(found[way]["record"]) == len(found["none"]["record"]) >= 6
+        for part in ("record", "weights"):
+            assert all(map(torch.equal, found[way][part], found["none"][part]))
+    assert ranks[0]["none"]["record"][0] != ranks[0]["none"]["record"][-1]
+
+
+@pytest.mark.pitfall(24)
+@pytest.mark.parametrize("way", WAYS)
+def test_names_in_the_state_dict_stay_as_the_user_wrote_them(ranks: list[dict[str, Any]], way: str) -> None:
+    assert all(found[way]["names"] == list(Net().state_dict()) for found in ranks)
+
+
+@pytest.mark.parametrize("way", ["none", *WAYS])
+def test_blocks_are_found_and_sharded_whichever_of_them_recompute(ranks: list[dict[str, Any]], way: str) -> None:
+    for found in ranks:
+        assert found[way]["groups"] == (N_BLOCKS + 1 if len(ranks) > 1 else 0)
+        assert found[way]["blocks"] == [True] * N_BLOCKS
+
+
+def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Path) -> None:
+    (found,) = run_world(observe, 1, str(tmp_path))
+    none, whole, selective, second = (found[way]["cost"] for way in ("none", *WAYS))
+    matrices = 2 * N_BLOCKS + 1
+    backward = 2 * matrices  # towards weights and towards inputs
+    assert none["matrix products"] == matrices + backward
+    assert none["activations"] == N_BLOCKS
+    # In backward a block stops as soon as all that it needs is there: its last product is not computed again.
+    assert whole["matrix products"] == none["matrix products"] + N_BLOCKS
+    assert whole["activations"] == 2 * N_BLOCKS
+    assert second["activations"] == N_BLOCKS + N_BLOCKS // 2
+    assert selective["matrix products"] == none["matrix products"]
+    assert selective["activations"] == 2 * N_BLOCKS
+    assert whole["bytes"] < 0.25 * none["bytes"]
+    assert whole["bytes"] < second["bytes"] < 0.7 * none["bytes"]
+
+
+@pytest.mark.pitfall(24)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_copied_model_computes_with_its_own_weights(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Trained(config_of(mode)) as trainer:
+        trainer.fit()
+        twin = copy.deepcopy(trainer.model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        x = torch.ones(2, WIDTH)
+        assert twin(x).abs().max() == 0
+        twin(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+        assert trainer.model(x).abs().max() > 0
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+# -- what cannot be
+
+
+def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
+    class Without(dt.BaseTrainer, dt.SetupMixin):
+        configure_models = Trained.configure_models
+        configure_dataloaders = Trained.configure_dataloaders
+        configure_optimizers = Trained.configure_optimizers
+        training_step = Trained.training_step
+
+    with pytest.raises(ConfigError, match=r"'full', but Without .*Add ActivationCheckpointingMixin"):
+        Without(config_of("full"))
+
+
+def test_a_trained_model_without_blocks_is_refused_and_a_frozen_one_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flat(Trained):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    class Tangled(Flat):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.extra = nn.Linear(WIDTH, 1)
+
+    monkeypatch.chdir(tmp_path)
+    with Flat(config_of("full")) as trainer:
+        trainer.fit()
+        assert type(trainer.frozen_features) is nn.Linear
+    with (
+        Tangled(config_of("full")) as trainer,
+        pytest.raises(ConfigError, match="'extra' has no repeated"),
+    ):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"every_n_blocks": 0}, "every_n_blocks=0 is not a positive integer"),
+        ({"keep": ()}, 'Use activation_checkpointing="full" for that'),
+        ({"keep": ("aten.matmull.default",)}, "PyTorch has no operation 'aten.matmull.default'. Names look like"),
+        ({"keep": ("mm",)}, "PyTorch has no operation 'mm'"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ActivationCheckpointingParameters(**wrong)
+
+
+def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match="selective"):
+        replace(config_of("none").device_parameters, activation_checkpointing="some")

@@ -1,0 +1,230 @@
+"""Compilation changes speed alone: the same losses and names, equal blocks compiled once, nothing compiled again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.distributed.sharding import fsdp_modules
+from dream_trainer.errors import ConfigError
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+WIDTH, N_BLOCKS, N_STEPS = 8, 4, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Before the blocks, so that all of them are given what needs a gradient: else the first is compiled by itself.
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(N_BLOCKS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Trained(dt.DreamTrainer):
+    def configure_models(self) -> None:
+        self.model: nn.Module = Net()
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        x = torch.randn(4 * N_STEPS + 2, WIDTH, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(x, x.sum(-1, keepdim=True))
+        size = self.config.training_parameters.train_batch_size
+        return DistributedDataLoader(data, size), DistributedDataLoader(data, size, drop_last=False)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.losses: list[float] = []
+        self.compilations: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = F.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        self.losses.append(loss.item())
+        self.compilations.append(len(compilations))
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": F.mse_loss(self.model(batch[0]), batch[1])}
+
+
+class Whole(Trained):
+    """A model without repeated blocks, of a class of PyTorch's own."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 1))
+
+
+class Encoder(Trained):
+    """Blocks of a class of PyTorch's own."""
+
+    def configure_models(self) -> None:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        blocks = nn.TransformerEncoder(layer, N_BLOCKS, enable_nested_tensor=False)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 1))
+
+
+def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:
+    return dt.DreamTrainerConfig(
+        project="tests",
+        group="compile",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu", compile=backend is not None, activation_checkpointing=recompute
+        ),
+        training_parameters=dt.TrainingParameters(max_steps=N_STEPS, train_batch_size=4 // n_ranks),
+        compile_parameters=dt.CompileParameters(backend=backend or "inductor", fullgraph=backend is not None),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+
+
+compilations: list[str] = []
+
+
+def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+    """PyTorch's "aot_eager", noting each compilation."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compilations.append(type(graph).__name__)
+    return aot_eager(graph, inputs, **options)
+
+
+def run(cls: type[Trained], config: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
+    compilations.clear()
+    with cls(config) as trainer:
+        trainer.fit()
+        return {
+            "losses": trainer.losses,
+            "compilations": trainer.compilations,
+            "validation": trainer.evaluate()["val/loss"],
+            "weights": {name: full(tensor).clone() for name, tensor in trainer.model.state_dict().items()},
+            "groups": len(fsdp_modules(trainer.model)),
+        }
+
+
+def observe(directory: str, n_ranks: int) -> dict[str, Any]:
+    """Trains eagerly and compiled, with and without recomputing, on this rank."""
+    os.chdir(directory)
+    torch._dynamo.register_backend(counting, name="counting")
+    return {
+        f"{way}, {recompute}": run(Trained, config_of(way, backend=backend, recompute=recompute, n_ranks=n_ranks))
+        for recompute in ("none", "selective")
+        for way, backend in {"eager": None, "compiled": "counting"}.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a world of one, and of a sharded one of two, saw."""
+    return run_world(observe, request.param, str(tmp_path_factory.mktemp("compile")), request.param)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_learn_what_eager_ones_do(ranks: list[dict[str, Any]], recompute: str) -> None:
+    for found in ranks:
+        eager, compiled = found[f"eager, {recompute}"], found[f"compiled, {recompute}"]
+        assert len(eager["losses"]) == N_STEPS
+        assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+        assert compiled["validation"] == pytest.approx(eager["validation"], rel=1e-4)
+        for name, weight in eager["weights"].items():
+            torch.testing.assert_close(compiled["weights"][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.pitfall(24)
+def test_names_in_the_state_dict_and_shards_are_those_of_the_eager_model(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for result in found.values():
+            assert list(result["weights"]) == list(Net().state_dict())
+            assert result["groups"] == (N_BLOCKS + 1 if len(ranks) > 1 else 0)
+
+
+@pytest.mark.pitfall(23)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_equal_blocks_compile_once_and_nothing_compiles_again(ranks: list[dict[str, Any]], recompute: str) -> None:
+    for found in ranks:
+        assert found[f"eager, {recompute}"]["compilations"] == [0] * N_STEPS
+        assert found[f"compiled, {recompute}"]["compilations"] == [1] * N_STEPS
+
+
+@pytest.mark.pitfall(23)
+@pytest.mark.pitfall(24)
+def test_modules_of_pytorchs_own_classes_are_compiled_too(tmp_path: Path) -> None:
+    (found,) = run_world(observe_own, 1, str(tmp_path))
+    for eager, compiled in found:
+        assert compiled["compilations"] == [1] * N_STEPS
+        assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+        assert list(compiled["weights"]) == list(eager["weights"])
+
+
+def observe_own(directory: str) -> list[list[dict[str, Any]]]:
+    os.chdir(directory)
+    torch._dynamo.register_backend(counting, name="counting")
+    return [
+        [run(cls, config_of(way, backend=backend)) for way, backend in {"eager": None, "compiled": "counting"}.items()]
+        for cls in (Whole, Encoder)
+    ]
+
+
+@pytest.mark.slow
+def test_inductor_learns_what_the_eager_model_does(tmp_path: Path) -> None:
+    for found in run_world(observe_inductor, 2, str(tmp_path)):
+        assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-4)
+
+
+def observe_inductor(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    ways = {"eager": None, "compiled": "inductor"}
+    return {way: run(Trained, config_of(way, backend=backend, n_ranks=2)) for way, backend in ways.items()}
+
+
+# -- what cannot be
+
+
+@pytest.mark.pitfall(26)
+def test_nothing_is_compiled_unless_asked_for() -> None:
+    assert not dt.DeviceParameters().compile
+
+
+def test_compiling_tensor_parallel_layers_is_refused_by_the_config() -> None:
+    with pytest.raises(ConfigError, match="compile=True with tensor_parallel=2.*Use one of the two"):
+        replace(dt.DeviceParameters(tensor_parallel=2), compile=True)
+
+
+def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
+    class Without(dt.BaseTrainer, dt.SetupMixin):
+        configure_models = Trained.configure_models
+        configure_dataloaders = Trained.configure_dataloaders
+        configure_optimizers = Trained.configure_optimizers
+        training_step = Trained.training_step
+
+    with pytest.raises(ConfigError, match="compile=True, but Without does not.*Add CompileMixin to its bases and Comp"):
+        Without(config_of("never", backend="aot_eager"))

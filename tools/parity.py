@@ -1,0 +1,285 @@
+"""The parity matrix of `tools/parity.sh`: the llama example on every mesh, against itself in one process.
+
+Each cell trains the "tiny" Llama in float64 for ten steps on the same global batches, with losses weighted by unequal
+numbers of tokens and gradients clipped. What may differ from one process is rounding. tests/examples runs some cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+# The example's modules import each other by plain name, as a script's folder allows.
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llama"))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from train import LlamaTrainer, LlamaTrainerConfig, default_config
+
+import dream_trainer as dt
+from dream_trainer.distributed.torch_compat import forget_meshes
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+N_STEPS, GLOBAL_BATCH, SEQ_LEN = 10, 16, 16
+TOLERANCE = 1e-9
+Recompute = Literal["none", "full", "selective"]
+
+
+class Cell(NamedTuple):
+    """One way to train the same thing."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    accumulation: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    tied: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Processes it needs."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+
+class Miss(NamedTuple):
+    """How far a cell is from the single process, at most over steps and parameters."""
+
+    loss: float
+    norm: float
+    weight: float
+    starts_equal: bool
+    """Whether the initial weights are the same bits."""
+
+    @property
+    def is_parity(self) -> bool:
+        """Whether only rounding differs."""
+        return self.starts_equal and max(self.loss, self.norm, self.weight) <= TOLERANCE
+
+
+def all_cells() -> list[Cell]:
+    """Every mesh of up to 8 processes, with and without accumulation and recomputing; then other plans and ties."""
+    sizes = (1, 2, 4, 8)
+    meshes = sorted((mesh for mesh in itertools.product(sizes, repeat=3) if math.prod(mesh) in sizes), key=math.prod)
+    cells = [
+        Cell(*mesh, accumulation, recompute)
+        for mesh in meshes
+        for accumulation in (1, 2)
+        for recompute in ("none", "full")
+    ]
+    for mesh in ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)):
+        cells += [
+            Cell(*mesh, 2, "selective", loss_parallel=True),
+            Cell(*mesh, 2, "none", sequence_parallel=False),
+            Cell(*mesh, 2, "full", sequence_parallel=False, loss_parallel=True, tied=True),
+            Cell(*mesh, 1, "none", loss_parallel=True, tied=True),
+        ]
+    return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+
+
+class ParityTrainer(LlamaTrainer):
+    """The example as it is, but for padded samples, and a record of what it does."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.start = weights(self)
+        self.losses: list[tuple[int, float, int]] = []
+        self.norms: list[float] = []
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, int]:
+        """As in the example, but a sample's first byte decides how much of it counts."""
+        tokens = batch.long()
+        is_padding = torch.arange(SEQ_LEN) > tokens[:, :1] % SEQ_LEN
+        targets = tokens[:, 1:].masked_fill(is_padding, -100)
+        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), targets.flatten()), int((~is_padding).sum())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        loss, n_tokens = self.loss(batch)
+        self.losses.append((self.global_step, float(full(loss.detach())), n_tokens))
+        self.backward(loss, weight=n_tokens)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler)))
+        return {}
+
+
+def weights(trainer: LlamaTrainer) -> dict[str, Tensor]:
+    """Whole copies of the parameters."""
+    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+def config_of(cell: Cell) -> LlamaTrainerConfig:
+    """The config of a cell: the example's, with nothing but fields changed."""
+    config = default_config("tiny")
+    return dataclasses.replace(
+        config,
+        seq_len=SEQ_LEN,
+        dtype="float64",
+        warmup_steps=2,
+        model=dataclasses.replace(config.model, tie_embeddings=cell.tied),
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            dp_replicate=cell.dp_replicate,
+            dp_shard=cell.dp_shard,
+            tensor_parallel=cell.tp,
+            activation_checkpointing=cell.recompute,
+        ),
+        tensor_parallel_parameters=dt.TensorParallelParameters(
+            sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
+        ),
+        training_parameters=dt.TrainingParameters(
+            max_steps=N_STEPS,
+            train_batch_size=GLOBAL_BATCH // (cell.dp_replicate * cell.dp_shard * cell.accumulation),
+            gradient_accumulation_steps=cell.accumulation,
+            gradient_clip_val=0.5,
+            val_every_n_epochs=None,
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        callbacks=dt.CallbackCollection(),
+    )
+
+
+def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
+    """Trains cells of one world size, one after the other, on this rank."""
+    os.chdir(directory)
+    # Both are right and change nothing: the record gathers weights in two steps, and split logits are a view.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    return [_train(cell) for cell in cells]
+
+
+def _train(cell: Cell) -> dict[str, Any]:
+    started = time.monotonic()
+    with ParityTrainer(config_of(cell)) as trainer:
+        trainer.fit()
+        found = {
+            "start": trainer.start,
+            "losses": trainer.losses,
+            "norms": trainer.norms,
+            "weights": weights(trainer),
+            "seconds": time.monotonic() - started,
+        }
+    forget_meshes()
+    return found
+
+
+def step_losses(ranks: Sequence[dict[str, Any]]) -> list[float]:
+    """Mean loss per token of each step, over all micro-batches of all ranks.
+
+    Ranks that share a layer's work report the same numbers, and leave the mean as it is.
+    """
+    sums = [[0.0, 0] for _ in range(N_STEPS)]
+    for rank in ranks:
+        for step, loss, n_tokens in rank["losses"]:
+            sums[step][0] += loss * n_tokens
+            sums[step][1] += n_tokens
+    return [total / count for total, count in sums]
+
+
+def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Miss:
+    """Distance of a cell, as its ranks report it, from the single process."""
+    return Miss(
+        loss=max(abs(a - b) for a, b in zip(step_losses(ranks), step_losses([alone]), strict=True)),
+        norm=max(abs(a - b) for rank in ranks for a, b in zip(rank["norms"], alone["norms"], strict=True)),
+        weight=max(
+            float((rank["weights"][name] - weight).abs().max())
+            for rank in ranks
+            for name, weight in alone["weights"].items()
+        ),
+        starts_equal=all(
+            rank["start"].keys() == alone["start"].keys()
+            and all(torch.equal(rank["start"][name], weight) for name, weight in alone["start"].items())
+            for rank in ranks
+        ),
+    )
+
+
+def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tuple[Miss, float]]:
+    """Trains `cells` and what they are compared with, a world of processes for each world size.
+
+    Returns:
+        By cell: its distance from the single process, and its seconds.
+    """
+    found: dict[Cell, tuple[Miss, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="parity-") as directory:
+        ties = sorted({cell.tied for cell in cells})
+        (references,) = run_world(train_cells, 1, [Cell(tied=tied) for tied in ties], directory, timeout=timeout)
+        alone = dict(zip(ties, references, strict=True))
+        for world_size in sorted({cell.world_size for cell in cells}):
+            chosen = [cell for cell in cells if cell.world_size == world_size]
+            by_rank = run_world(train_cells, world_size, chosen, directory, timeout=timeout)
+            for cell, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
+                found[cell] = compare(ranks, alone[cell.tied]), ranks[0]["seconds"]
+    return found
+
+
+def plan_of(cell: Cell) -> str:
+    """What is split beside the layers, in words."""
+    parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
+    return "-" if cell.tp == 1 else " + ".join(parts) or "nothing"
+
+
+def mesh_table(found: dict[Cell, tuple[Miss, float]]) -> str:
+    """Markdown: a row for each mesh, and the largest difference for each number of micro-batches in a step."""
+    ways: list[tuple[int, Recompute]] = [(1, "none"), (1, "full"), (2, "none"), (2, "full")]
+    rows = []
+    for mesh in dict.fromkeys(cell[:3] for cell in found):
+        misses = [found[cell][0] for way in ways if (cell := Cell(*mesh, *way)) in found]
+        if len(misses) == len(ways):
+            rows.append([*mesh, _starts(*misses), *(f"{max(miss[:3]):.0e}" for miss in misses)])
+    off = ["1 micro-batch", "1, recomputed", "2 micro-batches", "2, recomputed"]
+    return _markdown(["dp_replicate", "dp_shard", "tp", "initial weights", *off], rows)
+
+
+def option_table(found: dict[Cell, tuple[Miss, float]]) -> str:
+    """Markdown: the cells with another plan than the usual, selective recomputing, or tied weights."""
+    rows = [
+        [*cell[:5], plan_of(cell), "yes" if cell.tied else "no", _starts(miss), f"{max(miss[:3]):.0e}"]
+        for cell, (miss, _) in found.items()
+        if cell != Cell(*cell[:5]) or cell.recompute == "selective"
+    ]
+    head = "dp_replicate, dp_shard, tp, micro-batches, recomputed, also split, tied, initial weights, off by"
+    return _markdown(head.split(", "), rows)
+
+
+def _starts(*misses: Miss) -> str:
+    return "equal" if all(miss.starts_equal for miss in misses) else "DIFFER"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def main(max_world: int) -> int:
+    """Prints the matrix up to `max_world` processes; the number of cells that miss."""
+    started = time.monotonic()
+    found = run_cells([cell for cell in all_cells() if cell.world_size <= max_world])
+    missed = [cell for cell, (miss, _) in found.items() if not miss.is_parity]
+    worst = Miss(*(max(values) for values in zip(*(miss[:3] for miss, _ in found.values()), strict=True)), True)
+    print(mesh_table(found), option_table(found), sep="\n\n")
+    print(f"\n{len(found)} cells, torch {torch.__version__}, {time.monotonic() - started:.0f} s.")
+    print(
+        f"At most {worst.loss:.1e} (loss), {worst.norm:.1e} (norm), {worst.weight:.1e} (weights) from one process; "
+        f"{TOLERANCE:.0e} is allowed."
+    )
+    for cell in missed:
+        print(f"MISSED {cell}", file=sys.stderr)
+    return len(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 8) else 0)
