@@ -93,7 +93,7 @@ def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Ma
 
 
 def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
-    """Steps of the checkpoints that stay.
+    """Steps of the checkpoints that stay: all of them while `keep_best` asks for a metric that none has.
 
     Args:
         manifests: The valid checkpoints of a run, in any order.
@@ -108,6 +108,8 @@ def kept(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
         stay |= {step for step in steps if step % retention.keep_every_n_steps == 0}
     if retention.keep_best is not None and retention.metric is not None:
         best = _by_merit(ordered, retention.metric, retention.mode)
+        if not best:  # a name mistyped, or no validation yet: nobody can say which are not the best
+            return set(steps)
         stay |= {manifest.step for manifest in best[: retention.keep_best]}
     return stay
 

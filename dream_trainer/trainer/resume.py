@@ -52,6 +52,10 @@ def resume(root: Path, parameters: CheckpointParameters, world: World, load: Loa
         path = _chosen(root, world, lambda found: _path_of_step(found, root, asked))
     else:
         path = Path(asked)
+        if not world.broadcast_object(path.exists()):
+            raise CheckpointError(
+                f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
+            )
     load(verify_all_but_shards(path, world=world))
     return True
 

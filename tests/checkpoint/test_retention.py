@@ -73,7 +73,7 @@ def test_without_a_rule_everything_is_kept() -> None:
         (Retention(keep_best=1, metric="val/loss"), {2, 6}),
         (Retention(keep_best=2, metric="val/loss", mode="max"), {1, 3, 6}),
         (Retention(keep_best=9, metric="val/loss"), {1, 2, 3, 5, 6}),
-        (Retention(keep_best=1, metric="val/other"), {6}),
+        (Retention(keep_best=1, metric="val/other"), {1, 2, 3, 4, 5, 6}),
         (POLICY, {2, 5, 6}),
     ],
 )
@@ -232,3 +232,9 @@ def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_ag
         retire(root, POLICY)
         assert {path.name for path in root.iterdir()} == {f"step_{step:08d}" for step in (2, 6, 7)}
     assert call > 10
+
+
+@pytest.mark.pitfall(36)
+def test_while_no_checkpoint_has_the_metric_none_is_removed_as_not_the_best() -> None:
+    """A name mistyped, or saves that never met a validation."""
+    assert kept(manifests(3.0, 1.0, 2.0), Retention(keep_last=1, keep_best=1, metric="val/los")) == {1, 2, 3}
