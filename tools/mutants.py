@@ -257,6 +257,48 @@ MUTANTS = [
         "",
         "tests/trainer/test_tensor_parallel.py",
     ),
+    Mutant(
+        "autocast keeps cast weights between forwards",
+        "dream_trainer/trainer/precision.py",
+        "dtype, cache_enabled=False)",
+        "dtype)",
+        "tests/trainer/test_precision.py",
+    ),
+    Mutant(
+        "backward runs under autocast",
+        "dream_trainer/trainer/accumulation.py",
+        "self._without_autocast = without_autocast(devices, self._world.device)",
+        "self._without_autocast = None",
+        "tests/trainer/test_precision.py",
+    ),
+    Mutant(
+        "an overflow keeps the scale",
+        "dream_trainer/trainer/loss_scale.py",
+        "        self._overflowed |= bad\n",
+        "",
+        "tests/trainer/test_loss_scale.py",
+    ),
+    Mutant(
+        "the loss scale is not resumed",
+        "dream_trainer/trainer/saved_state.py",
+        '    trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))\n',
+        "",
+        "tests/trainer/test_loss_scale.py",
+    ),
+    Mutant(
+        "parts of a sharded model are called past it",
+        "dream_trainer/trainer/mixins/setup.py",
+        "                enter_by_parts(model)\n",
+        "",
+        "tests/trainer/test_precision.py",
+    ),
+    Mutant(
+        "gradients are reduced in half precision",
+        "dream_trainer/trainer/precision.py",
+        "param_dtype=dtype, reduce_dtype=torch.float32 if reduce is None else reduce)",
+        "param_dtype=dtype, reduce_dtype=dtype if reduce is None else reduce)",
+        "tests/trainer/test_precision.py",
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.data.loader import loader_batch_size
+from dream_trainer.distributed.class_change import own_class
 from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.loggers.formatting import format_bytes, format_count
@@ -78,7 +79,7 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
     shapes = ", ".join(f"{key} {_shape(p)}" for key, p in own.items())
     yield (
         "  " * level + name,
-        class_name(module),
+        own_class(module).__name__,
         f"{size.parameters:,}",
         "all" if size.trainable == size.parameters else f"{size.trainable:,}",
         shapes,
@@ -92,12 +93,6 @@ def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> It
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def class_name(module: nn.Module) -> str:
-    """The class as the user wrote it: `fully_shard` puts a subclass named `FSDP...` over it."""
-    name, base = type(module).__name__, type(module).__bases__[-1].__name__
-    return base if name == f"FSDP{base}" else name
 
 
 class TrainerSummary(Callback):

@@ -9,6 +9,8 @@ from dream_trainer.config.checks import check_boolean, check_choice, check_integ
 from dream_trainer.errors import ConfigError
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ReduceType = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,22 @@ class DeviceParameters:
 
     device: DeviceType = "auto"
     """Kind of device; "auto" takes the machine's accelerator, else the CPU."""
+    precision: Precision = "fp32"
+    """What forward and backward compute in. "fp32": the parameters' own type, so float64 models train in float64;
+    "tf32": the same, with matrix products of float32 on tensor cores where there are any; "bf16" and "fp16": half
+    precision over float32 parameters, fp16 with a loss scale."""
+    reduce_dtype: ReduceType | None = None
+    """Type in which gradients cross the data-parallel ranks; None: float32 under bf16 and fp16, else the parameters'
+    own."""
     dp_replicate: int | Literal["auto"] = "auto"
     """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
     dp_shard: int | Literal["auto"] = "auto"
     """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without."""
     tensor_parallel: int = 1
     """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state lie in the host's memory and visit the device block by block,
+    which FSDP2 does from two ranks on."""
     compile: bool = False
     """Whether blocks are compiled (CompileMixin)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -44,6 +56,10 @@ class DeviceParameters:
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(DeviceType))
+        check_choice("precision", self.precision, get_args(Precision))
+        if self.reduce_dtype is not None:
+            check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceType))
+        check_boolean("cpu_offload", self.cpu_offload)
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
             if value != "auto":
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')

@@ -6,10 +6,12 @@ code path for FSDP, HSDP and replicas, with the same gradient arithmetic.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 
 from dream_trainer.distributed.class_change import own_class
@@ -35,7 +37,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def shard_by_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]
 ) -> None:
-    """Wraps each block, then the root, with `fully_shard`.
+    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
     Args:
         model: The model; its class changes in place.
@@ -51,6 +53,9 @@ def shard_by_blocks(
     _refuse_ties_across(model, blocks)
     for block in blocks:
         fully_shard(block, **config)
+    policy = root.get("mp_policy")
+    if policy is not None:  # of the root alone: a block's output is the next one's input
+        root = root | {"mp_policy": dataclasses.replace(policy, output_dtype=torch.float32)}
     fully_shard(model, **root)
 
 
@@ -108,6 +113,18 @@ def layout(parameter: nn.Parameter) -> object:
     from torch.distributed.tensor import DTensor
 
     return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
+    """Moves buffers and unsharded parameters to `device`, where an offloaded model computes."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

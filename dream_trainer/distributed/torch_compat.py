@@ -87,6 +87,12 @@ def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
     return [] if group is None else [p.sharded_param for p in group.fsdp_params]
 
 
+def begin_root(module: FSDPModule) -> None:
+    """Makes `module` the root of its FSDP states now; else the first of them to run a forward becomes one, and a block
+    that is called on its own would take its model's place."""
+    module._get_fsdp_state()._lazy_init()
+
+
 def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
     """The module inside `torch.compile(module)`, or None if `module` is no such wrapper. Imports no compiler."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

@@ -82,6 +82,7 @@ class World:
         local_rank: Rank on this host.
         world_size: Number of ranks.
         device: Where this rank computes.
+        parameter_device: Where its parameters, gradients and optimizer state lie.
         mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
         mesh_shape: Sizes of those dimensions.
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
@@ -110,6 +111,7 @@ class World:
         self.cpu_group: dist.ProcessGroup | None = None
         self.forbidden: str | None = None
         self._parameters = parameters
+        self.parameter_device = self._choose_parameter_device()
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
         if self.world_size > 1:
@@ -118,6 +120,16 @@ class World:
         self.data_group = self._new_data_group()
         self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
         self._open = True
+
+    def _choose_parameter_device(self) -> torch.device:
+        if not self._parameters.cpu_offload or self.device.type == "cpu":
+            return self.device
+        if self.world_size == 1:
+            raise ConfigError(
+                f"cpu_offload=True on one {self.device.type} device: FSDP2 offloads what it shards, from two ranks on. "
+                "Start more processes, or use cpu_offload=False."
+            )
+        return torch.device("cpu")
 
     def _new_data_group(self) -> dist.ProcessGroup | None:
         same_data = self.mesh_shape.cp * self.mesh_shape.tp

@@ -7,7 +7,7 @@ user's hooks are here; events are in lifecycle.py, and the hooks through which m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -24,6 +24,7 @@ from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.events import event_table
 from dream_trainer.trainer.lifecycle import Lifecycle
+from dream_trainer.trainer.precision import autocast, under_autocast
 from dream_trainer.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -275,8 +276,8 @@ class AbstractTrainer(Lifecycle, Cooperation):
         `device_parameters.compile` is set."""
 
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
-        """Shards every model with `fully_shard(module, **config)`. FSDPMixin's default: by `model_blocks`, then the
-        root."""
+        """Shards every model with `fully_shard(module, **config)`; the config has the mesh and, if configured, the
+        precision's and the offload's policy. FSDPMixin's default: by `model_blocks`, then the root."""
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
         """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`,
@@ -404,6 +405,16 @@ class AbstractTrainer(Lifecycle, Cooperation):
         """Calls everyone who listens to `event`."""
         for listener in self._events[event]:
             listener(*args)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
+
+        `torch.autocast` under `precision="bf16"` and `"fp16"`, else nothing.
+        """
+        return autocast(self.config.device_parameters, self.world.device)
+
+    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""

@@ -30,7 +30,9 @@ from dream_trainer.distributed.gradients import (
 from dream_trainer.distributed.torch_compat import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.events import anyone_listens
+from dream_trainer.trainer.loss_scale import LossScale
 from dream_trainer.trainer.nonfinite import NonFiniteGuard
+from dream_trainer.trainer.precision import without_autocast
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -48,6 +50,7 @@ class Accumulation:
         size: Micro-batches of the window, agreed over ranks.
         is_last: Whether the running micro-batch is the window's last.
         batch_weight: The running micro-batch's backward weight, or None.
+        loss_scale: Under fp16, what losses are multiplied by; else None.
         stepped: Whether `step` ran in the window.
         is_open: Whether a window is running.
     """
@@ -56,12 +59,16 @@ class Accumulation:
         parameters = trainer.config.training_parameters
         self._trainer = trainer
         self._world = trainer.world
+        self._device = trainer.world.parameter_device
         # MPS has no float64.
-        self._scalar_dtype = torch.float32 if self._world.device.type == "mps" else torch.float64
+        self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        devices = trainer.config.device_parameters
+        self.loss_scale = LossScale(self._device) if devices.precision == "fp16" else None
+        self._without_autocast = without_autocast(devices, self._world.device)
         self._clip_norm = parameters.gradient_clip_val
         self._clip_tensors: dict[torch.dtype, Tensor] = {}
         self._clip_value = parameters.gradient_clip_value
-        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer)
+        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, self.loss_scale)
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
@@ -134,7 +141,13 @@ class Accumulation:
             self._counted_batches += 1
         self._backwards += 1
         self._batch_backwards += 1
-        loss.backward()
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
+        if self._without_autocast is None:
+            loss.backward()
+            return
+        with self._without_autocast:
+            loss.backward()
 
     def _refuse_mixture(self) -> None:
         raise StepError(
@@ -184,6 +197,8 @@ class Accumulation:
             names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
         self.is_open = False
+        if self.stepped and self.loss_scale is not None:
+            self.loss_scale.update()
         self._guard.settle_when_full()
         return self.stepped
 
@@ -197,14 +212,29 @@ class Accumulation:
         """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
         self._guard.settle()
 
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """For a checkpoint; None but under fp16."""
+        return None if self.loss_scale is None else self.loss_scale.state_dict()
+
+    def load_loss_scale_state(self, state: dict[str, Any] | None) -> None:
+        """Takes back what `loss_scale_state` gave; a run that goes on in another precision has no use for it."""
+        if self.loss_scale is not None and state is not None:
+            self.loss_scale.load_state_dict(state)
+
     # -- the step
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
+        if self._without_autocast is None:
+            return self._step(model, optimizers, schedulers)
+        with self._without_autocast:
+            return self._step(model, optimizers, schedulers)
+
+    def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         self._check(schedulers)
         plan = self._plan(optimizers)
         if self._counted_batches == 0:
-            return torch.zeros((), dtype=plan.dtype, device=self._world.device)
+            return torch.zeros((), dtype=plan.dtype, device=self._device)
         can_rerun = not self.stepped
         self.stepped = True
         self._stepped_backwards = self._backwards
@@ -257,6 +287,9 @@ class Accumulation:
         grads = gradients_of(plan)
         norm, total = self._norm(plan, grads, weight)
         scale, empty = self._scale(weight, total)
+        if self.loss_scale is not None:
+            inverse = self.loss_scale.inverse(is_weighted=weight is not None)
+            scale = inverse if scale is None else scale * inverse
         if self._renormalises:
             if scale is not None:
                 scale_gradients(plan, grads, scale)
@@ -302,8 +335,8 @@ class Accumulation:
 
     def _norm(self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None) -> tuple[Tensor, Weight | None]:
         if self._world.world_size > 1:
-            return global_norm(plan, grads, weight, self._world.device)
-        return local_norm(plan, [grad for own in grads for grad in own], self._world.device), weight
+            return global_norm(plan, grads, weight, self._device)
+        return local_norm(plan, [grad for own in grads for grad in own], self._device), weight
 
     def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
@@ -316,7 +349,7 @@ class Accumulation:
         # The total is over all ranks. Those that see the same data each add it, and each see the same gradients.
         ranks = self._world.world_size
         if isinstance(total, Tensor):
-            total = total.detach().to(device=self._world.device, dtype=self._scalar_dtype)
+            total = total.detach().to(device=self._device, dtype=self._scalar_dtype)
             empty = total == 0
             return torch.where(empty, torch.zeros_like(total), ranks / total), empty
         if total == 0 or not math.isfinite(total):
@@ -325,4 +358,4 @@ class Accumulation:
 
     def _scalar(self, value: float) -> Tensor:
         """A 0-dim tensor on the device, made there: a copy from the host would wait."""
-        return torch.full((), value, dtype=self._scalar_dtype, device=self._world.device)
+        return torch.full((), value, dtype=self._scalar_dtype, device=self._device)

@@ -35,6 +35,7 @@ from dream_trainer.trainer.feed import WindowFeed
 from dream_trainer.trainer.intermission import Intermission
 from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.nonfinite import RetryWindow
+from dream_trainer.trainer.precision import float32_products
 from dream_trainer.trainer.watch import watched
 
 
@@ -257,7 +258,7 @@ class BaseTrainer(Intermission):
                 self._notify("on_interrupt")
             self._cadence.stop()
             return
-        with deterministic(self.config.training_parameters.deterministic):
+        with deterministic(self.config.training_parameters.deterministic), float32_products(self):
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")

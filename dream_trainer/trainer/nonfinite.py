@@ -20,9 +20,10 @@ from dream_trainer.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.loss_scale import LossScale
 
 SETTLE_EVERY = 50
-_EMPTY = -1.0
+_EMPTY, _OVERFLOW = -1.0, -2.0
 
 
 class RetryWindow(BaseException):
@@ -36,13 +37,16 @@ class NonFiniteGuard:
         policy: "raise", "skip" or "retry".
         limit: How many bad steps in a row "skip" and "retry" put up with.
         trainer: Whose counters are advanced.
+        loss_scale: Under fp16. A norm that is not finite is then an overflow, left out under any policy, as long as a
+            lower scale may mend it.
     """
 
-    def __init__(self, policy: str, limit: int, trainer: AbstractTrainer) -> None:
+    def __init__(self, policy: str, limit: int, trainer: AbstractTrainer, loss_scale: LossScale | None) -> None:
         self._policy = policy
         self._limit = limit
         self._trainer = trainer
-        device = trainer.world.device
+        self._loss_scale = loss_scale
+        device = trainer.world.parameter_device
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._latch = torch.zeros((), dtype=torch.float32, device=device)
         self._norms: list[Tensor] = []
@@ -97,16 +101,22 @@ class NonFiniteGuard:
     def _step_by_device(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> None:
         # 0 * x is NaN exactly for the infinite and NaN x, and NaN != 0: cheaper than isfinite, and it latches when
         # summed.
-        if self._policy == "raise":
-            weighed = norm if not isinstance(empty, Tensor) else torch.where(empty, 0.0, norm)
+        weighed = norm if not isinstance(empty, Tensor) else torch.where(empty, 0.0, norm)
+        seen = norm
+        if self._loss_scale is not None:
+            hopeless = self._loss_scale.note(weighed)
+            seen = torch.where(torch.isfinite(norm) | hopeless, norm, _OVERFLOW)
+            if self._policy == "raise":
+                self._latch.add_(torch.where(hopeless, norm, 0.0), alpha=0)
+            torch.ne(self._latch + norm * 0, 0, out=self._found)
+        elif self._policy == "raise":
             torch.ne(self._latch.add_(weighed, alpha=0), 0, out=self._found)
         else:
             torch.ne(norm * 0, 0, out=self._found)
-        seen = norm
         if isinstance(empty, Tensor):
             torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
-            seen = torch.where(empty, _EMPTY, norm)
-        self._may_skip = self._policy == "skip" or isinstance(empty, Tensor)
+            seen = torch.where(empty, _EMPTY, seen)
+        self._may_skip = self._policy == "skip" or self._loss_scale is not None or isinstance(empty, Tensor)
         self._norms.append(seen)
         self._steps.append(self._trainer.progress.global_step)
         for optimizer in optimizers:
@@ -128,7 +138,14 @@ class NonFiniteGuard:
             for optimizer in optimizers:
                 optimizer.step()
             return False
+        is_overflow = self._loss_scale is not None and not bool(self._loss_scale.note(norm))
+        if is_overflow and not (self._policy == "retry" and can_rerun):
+            self._trainer.progress.skipped_steps += 1
+            return True
         if self._policy == "retry":
+            if is_overflow and self._loss_scale is not None:
+                self._loss_scale.update()
+                raise RetryWindow
             self._count_bad(value, self._trainer.progress.global_step, "runs of one window")
             if not can_rerun:
                 raise NonFiniteError(
@@ -162,7 +179,7 @@ class NonFiniteGuard:
         values, steps = torch.stack(self._norms).tolist(), self._steps
         self._norms, self._steps = [], []
         for value, step in zip(values, steps, strict=True):
-            if value == _EMPTY:
+            if value in (_EMPTY, _OVERFLOW):
                 self._trainer.progress.skipped_steps += 1
             elif math.isfinite(value):
                 self._in_a_row = 0

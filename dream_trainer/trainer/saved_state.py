@@ -74,6 +74,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
             "mixins": mixins,
             "extra_state": model_extra_state(models),
             "model_configs": model_configs(models),
+            "loss_scale": trainer._accumulation.loss_scale_state(),
         } | _given_state(trainer)
         random, random_tensors = random_state(world.device)
         rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
@@ -204,6 +205,7 @@ def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Pa
 
 def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str]) -> None:
     trainer.progress.load_state_dict(shared["progress"])
+    trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
     load_model_extra_state(trainer.named_models(), shared["extra_state"])
     schedulers = trainer.named_schedulers()
     if set(schedulers) != set(shared["schedulers"]):

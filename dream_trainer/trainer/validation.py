@@ -18,6 +18,7 @@ from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_everything
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
+from dream_trainer.trainer.precision import float32_products
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation import ValidationBatches
@@ -69,7 +70,12 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     modes = [(module, module.training) for model in trainer.named_models().values() for module in model.modules()]
     trainer.training = False
     try:
-        with torch.no_grad(), preserved_random_state(trainer.world.device), ExitStack() as contexts:
+        with (
+            torch.no_grad(),
+            preserved_random_state(trainer.world.device),
+            float32_products(trainer),
+            ExitStack() as contexts,
+        ):
             seed_everything(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank))
             for module, _ in modes:
                 module.training = False

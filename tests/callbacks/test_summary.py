@@ -15,7 +15,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.callbacks import ModelSummary, TrainerSummary
-from dream_trainer.callbacks.summary import class_name, size_of
+from dream_trainer.callbacks.summary import size_of
 from tests.worlds import run_world
 
 
@@ -107,13 +107,6 @@ def test_sizes_work_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
     assert size_of(model) == (1_000_000, 1_000_000, 2_000_000, 2_000_000)
-
-
-def test_a_class_of_ones_own_named_fsdp_keeps_its_name() -> None:
-    class FSDPThing(nn.Module):
-        pass
-
-    assert class_name(FSDPThing()) == "FSDPThing"
 
 
 def test_a_negative_depth_says_what_to_use() -> None:

@@ -209,3 +209,24 @@ def test_results_of_operations_on_dtensors_are_not_taken_from_a_process_group_th
         dist.destroy_process_group()
         forget_meshes()
         assert found is mesh
+
+
+def test_a_block_may_run_before_its_model_once_that_is_the_root() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from dream_trainer.distributed.torch_compat import begin_root, forget_meshes
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    expected = model(model[0](torch.ones(2)))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    begin_root(model)
+    found = model(model[0](torch.ones(2)))  # else an error: the block would be a root of its own
+    dist.destroy_process_group()
+    forget_meshes()
+    assert torch.equal(found, expected)

@@ -119,9 +119,10 @@ class EvalMixin(AbstractTrainer):
             self._start()
             mine: list[Any] = []
             batches = self._batches_of(dataloader)
+            predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self), self._validation_context():
                 for batch_idx, (batch, is_padding) in enumerate(in_step(self, batches, None)):
-                    result = self.predict_step(self.move_batch(batch, self.world.device), batch_idx)
+                    result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
                         mine.append(to_device(detach(result), torch.device("cpu")))
             batches.close()

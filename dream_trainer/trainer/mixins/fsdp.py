@@ -55,7 +55,8 @@ class FSDPMixin(AbstractTrainer):
         The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default.
 
         Args:
-            config: Keyword arguments of `fully_shard`; the mesh.
+            config: Keyword arguments of `fully_shard`: the mesh, and the policies of precision and offload if
+                configured.
         """
         super().apply_fully_shard(config)
         blocks = config | {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward}

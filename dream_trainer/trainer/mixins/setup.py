@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, shard_by_blocks
+from dream_trainer.distributed.entrance import enter_by_methods, enter_by_parts
+from dream_trainer.distributed.half_norms import norms_in_float32
+from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, move_what_is_whole, shard_by_blocks
 from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.checks import refuse_unused_parallelism
 from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.precision import half_dtype, sharding_policy
 from dream_trainer.trainer.registry import refuse_private_models
 
 if TYPE_CHECKING:
@@ -103,9 +106,18 @@ class SetupMixin(AbstractTrainer):
         if devices.compile:
             self.apply_compile()
         if self.world.world_size > 1:
+            for model in self._parameterised_models():
+                enter_by_methods(model)
+                if half_dtype(devices) is not None:
+                    norms_in_float32(model, self.world.device)
             self._shard_or_replicate()
-        materialize(models, plan, self.world.device)
+        materialize(models, plan, self.world.parameter_device)
         del self._tape  # it holds what the constructors computed
+        if self.world.world_size > 1:
+            for model in models.values():
+                if self.world.parameter_device != self.world.device:
+                    move_what_is_whole(model, self.world.device)
+                enter_by_parts(model)
         self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
         self.load_pretrained()
         connect_data(self)
@@ -133,7 +145,19 @@ class SetupMixin(AbstractTrainer):
             self.apply_replicate(mesh["dp_replicate", "dp_shard"])
             return
         dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
-        self.apply_fully_shard({"mesh": mesh[dims]})
+        self.apply_fully_shard({"mesh": mesh[dims]} | self._sharding_policies())
+
+    def _sharding_policies(self) -> dict[str, Any]:
+        """Keyword arguments of `fully_shard` beside the mesh."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        policies: dict[str, Any] = {}
+        mixed = sharding_policy(self.config.device_parameters)
+        if mixed is not None:
+            policies["mp_policy"] = mixed
+        if self.config.device_parameters.cpu_offload:
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type != "cpu")
+        return policies
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
         """Keeps every model whole on every rank and reduces its gradients, block by block.
@@ -142,8 +166,9 @@ class SetupMixin(AbstractTrainer):
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
         """
         super().apply_replicate(mesh)
+        config = {"mesh": mesh} | self._sharding_policies()
         for model in self._trainable_models():
-            shard_by_blocks(model, self.model_blocks(model), {"mesh": mesh}, {"mesh": mesh})
+            shard_by_blocks(model, self.model_blocks(model), config, config)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         return [*super()._setup_stages(), *STAGES]

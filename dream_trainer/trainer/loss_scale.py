@@ -1,0 +1,73 @@
+"""Loss scaling for fp16, whose smallest number is 6e-8: losses are multiplied by a power of two that adapts.
+
+The rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018, arXiv:1710.03740): halve the scale after a window
+whose gradients overflowed, double it after many without. An overflow shows in the gradient norm, which all ranks and
+shards have in common, so they agree without a word; all of it stays on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INITIAL_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**100
+GROWTH_INTERVAL = 2000
+# Thousands of tokens times the initial scale would overflow in the first windows. A power of two, so that it is exact.
+WEIGHT_DIVISOR = 1024.0
+
+
+class LossScale:
+    """The scale of a run, updated once per accumulation window.
+
+    Args:
+        device: Where it lives.
+
+    Attributes:
+        scale: What losses are multiplied by; a 0-dim float32 tensor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), INITIAL_SCALE, device=device)
+        self._windows = torch.zeros((), device=device)  # without an overflow since the scale last changed
+        self._overflowed = torch.zeros((), dtype=torch.bool, device=device)
+        self._one = torch.ones((), device=device)
+
+    def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
+        """What to call `backward` on in the place of `loss`, the mean over a micro-batch, times its weight if it has
+        one."""
+        return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
+
+    def inverse(self, *, is_weighted: bool) -> Tensor:
+        """What undoes it in the gradients."""
+        return (WEIGHT_DIVISOR if is_weighted else 1.0) / self.scale
+
+    def note(self, norm: Tensor) -> Tensor:
+        """Takes a gradient norm of the window.
+
+        Returns:
+            Whether it is not finite although the scale is below 1: the gradients are bad in themselves.
+        """
+        bad = ~torch.isfinite(norm)
+        self._overflowed |= bad
+        return bad & (self.scale < 1)
+
+    def update(self) -> None:
+        """Ends a window: scales down if a norm in it was not finite, up if none was for `GROWTH_INTERVAL` windows."""
+        windows = torch.where(self._overflowed, 0.0, self._windows + 1)
+        is_long = windows >= GROWTH_INTERVAL
+        factor = torch.where(self._overflowed, 0.5, torch.where(is_long, 2.0, self._one))
+        self.scale.mul_(factor).clamp_(max=_LARGEST_SCALE)
+        self._windows = torch.where(is_long, 0.0, windows)
+        self._overflowed.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint; equal on all ranks. Waits for the device."""
+        return {"scale": float(self.scale), "windows": int(self._windows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.scale.fill_(state["scale"])
+        self._windows.fill_(state["windows"])

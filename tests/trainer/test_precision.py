@@ -1,0 +1,406 @@
+"""bf16, fp16 and reductions against loops written by hand, and the models that mixed precision breaks elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError
+from tests.trainer.arithmetic import full
+from tests.trainer.small import make_config
+from tests.worlds import run_world
+
+N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 8, 4, 8, 16, 6
+BF16 = dt.DeviceParameters(device="cpu", precision="bf16")
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Block(nn.Module):
+    """Norms of both kinds and a buffer in float32, which promotes what it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(LENGTH)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.batch_norm(self.norm(x * self.table))) * self.table
+
+
+class Model(nn.Module):
+    """A model that is used by more than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.position + self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def decode(self, *, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decode(hidden=self.encode(tokens))
+
+
+def by_forward(model: Model, tokens: Tensor) -> Tensor:
+    return model(tokens)
+
+
+def by_methods(model: Model, tokens: Tensor) -> Tensor:
+    return model.decode(hidden=model.encode(tokens))
+
+
+def by_parts(model: Model, tokens: Tensor) -> Tensor:
+    x = model.embed(tokens)
+    for block in model.blocks:
+        x = block(x)
+    return model.head(model.norm(x))
+
+
+def by_a_block_first(model: Model, tokens: Tensor) -> Tensor:
+    x = F.one_hot(tokens, WIDTH).to(model.blocks[0].table.dtype)
+    return model.head(model.blocks[0](x))
+
+
+def by_two_ways(model: Model, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        before = model.encode(tokens)
+    return by_methods(model, tokens) + by_forward(model, tokens) + before.mean()
+
+
+WAYS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    way.__name__: way for way in (by_forward, by_methods, by_parts, by_a_block_first, by_two_ways)
+}
+
+
+def tokens() -> Tensor:
+    return torch.randint(WIDTH, (N_STEPS * SIZE, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def fill(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+
+
+class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
+    def __init__(self, config: Any, way: str = "by_forward", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(config)
+        self.way, self.dtype = WAYS[way], dtype
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.digits: set[bool] = set()
+
+    def configure_models(self) -> None:
+        self.model = Model().to(self.dtype)
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        parameters = self.config.training_parameters
+        return torch.utils.data.DataLoader(tokens(), batch_size=parameters.train_batch_size), None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        self.model.eval()  # batch norm's statistics are of each rank's batch, and so depend on the number of ranks
+        loss = F.cross_entropy(self.way(self.model, batch).flatten(0, 1), batch.flatten())
+        self.losses.append(loss.item())
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            gradient = full(self.model.head.weight.grad)
+            self.digits.add(torch.equal(gradient, gradient.bfloat16().to(gradient.dtype)))
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {}
+
+
+def trained(config: Any, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    with Trainer(config, way, dtype) as trainer:
+        trainer.fit()
+        weights = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+        return {"losses": trainer.losses, "norms": trainer.norms, "weights": weights}
+
+
+def config_for(devices: dt.DeviceParameters, *, ranks: int = 1, accumulation: int = 1) -> Any:
+    return make_config(
+        devices=devices,
+        n_epochs=1,
+        train_batch_size=SIZE // ranks // accumulation,
+        gradient_accumulation_steps=accumulation,
+        gradient_clip_val=1.0,
+    )
+
+
+def off_by(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    norms = max(abs(a - b) for a, b in zip(found["norms"], expected["norms"], strict=True))
+    return max(norms, *(float((found["weights"][n] - w).abs().max()) for n, w in expected["weights"].items()))
+
+
+# -- one process
+
+
+def test_bf16_is_bit_for_bit_a_loop_with_autocast_around_the_forward() -> None:
+    found = trained(
+        replace(config_for(BF16), training_parameters=dt.TrainingParameters(n_epochs=1, train_batch_size=SIZE)),
+        "by_methods",
+    )
+    model = Model().eval()
+    fill(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in tokens().split(SIZE):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(by_methods(model, batch).flatten(0, 1), batch.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found["losses"] == losses
+    assert all(torch.equal(found["weights"][name], p) for name, p in model.named_parameters())
+
+
+class Pair(dt.BaseTrainer):
+    """Two updates of one model in a step, and a forward without gradients before each: as GANs and teachers do."""
+
+    def setup(self) -> None:
+        self.model = nn.Linear(WIDTH, WIDTH)
+        fill(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return [torch.ones(2, WIDTH)] * 3, None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        for _ in range(2):
+            self.backward(twice(self.model, batch))
+            self.step(self.model, self.optimizer)
+        return {}
+
+
+def twice(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = model(batch)
+    return (model(batch).float() - target.float() - 1).square().mean()
+
+
+@pytest.mark.pitfall(25)
+def test_a_forward_without_gradients_or_a_step_before_a_forward_changes_nothing() -> None:
+    with Pair(make_config(devices=BF16, n_epochs=1)) as trainer:
+        trainer.fit()
+    model = nn.Linear(WIDTH, WIDTH)
+    fill(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(6):
+        # Cast by hand, without autocast and its cache.
+        batch, weights = torch.ones(2, WIDTH).bfloat16(), [p.bfloat16() for p in model.parameters()]
+        output = F.linear(batch, *weights)
+        (output.float() - output.detach().float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(trainer.model.get_parameter(name), parameter)
+
+
+class FullHead(dt.BaseTrainer):
+    """Its loss is computed outside autocast, in float32, as its author wants it."""
+
+    def setup(self) -> None:
+        self.model = nn.Linear(WIDTH, WIDTH)
+        fill(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return [torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)], None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        with torch.autocast("cpu", enabled=False):
+            self.backward(self.model(batch).square().sum())
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+class FullHeadByParts(FullHead):
+    """The same, but backward is called where autocast is on."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        with torch.autocast("cpu", enabled=False):
+            loss = self.model(batch).square().sum()
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+@pytest.mark.parametrize("cls", [FullHead, FullHeadByParts])
+def test_what_is_computed_in_float32_has_its_gradient_in_float32(cls: type[FullHead]) -> None:
+    with cls(make_config(devices=BF16, n_epochs=1)) as trainer:
+        trainer.fit()
+    model = nn.Linear(WIDTH, WIDTH)
+    fill(model)
+    (batch,), _ = trainer.configure_dataloaders()
+    model(batch).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(trainer.model.get_parameter(name), parameter - parameter.grad)
+
+
+def test_every_step_and_what_asks_for_it_computes_in_the_configured_precision() -> None:
+    seen: dict[str, torch.dtype] = {}
+
+    class Everywhere(dt.BaseTrainer, dt.EvalMixin):
+        def setup(self) -> None:
+            self.model = Model().eval()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def configure_dataloaders(self) -> tuple[Any, Any]:
+            return [tokens()[:2]], [tokens()[:2]]
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+            seen["training"] = self.model.decode(hidden=self.model.encode(batch)).dtype
+            return {}
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+            seen["validation"] = self.model(batch).dtype
+            return {}
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen["prediction"] = self.model(batch).dtype
+            return batch
+
+        def post_fit(self) -> None:
+            seen["outside"] = self.model(tokens()[:2]).dtype
+            with self.autocast():
+                seen["asked for"] = self.model(tokens()[:2]).dtype
+
+    with Everywhere(make_config(devices=BF16, n_epochs=1)) as trainer:
+        trainer.fit()
+        trainer.predict([tokens()[:2]])
+    half = dict.fromkeys(("training", "validation", "prediction", "asked for"), torch.bfloat16)
+    assert seen == half | {"outside": torch.float32}
+
+
+def test_tf32_is_said_to_need_cuda_and_changes_no_bit_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    plain = trained(config_for(dt.DeviceParameters(device="cpu")), "by_forward")
+    found = trained(config_for(dt.DeviceParameters(device="cpu", precision="tf32")), "by_forward")
+    assert off_by(found, plain) == 0
+    assert [record.message for record in caplog.records if "tf32" in record.message] == [
+        'precision="tf32" is for CUDA devices; this cpu computes in float32.'
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "int8"}, {"reduce_dtype": "tf32"}, {"cpu_offload": 1}])
+def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=name):
+        dt.DeviceParameters(**wrong)
+
+
+# -- two ranks
+
+EXACT = dt.DeviceParameters(device="cpu")
+WORLD: dict[str, tuple[dt.DeviceParameters, str, int, torch.dtype]] = {
+    **{f"{way} {mode}": (mesh, way, 1, torch.float64) for way in WAYS
+       for mode, mesh in {"fsdp": EXACT, "ddp": replace(EXACT, dp_replicate=2, dp_shard=1)}.items()},
+    "accumulated": (EXACT, "by_two_ways", 2, torch.float64),
+    "compiled": (replace(EXACT, compile=True), "by_parts", 1, torch.float64),
+    "offloaded": (replace(EXACT, cpu_offload=True), "by_methods", 1, torch.float64),
+    **{f"{precision} {way}": (replace(EXACT, precision=precision), way, 1, torch.float32)
+       for precision in ("bf16", "fp16") for way in ("by_forward", "by_methods", "by_parts")},
+    "reduced in bf16": (replace(EXACT, reduce_dtype="bf16"), "by_forward", 1, torch.float32),
+}  # fmt: skip
+
+
+def on_a_rank(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    for name, (devices, way, accumulation, dtype) in WORLD.items():
+        config = replace(
+            config_for(devices, ranks=2, accumulation=accumulation),
+            compile_parameters=dt.CompileParameters(backend="aot_eager"),
+        )
+        cls = Compiled if devices.compile else Trainer
+        with cls(config, way, dtype) as trainer:
+            trainer.fit()
+            if trainer.world.is_main:  # the other rank does not call it
+                found["count"] = trainer.model.count()
+            weights = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+            found[name] = {
+                "losses": trainer.losses,
+                "norms": trainer.norms,
+                "weights": weights,
+                "coarse": trainer.digits,
+            }
+    return found
+
+
+class Compiled(dt.CompileMixin, Trainer):
+    pass
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(on_a_rank, 2, str(tmp_path_factory.mktemp("precision")))
+
+
+@pytest.mark.parametrize("name", [name for name, case in WORLD.items() if case[3] == torch.float64])
+@pytest.mark.pitfall(24)
+@pytest.mark.pitfall(66)
+def test_whatever_is_called_on_a_sharded_model_computes_and_learns_as_on_a_plain_one(
+    world: list[dict[str, Any]], name: str
+) -> None:
+    """In float64, so reducing gradients in float32 would show."""
+    way = WORLD[name][1]
+    plain = trained(config_for(dt.DeviceParameters(device="cpu")), way, torch.float64)
+    for rank in world:
+        assert off_by(rank[name], plain) < 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name, case in WORLD.items() if case[0].precision in ("bf16", "fp16")])
+@pytest.mark.pitfall(25)
+@pytest.mark.pitfall(65)
+def test_half_precision_bears_buffers_norms_and_methods(world: list[dict[str, Any]], name: str) -> None:
+    """Sharded parameters are cast before they are gathered, so that it is not the bits of one process."""
+    plain = trained(config_for(dt.DeviceParameters(device="cpu")), WORLD[name][1])
+    losses = [sum(pair) / 2 for pair in zip(*(rank[name]["losses"] for rank in world), strict=True)]
+    assert losses != plain["losses"]
+    assert losses[-1] == pytest.approx(plain["losses"][-1], rel=0.02)
+    for rank in world:
+        assert {weight.dtype for weight in rank[name]["weights"].values()} == {torch.float32}
+        assert all(torch.equal(world[0][name]["weights"][n], w) for n, w in rank[name]["weights"].items())
+
+
+def test_gradients_cross_ranks_in_the_type_asked_for(world: list[dict[str, Any]]) -> None:
+    plain = trained(config_for(dt.DeviceParameters(device="cpu")), "by_forward")
+    assert world[0]["reduced in bf16"]["coarse"] == {True}
+    assert world[0]["bf16 by_forward"]["coarse"] == {False}
+    assert off_by(world[0]["reduced in bf16"], plain) < 2e-2
+
+
+def test_a_method_that_computes_nothing_may_be_called_on_one_rank(world: list[dict[str, Any]]) -> None:
+    assert world[0]["count"] == sum(weight.numel() for weight in world[0]["offloaded"]["weights"].values())
