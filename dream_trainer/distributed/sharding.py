@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 
 from dream_trainer.distributed.class_change import own_class
-from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters
+from dream_trainer.distributed.torch_compat import gathered_twins, kept_gathered, sharded_parameters
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,6 +132,16 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(*models: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of `models` are whole on each rank, and their forwards gather nothing. No gradients."""
+    with torch.no_grad(), ExitStack() as stack:
+        for model in models:
+            for module in fsdp_modules(model):
+                stack.enter_context(kept_gathered(module))
+        yield
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
@@ -79,6 +79,23 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
     if group is None:
         return []
     return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if "_unsharded_param" in vars(p)]
+
+
+@contextmanager
+def kept_gathered(module: FSDPModule) -> Iterator[None]:
+    """Gathers the parameters of `fully_shard(module)` and keeps them so inside, whatever forwards run; a collective."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        yield
+        return
+    # `set_reshard_after_forward` sets this, and nothing tells how it was set.
+    before, group.post_forward_mesh_info = group.post_forward_mesh_info, None
+    module.unshard()
+    try:
+        yield
+    finally:
+        group.post_forward_mesh_info = before
+        module.reshard()
 
 
 def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
@@ -256,3 +273,14 @@ def forget_meshes() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def record_memory_history(max_entries: int) -> None:
+    """From now on keeps the last `max_entries` allocations and releases on CUDA devices with their stacks; 0 stops."""
+    torch.cuda.memory._record_memory_history("all" if max_entries else None, max_entries=max_entries or 1)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Writes what is allocated on this process's CUDA devices, with the history kept of it: for
+    https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))

@@ -1,7 +1,8 @@
 """AbstractTrainer: the state everybody may read, the registries, and every hook declared once as a documented no-op.
 
 It runs nothing. `BaseTrainer` brings the loop and calls the hooks at named phases; mixins and users override them. The
-user's hooks are here; events are in lifecycle.py, and the hooks through which mixins cooperate in cooperation.py.
+user's hooks are here; events are in lifecycle.py, logging in recording.py, and the hooks through which mixins
+cooperate in cooperation.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback, CallbackCollection
@@ -26,6 +26,7 @@ from dream_trainer.trainer.events import event_table
 from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.precision import autocast, under_autocast
 from dream_trainer.trainer.progress import Progress
+from dream_trainer.trainer.recording import Recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
 
 
-class AbstractTrainer(Lifecycle, Cooperation):
+class AbstractTrainer(Lifecycle, Cooperation, Recording):
     """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
@@ -354,20 +355,6 @@ class AbstractTrainer(Lifecycle, Cooperation):
 
     # -- what the user calls
 
-    def log(
-        self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
-    ) -> None:
-        """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
-        self._say_once("log", f"{type(self).__name__}.log does nothing: the trainer has no LoggerMixin.")
-
-    def log_dict(self, values: dict[str, Any], *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
-        """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
-        for name, value in values.items():
-            if isinstance(value, dict):
-                self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
-            else:
-                self.log(name, value, weight=weight, reduce=reduce)
-
     def request_stop(self, reason: str = "requested") -> None:
         """Asks that training end, on all ranks at the same step. Any rank may call it, at any time.
 
@@ -421,6 +408,16 @@ class AbstractTrainer(Lifecycle, Cooperation):
         from dream_trainer.distributed.sharding import frozen
 
         return frozen(*models)
+
+    def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Keeps the weights of sharded `models` whole on each rank, for forwards that ranks do not run alike.
+
+        To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
+        gather anew. All ranks enter it together, gradients are off inside, and it takes the memory of the whole models.
+        """
+        from dream_trainer.distributed.sharding import gathered
+
+        return gathered(*models)
 
     def _parameterised_models(self) -> Iterator[nn.Module]:
         return (m for m in self.named_models().values() if next(m.parameters(), None) is not None)

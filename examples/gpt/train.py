@@ -108,7 +108,8 @@ class GPTTrainer(DreamTrainer):
         """Text that the model writes; every rank calls it, since a sharded model needs all of them."""
         self.model.eval()
         length = self.config.sample_bytes
-        text = generate(self.model, PROMPT, length, window=self.config.model.window, device=self.world.device)
+        with self.autocast():
+            text = generate(self.model, PROMPT, length, window=self.config.model.window, device=self.world.device)
         return text.decode(errors="replace")
 
     def post_launch(self) -> None:

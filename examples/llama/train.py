@@ -163,7 +163,8 @@ class LlamaTrainer(DreamTrainer):
         is_cut_in_time = self.config.tensor_parallel_parameters.sequence_parallel
         multiple = self.config.device_parameters.tensor_parallel if is_cut_in_time else 1
         model = partial(whole_logits, self.model, multiple_of=multiple)
-        tokens = generate(model, prompt, self.config.sample_tokens, window=self.config.seq_len)
+        with self.autocast():
+            tokens = generate(model, prompt, self.config.sample_tokens, window=self.config.seq_len)
         # A vocabulary beyond bytes has tokens that no text taught it.
         return bytes(min(token, 255) for token in tokens.tolist()).decode(errors="replace")
 

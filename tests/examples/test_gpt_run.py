@@ -82,3 +82,21 @@ def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(two_ranks: Run, 
     assert "resumed at step 5" in longer
     assert "finished at step 7" in longer
     assert list(metric(tmp_path, "train/loss")) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_half_precision_reaches_the_loss_of_float32(tmp_path: Path) -> None:
+    """Within 2%, on one rank and sharded over two, where all have learned more than the bytes' frequencies."""
+    losses = {}
+    for precision, n_processes in (("fp32", 1), ("bf16", 1), ("fp16", 2)):
+        directory = tmp_path / precision
+        directory.mkdir()
+        arguments = [*TINY, "--learning-rate", "0.02", "--device-parameters.precision", precision]
+        arguments += "--training-parameters.max-steps 80 --training-parameters.val-every-n-steps 80".split()
+        arguments += (
+            "--training-parameters.val-steps-per-epoch 4 --checkpoint-parameters.save-every-n-steps 1000".split()
+        )
+        run_script(TRAIN, *arguments, cwd=directory, n_processes=n_processes)
+        losses[precision] = metric(directory, "val/loss")[80]
+    assert losses["fp32"] < 3.1  # the entropy of single bytes
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
