@@ -267,8 +267,8 @@ MUTANTS = [
     Mutant(
         "backward runs under autocast",
         "dream_trainer/trainer/accumulation.py",
-        "self._without_autocast = without_autocast(devices, self._world.device)",
-        "self._without_autocast = None",
+        "self._backward_context = without_autocast(devices, self._world.device)",
+        "self._backward_context = None",
         "tests/trainer/test_precision.py",
     ),
     Mutant(

@@ -181,12 +181,13 @@ def step_losses(ranks: Sequence[dict[str, Any]]) -> list[float]:
 
     Ranks that share a layer's work report the same numbers, and leave the mean as it is.
     """
-    sums = [[0.0, 0] for _ in range(N_STEPS)]
+    sums: dict[int, list[float]] = {}
     for rank in ranks:
         for step, loss, n_tokens in rank["losses"]:
-            sums[step][0] += loss * n_tokens
-            sums[step][1] += n_tokens
-    return [total / count for total, count in sums]
+            total = sums.setdefault(step, [0.0, 0])
+            total[0] += loss * n_tokens
+            total[1] += n_tokens
+    return [total / count for _, (total, count) in sorted(sums.items())]
 
 
 def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Miss:

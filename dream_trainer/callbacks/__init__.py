@@ -9,9 +9,23 @@ _HOMES = {
     "Callback": "base",
     "CallbackCollection": "base",
     "EMA": "ema",
+    "EarlyStopping": "early_stopping",
+    "Every": "every",
+    "GarbageCollection": "garbage_collection",
+    "GradientStats": "gradient_stats",
+    "ImageFiles": "image_files",
+    "LearningRate": "learning_rate",
+    "Memory": "memory",
     "ModelSummary": "summary",
+    "NonFiniteReport": "nonfinite_report",
+    "Profiler": "profiler",
     "Progress": "progress",
+    "SWA": "swa",
+    "Throughput": "throughput",
+    "TimedCallback": "base",
     "TrainerSummary": "summary",
+    "WeightStats": "weight_stats",
+    "WeightTransfer": "weight_transfer",
 }
 __all__ = sorted(_HOMES)
 

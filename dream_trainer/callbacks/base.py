@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -126,6 +127,18 @@ class Callback:
 
     def teardown(self, trainer: AbstractTrainer) -> None:
         """The trainer closes; release what was opened."""
+
+
+class TimedCallback(Callback):
+    """A callback that acts by the clock, which ranks do not share: an interface.
+
+    Rank 0 is asked before each window and tells the others with the pulse, so that all act alike after the window:
+    `if trainer._agreement.callback_is_due(self)` in `post_train_step`.
+    """
+
+    @abstractmethod
+    def is_due_by_the_clock(self) -> bool:
+        """Whether it is time; asked on rank 0, until the callback has acted."""
 
 
 class CallbackCollection:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.distributed.torch_compat import foreach_copy_, foreach_lerp_, local_tensors
+
+Share = Callable[[Any], Any]
+"""By how much an average moves towards the weights, after so many moves: a number, or a 0-dim tensor for one."""
 
 
 class ModelAverage:
@@ -14,36 +21,52 @@ class ModelAverage:
 
     Args:
         parameters: By name; DTensors where they are sharded.
+        averages: Tensors of the same names, sharded alike, to keep the averages in; None makes them.
 
     Attributes:
         averages: By the same names, sharded alike.
-        locals: This rank's part of them.
         has_stepped: Whether the model has changed since the averages last moved.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters
-        self.averages = {name: torch.empty_like(p.detach(), dtype=_wide(p.dtype)) for name, p in parameters.items()}
-        self.locals = local_tensors(list(self.averages.values()))
+        if averages is None:
+            averages = {name: torch.empty_like(p.detach(), dtype=_wide(p.dtype)) for name, p in parameters.items()}
+        self.averages = dict(averages)
         self.has_stepped = False
         self._updates = 0
         # Where only the device knows whether a step was left out: the flag of the step, and how many there were.
         self._skipped: Tensor | None = None
         self._n_skipped: Tensor | None = None
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether there was an update, or would have been had the device not left it out."""
+        return self._updates > 0
+
     def count(self) -> int:
         """Updates so far. Waits for the device if it may have left some out."""
         return self._updates - (0 if self._n_skipped is None else int(self._n_skipped))
+
+    def will_move(self) -> bool:
+        """Whether the model has changed since the averages last moved. Waits for the device if only it knows."""
+        return self.has_stepped and (self._skipped is None or not bool(self._skipped))
 
     @torch.no_grad()
     def start(self) -> None:
         """The averages are the weights of now."""
         self.resume(updates=0)
-        foreach_copy_(self.locals, self._weights())
+        self.copy()
 
-    def resume(self, updates: int) -> None:
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Writes the weights over the averages."""
+        foreach_copy_(self.locals(), self._weights())
+
+    def resume(self, updates: int, *, has_stepped: bool = False) -> None:
         """The averages have been loaded, after so many updates."""
-        self._updates, self._n_skipped, self.has_stepped = updates, None, False
+        self._updates, self._n_skipped = updates, None
+        self.has_stepped, self._skipped = has_stepped, None
 
     def note_step(self, skipped: Tensor | None) -> None:
         """The model has stepped, unless `skipped` is nonzero; it counts if any step since the last update was taken."""
@@ -54,29 +77,28 @@ class ModelAverage:
             self._skipped = None if skipped is None else self._skipped * skipped
 
     @torch.no_grad()
-    def update(self, decay: float, *, warm_up: bool) -> None:
-        """Moves the averages towards the weights."""
-        share: float | Tensor
+    def update(self, share: Share) -> None:
+        """Moves the averages towards the weights, if the model has changed, by `share` of the updates so far."""
+        self.has_stepped = False
         if self._skipped is None and self._n_skipped is None:
-            share = 1.0 - (min(decay, (1 + self._updates) / (10 + self._updates)) if warm_up else decay)
+            amount = share(self._updates)
         else:
-            share = self._share_on_device(decay, warm_up)
+            amount = self._share_on_device(share)
         self._updates += 1
-        _move_towards(self.locals, self._weights(), share)
+        _move_towards(self.locals(), self._weights(), amount)
 
-    def _share_on_device(self, decay: float, warm_up: bool) -> Tensor:
+    def _share_on_device(self, share: Share) -> Tensor:
         """What `update` moves by, or 0 if the device left the step out; never read on the host."""
-        device = self.locals[0].device
+        device = self._weights()[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if self._n_skipped is None:
             self._n_skipped = torch.zeros((), dtype=dtype, device=device)
-        n = self._updates - self._n_skipped
-        keep = ((n + 1) / (n + 10)).clamp_(max=decay) if warm_up else torch.full_like(n, decay)
+        amount = torch.zeros_like(self._n_skipped) + share(self._updates - self._n_skipped)
         if self._skipped is None:
-            return 1.0 - keep
+            return amount
         was_skipped = (self._skipped != 0).to(dtype)
         self._n_skipped += was_skipped
-        return (1.0 - keep) * (1.0 - was_skipped)
+        return amount * (1.0 - was_skipped)
 
     def clone_weights(self) -> list[Tensor]:
         """A copy of this rank's part of the weights."""
@@ -87,9 +109,22 @@ class ModelAverage:
         """Writes this rank's part of the weights, in place."""
         foreach_copy_(self._weights(), values)
 
+    def locals(self) -> list[Tensor]:
+        """This rank's part of the averages."""
+        return local_tensors(list(self.averages.values()))
+
     def _weights(self) -> list[Tensor]:
         # Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
         return local_tensors(list(self._parameters.values()))
+
+
+def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
+    """The floating-point parameters of a model that require gradients, by name; of tied ones the first."""
+    return {
+        fqn.removeprefix(f"{name}."): parameter
+        for parameter, fqn in parameter_fqns({name: model}).items()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
 
 
 def _move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.data.loader import loader_batch_size
+from dream_trainer.data.nested import map_tensors
 from dream_trainer.distributed.class_change import own_class
 from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
@@ -47,30 +49,72 @@ class ModelSummary(Callback):
 
     Args:
         depth: Levels of submodules to show; 0 shows the models alone.
+        inputs: Arguments of a model's forward, by model, to show how many FLOPs one takes (a multiply-add is two). Only
+            their shapes and types count: nothing is computed.
         file: Where to; None is standard output.
+
+    Raises:
+        ValueError: `depth` is negative.
     """
 
     main_process_only: ClassVar[bool] = True
 
-    def __init__(self, depth: int = 2, *, file: TextIO | None = None) -> None:
+    def __init__(
+        self, depth: int = 2, *, inputs: Mapping[str, Sequence[Any]] | None = None, file: TextIO | None = None
+    ) -> None:
         if depth < 0:
             raise ValueError(f"depth={depth} is negative. Use 0 for the models alone, or the levels to show.")
         self.depth = depth
+        self._inputs = dict(inputs or {})
+        self._flops: dict[str, str] = {}
         self._file = file
+
+    def post_configure(self, trainer: AbstractTrainer) -> None:
+        """Counts FLOPs, as long as no forward would need the other ranks."""
+        self._count_flops(trainer)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         """Prints one table for each model."""
+        self._count_flops(trainer)  # of what `setup` assigned, without SetupMixin
         for name, model in trainer.named_models().items():
             size = size_of(model)
             share = "" if size.local_bytes == size.num_bytes else f", {format_bytes(size.local_bytes)} on this rank"
             title = (
                 f"{name}: {format_count(size.parameters)} parameters, {format_count(size.trainable)} trainable, "
-                f"{format_bytes(size.num_bytes)}{share}"
+                f"{format_bytes(size.num_bytes)}{share}{self._flops.get(name, '')}"
             )
             rows = list(_module_rows(name, model, self.depth))
             print_table(
                 title, ("module", "class", "parameters", "trainable", "shape", "dtype", "memory"), rows, self._file
             )
+
+    def _count_flops(self, trainer: AbstractTrainer) -> None:
+        for name, model in trainer.named_models().items():
+            if name not in self._inputs or name in self._flops:
+                continue
+            try:
+                self._flops[name] = f", {format_count(forward_flops(model, self._inputs[name]))} FLOPs per forward"
+            except Exception as exc:  # a summary stops no run
+                self._flops[name] = f", FLOPs unknown ({type(exc).__name__}: {str(exc).splitlines()[0]})"
+
+
+def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
+    """Floating-point operations of `model(*inputs)` in products and convolutions, a multiply-add counted as two.
+
+    Runs on meta copies of everything, so that it costs neither memory nor time and leaves the model as it is.
+
+    Args:
+        model: Not sharded.
+        inputs: Positional arguments; tensors on any device, also inside other things.
+    """
+    from torch.func import functional_call
+    from torch.utils.flop_counter import FlopCounterMode
+
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        functional_call(model, on_meta, tuple(map_tensors(lambda tensor: tensor.to("meta"), list(inputs))))
+    return counter.get_total_flops()
 
 
 def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from dream_trainer.checkpoint.stored_tensors import StoredTensors
 
-_WEIGHTS = re.compile(r"model|ema(?:\.(\d+))?")
+_WEIGHTS = re.compile(r"model|(ema|swa)(?:\.(\d+))?")
 
 
 def export_checkpoint(
@@ -51,8 +51,8 @@ def export_checkpoint(
             config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
             for all tensors at once.
         model: Name of the model; may be left out if there is one.
-        weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one. What a callback
-            does not average, such as buffers, is taken from the model.
+        weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
+            What a callback does not average, such as buffers, is taken from the model.
         dtype: Cast floating-point tensors to this; None leaves each as it is.
         max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
@@ -198,16 +198,19 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
     """The name within the model to the tensor's name in the checkpoint."""
     match = _WEIGHTS.fullmatch(weights)
     if match is None:
-        raise ConfigError(f'weights={weights!r} is not understood. Use "model", "ema", or "ema.1" for the second EMA.')
+        raise ConfigError(
+            f'weights={weights!r} is not understood. Use "model", "ema" or "swa", or "ema.1" for the second EMA.'
+        )
     sources = _below(stored.specs, f"models.{model}.")
     if weights == "model":
         return sources
-    averaged = _below(stored.specs, f"callbacks.EMA.{match[1] or 0}.{model}.")
+    kind = match[1].upper()
+    averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
     if not averaged:
-        found = sorted({name.split(".")[2] for name in stored.specs if name.startswith("callbacks.EMA.")})
-        there = f"It has EMA callbacks {', '.join(found)}" if found else "It was saved without an EMA callback"
+        found = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
+        there = f"It has {kind} callbacks {', '.join(found)}" if found else f"It was saved without an {kind} callback"
         raise CheckpointError(
-            f'{stored.manifest.path} has no EMA of model {model!r} for weights="{weights}". {there}; '
+            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {there}; '
             'weights="model" exports what was trained.'
         )
     return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}

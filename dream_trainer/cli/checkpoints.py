@@ -147,7 +147,7 @@ class Export:
     model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Name of the model, if there are several."""
     weights: Annotated[str, arg(metavar="WHICH")] = "model"
-    """"model" as trained, "ema" as averaged; "ema.1" by the second EMA callback."""
+    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")] = (
         None
     )
@@ -182,3 +182,7 @@ class Checkpoints:
         | Annotated[Prune, subcommand("prune")]
         | Annotated[Export, subcommand("export")]
     )
+
+    def run(self) -> int:
+        """Runs the command."""
+        return self.command.run()

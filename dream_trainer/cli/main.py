@@ -1,7 +1,8 @@
 """The command `dream-trainer`: what one does with a run without training.
 
-A group of commands is a dataclass whose `command` is one of several dataclasses with a `run()`; tyro makes the parser
-and the help texts from their fields. `run()` imports what it needs, so that `--help` need not wait for torch.
+A command is a dataclass with a `run()`, and a group of commands one whose `command` is one of several of them; tyro
+makes the parser and the help texts from their fields. `run()` imports what it needs, so that `--help` need not wait for
+torch.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dream_trainer.cli.checkpoints import Checkpoints
+from dream_trainer.cli.plot import Plot
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
-GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints}
+GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "plot": Plot}
 DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong.
     """
     try:
-        code: int = _parse(argv).command.run()
+        code: int = _parse(argv).run()
         sys.stdout.flush()
         return code
     except SystemExit as end:  # tyro's: after --help, or wrong arguments

@@ -79,6 +79,10 @@ class RankBatchSampler(Sampler[BatchKey]):
         """Sets what the next iterator yields: positions `first` to `end` (exclusive) of `epoch`'s order."""
         self._next_pass = (epoch, first, end)
 
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
+        """This rank's batches of those positions; what the next iterator yields stays."""
+        return [indices for _, indices in self._batches(epoch, first, end)]
+
     def __iter__(self) -> Iterator[BatchKey]:
         # Not a generator itself: the pass is the one that is set now, not when the first batch is drawn.
         return self._batches(*self._next_pass)

@@ -88,6 +88,11 @@ class TrainStream(ABC):
             DataError: A pass came out empty, on a single data-parallel rank.
         """
 
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
+        """This rank's batches of positions `first` to `end` of a pass, each as its samples' indices in the dataset;
+        None if the loader alone knows."""
+        return None
+
     @abstractmethod
     def end_pass(self) -> None:
         """Leaves out what is left of this pass; the next window is the first of the next one. No effect between
@@ -182,6 +187,9 @@ class ShardStream(TrainStream):
         self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size)
         is_last = self._position.samples >= self._end
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last)
+
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
+        return self._reader.sampler.indices(epoch, first, end)
 
     def end_pass(self) -> None:
         if self._position.samples:

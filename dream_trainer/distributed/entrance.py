@@ -9,7 +9,7 @@ named, by an attribute of the instance.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import isfunction
 from typing import Any
@@ -27,13 +27,18 @@ _NO_FORWARD = frozenset({"forward", "init_weights", "reset_parameters"})
 class Entrance:
     """What a model and the parts that lie in its group share.
 
+    Args:
+        model: The model.
+        check: Called before each call that begins here; raises where ranks may not communicate.
+
     Attributes:
         inside: Whether a call of the model is running.
         waiting: What that call is to run in the place of `forward`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, check: Callable[[], object]) -> None:
         self._model = weakref.ref(model)
+        self._check = check
         self.inside = False
         self.waiting: Callable[..., Any] | None = None
 
@@ -45,6 +50,7 @@ class Entrance:
         model = self._model()
         if self.inside or model is None:
             return call(*args, **kwargs)
+        self._check()
         self.waiting = call
         try:
             return model(*args, **kwargs)
@@ -56,6 +62,13 @@ class Entered(Changed):
     """A model whose public methods are calls of it."""
 
     _entrance: Entrance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A call within a call would end with the gradient reduction of the first one still to come: the parameters
+        # are let go in the middle of its backward.
+        if self._entrance.inside:
+            return self.forward(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, or the method that was called."""
@@ -78,16 +91,18 @@ class Part(Changed):
         return self._entrance.run(super().forward, *args, **kwargs)
 
 
-def enter_by_methods(model: nn.Module) -> None:
+def enter_by_methods(model: nn.Module, check: Callable[[], object]) -> None:
     """Makes the public methods of `model` ways into it; before it is sharded.
 
     Those that its author wrote, when they are given a tensor: `encode(x)` computes, `count_parameters()` does not, and
     may be called on one rank alone.
+
+    Args:
+        model: Changed in place.
+        check: Called before each call; raises where ranks may not communicate.
     """
-    cls = type(model)
-    methods = {name: _by_call(getattr(cls, name)) for name in _written(own_class(model))}
-    change_class(model, Entered, **methods)
-    model._entrance = Entrance(model)  # type: ignore[assignment]
+    change_class(model, Entered, **_routed_methods(model))
+    model._entrance = Entrance(model, check)  # type: ignore[assignment]
 
 
 def enter_by_parts(model: nn.Module) -> None:
@@ -99,7 +114,7 @@ def enter_by_parts(model: nn.Module) -> None:
     begin_root(model)
     for part in _in_the_same_group(model):
         if part is not model and next(part.parameters(recurse=False), None) is not None:
-            change_class(part, Part)
+            change_class(part, Part, **_routed_methods(part))
             part._entrance = model._entrance
 
 
@@ -108,6 +123,10 @@ def _in_the_same_group(module: nn.Module) -> list[nn.Module]:
 
     children = [child for child in module.children() if not isinstance(child, FSDPModule)]
     return [module, *(part for child in children for part in _in_the_same_group(child))]
+
+
+def _routed_methods(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    return {name: _by_call(getattr(type(module), name)) for name in _written(own_class(module))}
 
 
 def _written(cls: type[nn.Module]) -> list[str]:
@@ -127,8 +146,16 @@ def _by_call(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = method.__get__(self)
-        if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+        if _holds_tensor(args) or _holds_tensor(kwargs):
             return self._entrance.run(own, *args, **kwargs)
         return own(*args, **kwargs)
 
     return call
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, Tensor)

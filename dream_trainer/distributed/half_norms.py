@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.func import functional_call
 
 from dream_trainer.distributed.class_change import Changed, change_class
+from dream_trainer.distributed.torch_compat import with_parameters
 
 _KEEP_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -26,14 +26,12 @@ _ONE_TYPE_ON_CPU = (nn.LayerNorm, nn.GroupNorm)
 class Float32Norm(Changed):
     """Computes in float32 and returns its input's type."""
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The norm's own forward on float32."""
-        parameters = dict(self.named_parameters(recurse=False))
-        if x.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values()):
-            result: Tensor = super().forward(x, *args)
-            return result
-        raised = {name: parameter.float() for name, parameter in parameters.items()}
-        return functional_call(self, raised, (x.float(), *args)).to(x.dtype)
+        raised = {name: parameter.float() for name, parameter in self.named_parameters(recurse=False)}
+        with with_parameters(self, raised):
+            result: Tensor = super().forward(input.float(), *args, **kwargs)
+        return result.to(input.dtype)
 
 
 def norms_in_float32(model: nn.Module, device: torch.device) -> None:

@@ -29,6 +29,7 @@ class Flags(NamedTuple):
         validate: Ranks on which a validation by the clock is due (rank 0's clock decides).
         waiting: Ranks that speak from within their wait for data, and will once more when they have it.
         short: Ranks that cannot fill a window, or have no validation batch left.
+        clocks: A bit for each callback that is due by rank 0's clock; from rank 0 alone.
         samples: Samples of the next window.
     """
 
@@ -42,6 +43,7 @@ class Flags(NamedTuple):
     validate: int = 0
     waiting: int = 0
     short: int = 0
+    clocks: int = 0
     samples: int = 0
 
 

@@ -54,8 +54,11 @@ def shard_by_blocks(
     for block in blocks:
         fully_shard(block, **config)
     policy = root.get("mp_policy")
-    if policy is not None:  # of the root alone: a block's output is the next one's input
-        root = root | {"mp_policy": dataclasses.replace(policy, output_dtype=torch.float32)}
+    if policy is not None and policy.param_dtype is not None:
+        # Of the root alone: a block's output is the next one's input, and what a model is given may be a time or a
+        # target, which half precision would round.
+        policy = dataclasses.replace(policy, output_dtype=torch.float32, cast_forward_inputs=False)
+        root = root | {"mp_policy": policy}
     fully_shard(model, **root)
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -102,6 +102,56 @@ def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
     """The sharded parameters that `fully_shard(module)` manages, whether or not they are gathered at the moment."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else [p.sharded_param for p in group.fsdp_params]
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Inside, float32 matrix products and convolutions on CUDA may use TF32.
+
+    PyTorch has an older and a newer setting, and refuses to tell of the older once the newer was set: whichever the
+    process uses is set and put back.
+    """
+    cudnn: Any = torch.backends.cudnn
+    newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    try:
+        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:
+        before = [setting.fp32_precision for setting in newer]
+        for setting in newer:
+            setting.fp32_precision = "tf32"
+        try:
+            yield
+        finally:
+            for setting, value in zip(newer, before, strict=True):
+                setting.fp32_precision = value
+        return
+    torch.set_float32_matmul_precision("high")
+    cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        cudnn.allow_tf32 = convolutions
+
+
+def tf32_is_allowed() -> bool:
+    """Whether float32 matrix products on CUDA may use TF32."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        matmul: Any = torch.backends.cuda.matmul
+        return bool(matmul.fp32_precision == "tf32")
+
+
+@contextmanager
+def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, `module` computes with the given tensors in the place of its own parameters of those names."""
+    own = dict(module._parameters)
+    module._parameters.update(replaced)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
 
 
 def begin_root(module: FSDPModule) -> None:

@@ -231,12 +231,20 @@ class World:
         return torch.stack(gathered)
 
     def _may_communicate(self) -> bool:
+        self.refuse_if_forbidden()
+        return self.world_size > 1
+
+    def refuse_if_forbidden(self) -> None:
+        """Raises where only one rank runs, whose collective the others would never join.
+
+        Raises:
+            RuntimeError: The message names the place.
+        """
         if self.forbidden is not None:
             raise RuntimeError(
                 f"a collective was called in {self.forbidden}: the other ranks would never join it. "
                 "Call it on all ranks, or read what you need in a callback without main_process_only."
             )
-        return self.world_size > 1
 
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""

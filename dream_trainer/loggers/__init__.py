@@ -1,4 +1,4 @@
-"""Where numbers go: the buffer they are collected in, and the loggers they are written to. Names load on first use."""
+"""Where numbers and media go: the buffer they are collected in, and the loggers. Names load on first use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "CSVLogger": "csv_file",
     "ConsoleLogger": "console",
+    "ImageFilesLogger": "image_files",
     "JSONLLogger": "jsonl",
     "Logger": "base",
     "MetricBuffer": "buffer",
     "Stamp": "base",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "weights_and_biases",
     "read_jsonl": "jsonl",
 }
 __all__ = sorted(_HOMES)

@@ -1,10 +1,13 @@
-"""Logger: a place that numbers are written to."""
+"""Logger: a place that numbers, and what else was logged, are written to."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.media import Media
 
 
 class Stamp(NamedTuple):
@@ -23,7 +26,7 @@ class Stamp(NamedTuple):
 class Logger(ABC):
     """A place that numbers are written to. It lives on rank 0 alone, and its methods may not run collectives.
 
-    An exception from any of them is reported once and does not stop training.
+    An exception from any of them is reported once and does not stop training, unless `strict` says so.
     """
 
     @abstractmethod
@@ -45,6 +48,30 @@ class Logger(ABC):
             metrics: Numbers by name; NaN and infinities among them.
             stamp: Where they belong.
         """
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        """Writes an image, video, sound, table, histogram or text.
+
+        Args:
+            name: Its name.
+            media: One of the classes in `dream_trainer.loggers.media`, on the host.
+            stamp: Where it belongs.
+
+        Returns:
+            Whether this logger shows that kind. Default: none.
+        """
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of this logger: numbers, strings, containers of them. Default: nothing.
+
+        It may be asked for before `open`.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most loggers keep nothing)
+        """Takes back what `state_dict` gave. `open` comes after it. A run that goes on from another run's checkpoint
+        gets nothing."""
 
     def close(self) -> None:  # noqa: B027 (most loggers have nothing to release)
         """Releases what `open` took. Default: nothing."""

@@ -217,7 +217,7 @@ def keep(name: str, value: Any) -> Scalar:
             raise TypeError(f"metric {name!r} is a {type(value).__name__}. Log a number or a tensor of one element.")
         return float(value)
     if type(value) is not Tensor:
-        value = _whole(value)
+        value = whole(value)
     if value.dim() != 0 or value.is_complex():
         if not is_scalar(value):
             raise TypeError(
@@ -233,8 +233,11 @@ def keep(name: str, value: Any) -> Scalar:
     return value.clone() if is_part or write_count(value) else value
 
 
-def _whole(value: Tensor) -> Tensor:
-    """The global value of a DTensor; anything else as it is. No DTensor exists unless its module was imported."""
+def whole(value: Tensor) -> Tensor:
+    """The global value of a DTensor; anything else as it is.
+
+    All ranks of its mesh call it. No DTensor exists unless its module was imported.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return value
     from torch.distributed.tensor import DTensor

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.files import LineFile, read_lines, replace_file
+from dream_trainer.loggers.media import Histogram, Media, Table, Text
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -19,7 +19,7 @@ class JSONLLogger(Logger):
 
     Each line is one object: `step`, `epoch`, `samples`, `time` (seconds since 1970), then the metrics by name. JSON has
     no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` gives floats
-    back.
+    back. Texts, tables and histograms go to `media.jsonl`: the stamp, `name`, `kind` and the fields of that kind.
 
     When a run resumes at a step, the lines of later steps are dropped in one atomic replacement, since they will come
     again. A run that starts from nothing where there is a file keeps that as `metrics.1.jsonl` (2, 3, ...).
@@ -30,80 +30,49 @@ class JSONLLogger(Logger):
 
     def __init__(self, filename: str = "metrics.jsonl") -> None:
         self._filename = filename
-        self._file: TextIO | None = None
+        self._lines: LineFile | None = None
+        self._media: LineFile | None = None
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        """Prepares the file to append to."""
+        """Prepares the files to append to."""
         self.close()
         run_dir.mkdir(parents=True, exist_ok=True)
-        _replace(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        path = run_dir / self._filename
-        if path.exists():
-            if resumed_step is None:
-                _set_aside(path)
-            else:
-                _drop_after(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        replace_file(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        self._lines = LineFile(run_dir / self._filename, resumed_step)
+        self._media = LineFile(run_dir / "media.jsonl", resumed_step)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Appends one line, which is in the operating system's hands when this returns."""
-        if self._file is None:
+        if self._lines is None:
             raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
-        values = {name: _plain(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(stamp._asdict() | values, allow_nan=False) + "\n")
+        self._lines.write(stamp._asdict() | metrics)
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        """Appends a text, table or histogram as one line."""
+        if self._media is None or not isinstance(media, Text | Table | Histogram):
+            return False
+        self._media.write(stamp._asdict() | {"name": name, "kind": type(media).__name__.lower(), **vars(media)})
+        return True
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Closes the files."""
+        for file in (self._lines, self._media):
+            if file is not None:
+                file.close()
+        self._lines = self._media = None
 
 
-def read_jsonl(path: Path | str) -> list[dict[str, float]]:
+def read_jsonl(path: Path | str, last_step: int | None = None) -> list[dict[str, float]]:
     """The lines of a file that JSONLLogger wrote, non-finite numbers as floats.
 
     A last line that a kill cut short is left out.
+
+    Args:
+        path: The file.
+        last_step: Lines of later steps are left out, too; None takes all.
     """
     return [
         {name: _NONFINITE[value] if isinstance(value, str) else value for name, value in record.items()}
-        for _, record in _lines(Path(path))
+        for _, record in read_lines(Path(path))
+        if last_step is None or record["step"] <= last_step
     ]
-
-
-def _plain(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each whole line of the file with the object in it."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict) and line.endswith("\n"):
-                yield line, record
-
-
-def _drop_after(path: Path, step: int) -> None:
-    _replace(path, "".join(line for line, record in _lines(path) if record["step"] <= step))
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -64,9 +64,11 @@ class Accumulation:
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
         devices = trainer.config.device_parameters
         self.loss_scale = LossScale(self._device) if devices.precision == "fp16" else None
-        self._without_autocast = without_autocast(devices, self._world.device)
+        # One each: a context that is entered again inside itself does not find its way out.
+        self._backward_context = without_autocast(devices, self._world.device)
+        self._step_context = without_autocast(devices, self._world.device)
         self._clip_norm = parameters.gradient_clip_val
-        self._clip_tensors: dict[torch.dtype, Tensor] = {}
+        self._constants: dict[tuple[torch.dtype, float], Tensor] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, self.loss_scale)
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
@@ -143,10 +145,10 @@ class Accumulation:
         self._batch_backwards += 1
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
-        if self._without_autocast is None:
+        if self._backward_context is None:
             loss.backward()
             return
-        with self._without_autocast:
+        with self._backward_context:
             loss.backward()
 
     def _refuse_mixture(self) -> None:
@@ -225,9 +227,9 @@ class Accumulation:
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
-        if self._without_autocast is None:
+        if self._step_context is None:
             return self._step(model, optimizers, schedulers)
-        with self._without_autocast:
+        with self._step_context:
             return self._step(model, optimizers, schedulers)
 
     def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
@@ -302,7 +304,10 @@ class Accumulation:
             norm = norm * scale.to(norm.dtype)
         factor = scale
         if self._clip_norm is not None:
-            coefficient = torch.div(self._clip_tensor(norm, self._clip_norm), norm + 1e-6).clamp_(max=1.0)
+            # fmin passes over NaN, so that a norm that is NaN leaves the good gradients good for whoever looks.
+            coefficient = torch.fmin(
+                torch.div(self._constant(norm, self._clip_norm), norm + 1e-6), self._constant(norm, 1.0)
+            )
             factor = coefficient if scale is None else coefficient * scale
         if factor is not None:
             scale_gradients(plan, grads, factor)
@@ -312,12 +317,12 @@ class Accumulation:
                 foreach_clamp_max_(own, self._clip_value)
         return norm, empty
 
-    def _clip_tensor(self, norm: Tensor, limit: float) -> Tensor:
-        """The clipping limit as a tensor: a Python float divided by a tensor takes five times as long."""
-        clip = self._clip_tensors.get(norm.dtype)
-        if clip is None:
-            clip = self._clip_tensors[norm.dtype] = torch.full_like(norm, limit)
-        return clip
+    def _constant(self, norm: Tensor, value: float) -> Tensor:
+        """A number as a tensor like the norm: a Python float divided by a tensor takes five times as long."""
+        found = self._constants.get((norm.dtype, value))
+        if found is None:
+            found = self._constants[norm.dtype, value] = torch.full_like(norm, value)
+        return found
 
     def _weight_of(self, model: nn.Module) -> Weight | None:
         """The total weight of `model` in this window; from now on spent."""

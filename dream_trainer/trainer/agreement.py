@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from dream_trainer.callbacks.base import TimedCallback
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.signals import Interrupted, Signals
 
@@ -45,6 +46,12 @@ class Agreement:
     def begin(self) -> None:
         """The world is there."""
         self._pulse = Pulse(self._trainer.world)
+        self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
+        self._clocks = 0
+
+    def callback_is_due(self, callback: TimedCallback) -> bool:
+        """Whether rank 0's clock said so before the window just completed; the same on all ranks."""
+        return bool(self._clocks >> self._timed.index(callback) & 1)
 
     def exchange(self, *, samples: int = 0, short: bool = False, waiting: bool = False) -> Flags:
         """Between windows: every rank says what it knows, hears what all know, and acts on it alike.
@@ -69,9 +76,11 @@ class Agreement:
                 validate=trainer.world.is_main and self._cadence.validation_is_due_by_the_clock(),
                 waiting=waiting,
                 short=short,
+                clocks=self._due_callbacks() if trainer.world.is_main else 0,
                 samples=samples,
             )
         )
+        self._clocks = flags.clocks
         if flags.save:
             trainer._save_requested = signals.save_asked = False
             signals.save_is_known = self.save_is_owed = True
@@ -79,6 +88,9 @@ class Agreement:
             self._stop(flags)
         trainer._saving_heard(flags.saving, flags.save_failed)
         return flags
+
+    def _due_callbacks(self) -> int:
+        return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
 
     def wait_for_batch(self, fetch: Callable[[], T]) -> T | None:
         """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then says so to all ranks."""

@@ -27,6 +27,8 @@ class Cooperation:
     _failing_for_all: Callable[[], AbstractContextManager[None]]
     settle: Callable[[], None]
     _validation_step: Callable[[Any, int], Any]
+    # Seconds that checkpoints have held the step path up in this process; CheckpointMixin counts them.
+    _seconds_saving: float = 0.0
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""

@@ -36,14 +36,20 @@ def export(trainer: AbstractTrainer, path: Path, model: str | None, *, weights: 
 
 def _averages(trainer: AbstractTrainer, weights: str, model: str) -> AbstractContextManager[None]:
     from dream_trainer.callbacks.ema import EMA
+    from dream_trainer.callbacks.swa import SWA
+    from dream_trainer.callbacks.weight_average import WeightAverage
 
-    found = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
-    names = {"ema": 0} | {f"ema.{number}": number for number in range(len(found))}
-    if weights not in names or not found:
+    found: dict[str, WeightAverage] = {}
+    for kind in (EMA, SWA):
+        for number, callback in enumerate(c for c in trainer.callbacks if isinstance(c, kind)):
+            name = kind.__name__.lower()
+            found.setdefault(name, callback)
+            found[f"{name}.{number}"] = callback
+    if weights not in found:
         raise CheckpointError(
-            f'weights={weights!r} is not understood: use "model", or "ema" or "ema.<n>" for an EMA callback, of which '
-            f"the trainer has {len(found)}."
+            f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback, of which '
+            f"the trainer has {list(found) or 'none'}."
         )
-    average = found[names[weights]]
+    average = found[weights]
     average.averaged(model)  # raises where it averages others only
     return average.averaged_weights()

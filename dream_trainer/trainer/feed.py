@@ -9,6 +9,7 @@ short, and only then, the ranks agree on how much everybody can train. Protocol:
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class WindowFeed:
     Attributes:
         is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
         rank_state: What the stream needs, beside the position, to go on after the window trained last.
+        seconds_waiting: Seconds spent loading, or waiting for what loads, in this process.
     """
 
     def __init__(self, stream: TrainStream, world: World, accumulation: int) -> None:
@@ -44,6 +46,7 @@ class WindowFeed:
         self._empty_passes = 0
         self.is_pass_over = False
         self.rank_state: dict[str, Any] | None = None
+        self.seconds_waiting = 0.0
 
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool) -> None:
         """Goes on after `position`; with `is_pass_over`, with the next pass."""
@@ -56,10 +59,12 @@ class WindowFeed:
 
     def fetch(self) -> None:
         """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
+        started = time.perf_counter()
         if not self._is_fetched:
             self._window, self._is_fetched = self._load(), True
         if self._window is not None and self._window.is_last is None and not self._is_ahead_fetched:
             self._ahead, self._is_ahead_fetched = self._load(), True
+        self.seconds_waiting += time.perf_counter() - started
 
     @property
     def is_short(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 INITIAL_SCALE = 2.0**16
-_LARGEST_SCALE = 2.0**100
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-24, 2.0**100
 GROWTH_INTERVAL = 2000
 # Thousands of tokens times the initial scale would overflow in the first windows. A power of two, so that it is exact.
 WEIGHT_DIVISOR = 1024.0
@@ -59,7 +59,7 @@ class LossScale:
         windows = torch.where(self._overflowed, 0.0, self._windows + 1)
         is_long = windows >= GROWTH_INTERVAL
         factor = torch.where(self._overflowed, 0.5, torch.where(is_long, 2.0, self._one))
-        self.scale.mul_(factor).clamp_(max=_LARGEST_SCALE)
+        self.scale.mul_(factor).clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
         self._windows = torch.where(is_long, 0.0, windows)
         self._overflowed.zero_()
 

@@ -143,8 +143,9 @@ class NonFiniteGuard:
             self._trainer.progress.skipped_steps += 1
             return True
         if self._policy == "retry":
-            if is_overflow and self._loss_scale is not None:
+            if self._loss_scale is not None and can_rerun:
                 self._loss_scale.update()
+            if is_overflow:
                 raise RetryWindow
             self._count_bad(value, self._trainer.progress.global_step, "runs of one window")
             if not can_rerun:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dream_trainer.distributed.torch_compat import tf32_products
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -86,11 +88,5 @@ def float32_products(trainer: AbstractTrainer) -> Iterator[None]:
         trainer._say_once("tf32", f'precision="tf32" is for CUDA devices; this {device} computes in float32.')
         yield
         return
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    try:
+    with tf32_products():
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = convolutions

@@ -361,7 +361,7 @@ def test_each_model_moves_its_average_when_it_steps() -> None:
     ("callbacks", "message"),
     [
         ([EMA(models=["modle"])], "'modle'.*Trained are \\['model'\\]"),
-        ([EMA(0.9), EMA(0.99)], "two EMAs would validate \\['model'\\]"),
+        ([EMA(0.9), EMA(0.99)], "two averages would validate \\['model'\\]"),
     ],
     ids=["no such model", "two that validate"],
 )

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.callbacks import ModelSummary, TrainerSummary
-from dream_trainer.callbacks.summary import size_of
+from dream_trainer.callbacks.summary import forward_flops, size_of
 from tests.worlds import run_world
 
 
@@ -126,3 +126,54 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
     print_table("title", ("a", "b"), [("x[bold]", "1")], file)
     assert "x[bold]" in file.getvalue()
     assert "│" in file.getvalue()
+
+
+def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = io.StringIO()
+    tokens = torch.zeros(3, 5, dtype=torch.int64)
+    config = Config(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=dt.TrainingParameters(max_steps=1),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (tokens,)}, file=file)]),
+    )
+    with Trainer(config) as trainer:
+        trainer.fit()
+    # 15 tokens through 4 x 8, 8 x 4 and 4 x 10.
+    assert forward_flops(Tied(), (tokens,)) == 15 * 2 * (32 + 32 + 40)
+    assert ", 3.12 K FLOPs per forward" in file.getvalue()
+    dropout = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
+    state, random = {k: v.clone() for k, v in dropout.state_dict().items()}, torch.get_rng_state()
+    assert forward_flops(dropout, (torch.ones(2, 4),)) == 0
+    assert all(torch.equal(state[name], tensor) for name, tensor in dropout.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Peeks(Trainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.forward = lambda tokens: tokens[int(tokens.sum())]
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {}
+
+    file = io.StringIO()
+    config = Config(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=dt.TrainingParameters(n_epochs=1),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        callbacks=dt.CallbackCollection([ModelSummary(inputs={"model": (torch.zeros(3),)}, file=file)]),
+    )
+    with Peeks(config) as trainer:
+        trainer.fit()
+    assert "FLOPs unknown (RuntimeError: " in file.getvalue()

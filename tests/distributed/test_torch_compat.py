@@ -230,3 +230,61 @@ def test_a_block_may_run_before_its_model_once_that_is_the_root() -> None:
     dist.destroy_process_group()
     forget_meshes()
     assert torch.equal(found, expected)
+
+
+def test_memory_history_and_snapshots_are_where_they_were(tmp_path: Path) -> None:
+    import inspect
+    import pickle
+
+    import torch
+
+    from dream_trainer.distributed.torch_compat import record_memory_history, write_memory_snapshot
+
+    if not torch.cuda.is_available():  # then torch's own refuse to run
+        inspect.signature(torch.cuda.memory._record_memory_history).bind("all", max_entries=10)
+        inspect.signature(torch.cuda.memory._record_memory_history).bind(None, max_entries=1)
+        inspect.signature(torch.cuda.memory._dump_snapshot).bind("file")
+        return
+    record_memory_history(10)
+    held = torch.ones(100, device="cuda")
+    write_memory_snapshot(tmp_path / "memory.pickle")
+    record_memory_history(0)
+    with (tmp_path / "memory.pickle").open("rb") as file:
+        found = pickle.load(file)
+    assert any(trace["size"] >= held.nbytes for traces in found["device_traces"] for trace in traces)
+
+
+def tf32_by_either_setting() -> None:
+    import torch
+
+    from dream_trainer.distributed.torch_compat import tf32_is_allowed, tf32_products
+
+    assert not tf32_is_allowed()
+    with tf32_products():
+        assert tf32_is_allowed()
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # from here on the older setting may not be read
+    with tf32_products():
+        assert tf32_is_allowed()
+        assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert not tf32_is_allowed()
+
+
+def test_tf32_is_switched_by_whichever_setting_the_process_uses() -> None:
+    from tests.worlds import run_world
+
+    run_world(tf32_by_either_setting, 1)  # the newer setting cannot be taken back
+
+
+def test_a_module_computes_with_other_tensors_and_then_with_its_own() -> None:
+    import torch
+
+    from dream_trainer.distributed.torch_compat import with_parameters
+
+    linear = torch.nn.Linear(2, 2)
+    own, x = dict(linear.named_parameters()), torch.ones(1, 2)
+    with with_parameters(linear, {"weight": torch.eye(2), "bias": torch.zeros(2)}):
+        assert torch.equal(linear(x), x)
+    assert all(parameter is own[name] for name, parameter in linear.named_parameters())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -36,3 +40,17 @@ def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, t
     )
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+@contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    """Inside, the module `name`, which imports the llama example's modules by their plain names.
+
+    Other examples have modules of these names too, so all are forgotten at the end.
+    """
+    path, before = list(sys.path), set(sys.modules)
+    yield importlib.import_module(name)
+    sys.path[:] = path
+    for module in ("train", "parallel", "model", "weights", "corpus", "tools.parity", name):
+        if module not in before:
+            sys.modules.pop(module, None)

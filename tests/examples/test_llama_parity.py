@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,13 @@ import pytest
 import torch
 
 from dream_trainer.errors import ConfigError
-from tests.examples.launch import ROOT, run_script
-
-MODULES = ("tools.parity", "train", "parallel", "model", "weights", "corpus")
+from tests.examples.launch import ROOT, imported, run_script
 
 
 @pytest.fixture(scope="module")
 def parity() -> Iterator[Any]:
-    """tools/parity.py, which imports the example's modules by plain name; other examples have such modules too."""
-    path = list(sys.path)
-    yield importlib.import_module("tools.parity")
-    sys.path[:] = path
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with imported("tools.parity") as module:
+        yield module
 
 
 def spanning(cell: Any) -> list[Any]:

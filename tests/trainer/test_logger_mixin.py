@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,11 +12,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn as nn
+from PIL import Image as Pillow
 
 import dream_trainer as dt
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.loggers.media import Images, Media, Text
+from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history
 from tests.worlds import run_world
 
 CPU = dt.DeviceParameters(device="cpu")
@@ -27,6 +31,7 @@ class Memory(Logger):
     def __init__(self) -> None:
         self.opened: list[int | None] = []
         self.lines: list[tuple[Stamp, dict[str, float]]] = []
+        self.media: list[tuple[int, str, Media]] = []
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.opened.append(resumed_step)
@@ -34,6 +39,10 @@ class Memory(Logger):
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         self.lines.append((stamp, dict(metrics)))
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        self.media.append((stamp.step, name, media))
+        return not isinstance(media, Text)
 
     def column(self, name: str) -> dict[int, float]:
         return {stamp.step: metrics[name] for stamp, metrics in self.lines if name in metrics}
@@ -305,6 +314,26 @@ def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
     assert "no space left" in reports[0]
 
 
+def test_a_strict_run_ends_with_the_loggers_exception() -> None:
+    config = make_config()
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=2, strict=True)
+    trainer = Algorithm(config, Broken("log"))
+    with pytest.raises(OSError, match="no space left"):
+        trainer.fit()
+    assert trainer.global_step == 2
+
+
+@pytest.mark.pitfall(52)
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("images", "PIL")])
+def test_a_package_that_is_missing_is_named_with_its_extra_when_the_trainer_is_built(
+    name: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    config = make_config(loggers=(name,))
+    with pytest.raises(ConfigError, match=rf"dream-trainer\[{name}\]"):
+        Algorithm(config)
+
+
 def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFixture[str]) -> None:
     config = Config(project="p", group="g", experiment="e", device_parameters=CPU)
     with Algorithm(config) as trainer:
@@ -318,27 +347,166 @@ def test_by_default_there_is_a_console_and_a_jsonl_file(capsys: pytest.CaptureFi
 def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> None:
     from dream_trainer.config import from_dict, parse, to_dict
 
-    config = make_config(loggers=("jsonl",), every=7)
+    config = make_config()
+    options = dt.WandbParameters(mode="offline", tags=("a", "b"))
+    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=7, strict=True, wandb=options)
     plain = json.loads(json.dumps(to_dict(config)))
     assert from_dict(Config, plain).logger_parameters == config.logger_parameters
     line = (
-        "--project p --group g --experiment e --logger-parameters.loggers jsonl --logger-parameters.log-every-n-steps 7"
+        "--project p --group g --experiment e --logger-parameters.loggers jsonl "
+        "--logger-parameters.log-every-n-steps 7 --logger-parameters.strict "
+        "--logger-parameters.wandb.mode offline --logger-parameters.wandb.tags a b"
     )
     assert parse(Config, line.split()).logger_parameters == config.logger_parameters
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"loggers": ("wand",)}, {"loggers": ("jsonl", "jsonl")}, {"log_every_n_steps": 0}], ids=str
+    "wrong", [{"loggers": ("wand",)}, {"loggers": ("jsonl", "jsonl")}, {"log_every_n_steps": 0}, {"strict": 1}], ids=str
 )
 def test_wrong_parameters_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         dt.LoggerParameters(**wrong)
 
 
+def test_an_unknown_mode_of_wandb_is_named() -> None:
+    with pytest.raises(ConfigError, match="mode='of'"):
+        dt.WandbParameters(mode="of")  # type: ignore[arg-type]
+
+
 @pytest.mark.pitfall(51)
 def test_building_a_trainer_starts_no_logger() -> None:
-    Algorithm(make_config(loggers=("console", "jsonl")))
+    Algorithm(make_config(loggers=("console", "jsonl", "csv", "tensorboard", "wandb", "images")))
     assert not Path("runs").exists()
+
+
+# -- media
+
+
+class Shows(Validating, dt.EvalMixin):
+    """Every batch x has x[0] as its grey value, from 0 to 3 tenths."""
+
+    def post_setup(self) -> None:
+        self.log_text("before all", "x")
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        result = super().training_step(batch, batch_idx)
+        self.log_image("sample", torch.full((1, 2, 2), float(batch[0][0]) / 10), f"batch {batch_idx}")
+        return result
+
+    def post_train_step(self) -> None:
+        self.log_histogram("weights", self.model.weight)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.log_images("val/seen", [torch.zeros(2, 2), torch.ones(3, 2, 2)])
+        return super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("predicted", 1.0)
+        self.log_text("predicted", "x")
+
+    def pre_val_epoch(self) -> None:
+        self.log("sanity" if self.is_sanity_validation else "outside", 1.0)
+
+    def post_epoch(self) -> None:
+        self.log_text("epoch", "x")
+
+
+@dataclass(kw_only=True)
+class ShowsConfig(Config, dt.EvalConfigMixin):
+    pass
+
+
+@pytest.mark.pitfall(48)
+def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_outside_of_training() -> None:
+    memory = Memory()
+    config = make_config(ShowsConfig, gradient_accumulation_steps=2, num_sanity_val_steps=1)
+    with Shows(config, memory) as trainer:
+        trainer.evaluate()
+        trainer.fit()
+        trainer.evaluate()
+        trainer.predict(trainer.val_batches)
+    assert [(step, name) for step, name, _ in memory.media] == [
+        (1, "before all"),
+        (1, "sample"),
+        (1, "sample"),
+        (1, "weights"),
+        (2, "sample"),
+        (2, "sample"),
+        (2, "weights"),
+        (2, "val/seen"),
+        (2, "val/seen"),
+        (2, "epoch"),
+    ]
+    samples = [media for _, name, media in memory.media if name == "sample" and isinstance(media, Images)]
+    assert [int(media.images[0].pixels[0, 0, 0]) for media in samples] == [round(i / 10 * 255) for i in range(4)]
+    assert [media.images[0].caption for media in samples] == [f"batch {i}" for i in range(4)]
+    assert memory.column("sanity") == memory.column("predicted") == {}
+
+
+def test_a_window_that_runs_again_shows_its_media_once() -> None:
+    class Retries(Shows):
+        failures = 0
+
+        def backward(self, loss: torch.Tensor, **options: Any) -> None:
+            is_bad = self.global_step == 1 and self.failures == 0
+            super().backward(loss * float("nan") if is_bad else loss, **options)
+            self.failures += is_bad
+
+    memory = Memory()
+    with Retries(make_config(ShowsConfig, nonfinite="retry"), memory) as trainer:
+        trainer.fit()
+    assert trainer.failures == 1
+    assert [step for step, name, _ in memory.media if name == "sample"] == [1, 2, 3, 4]
+
+
+def test_media_that_no_logger_takes_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Shows(make_config(ShowsConfig, n_epochs=2), Memory()) as trainer:
+        trainer.fit()
+    reports = [record.getMessage() for record in caplog.records if "is written nowhere" in record.getMessage()]
+    assert len(reports) == 1
+    assert "Text" in reports[0]
+
+
+def test_without_the_mixin_media_do_nothing_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Bare(dt.BaseTrainer):
+        setup = Algorithm.setup
+        configure_dataloaders = Algorithm.configure_dataloaders
+        batches = Algorithm.batches
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.log_image("x", torch.zeros(2, 2))
+            self.backward(self.model(batch[0][:, None]).mean())
+            self.step(self.model, self.optimizer)
+            return {}
+
+    config = dt.BaseTrainerConfig(
+        project="p",
+        group="g",
+        experiment="e",
+        device_parameters=CPU,
+        training_parameters=dt.TrainingParameters(n_epochs=1),
+    )
+    with Bare(config) as trainer:
+        trainer.fit()
+    assert len([record for record in caplog.records if "LoggerMixin" in record.getMessage()]) == 1
+
+
+# -- history
+
+
+def test_the_history_is_every_line_also_without_a_logger() -> None:
+    trainer = Validating(make_config(every=2, val_every_n_steps=2))
+    with trainer:
+        trainer.fit()
+        assert [(line["step"], line["samples"], line["epoch"]) for line in trainer.history] == [
+            (2, 4, 0),
+            (2, 4, 0),
+            (4, 10, 0),
+            (4, 10, 0),
+        ]
+        assert trainer.history_of("val/loss") == [(2, 4.0), (4, 4.0)]
+        assert dict(trainer.history_of("train/loss")) == pytest.approx({2: 0.75, 4: 16 / 6})
+        assert trainer.history_of("nothing") == []
 
 
 # -- restarts
@@ -372,11 +540,13 @@ class Killed(Exception):
     pass
 
 
-def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_until(
+    stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch, loggers: tuple[Any, ...] = ("jsonl",)
+) -> Resumable:
     """Trains 12 steps, saved every 4th, flushed every 3rd; dies after `stop` as if by SIGKILL: nothing is closed."""
     directory.mkdir(exist_ok=True)
     monkeypatch.chdir(directory)
-    config = make_config(ResumableConfig, every=3, loggers=("jsonl",))
+    config = make_config(ResumableConfig, every=3, loggers=loggers)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=4)
 
     class Dies(Resumable):
@@ -391,6 +561,7 @@ def run_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
     else:
         with pytest.raises(Killed):
             trainer.fit()
+    return trainer
 
 
 @pytest.mark.pitfall(44)
@@ -408,6 +579,71 @@ def test_a_killed_and_resumed_run_writes_the_same_curve_as_a_straight_one(
     )
     assert [record["step"] for record in straight] == [3, 6, 9, 12]
     assert resumed == straight  # bit for bit, windows that a checkpoint cut in two included
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.pitfall(48)
+def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()
+    run_until(None, tmp_path / "straight", monkeypatch)
+    every_logger = ("jsonl", "csv", "tensorboard", "wandb")
+    for stop in (7, 11, None):
+        trainer = run_until(stop, tmp_path / "resumed", monkeypatch, every_logger)
+        wandb.teardown()
+    run_dir = tmp_path / "resumed/runs/p/g/e"
+    straight = read_jsonl(tmp_path / "straight/runs/p/g/e/metrics.jsonl")
+    curve = [(record["step"], record["train/loss"], record["lowest"]) for record in straight]
+    assert [step for step, *_ in curve] == [3, 6, 9, 12]
+
+    names = ("train/loss", "lowest")
+    assert [
+        (int(row["step"]), *(float(row[name]) for name in names)) for row in csv_rows(run_dir / "metrics.csv")
+    ] == curve
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    for name, values in zip(names, zip(*(values for _, *values in curve), strict=True), strict=True):
+        found = events.Scalars(name)
+        assert [event.step for event in found] == [3, 6, 9, 12]
+        assert [event.value for event in found] == pytest.approx(values, rel=1e-6)  # its floats have 32 bits
+    rows = wandb_history(newest_wandb_file(run_dir))
+    assert [(row["_step"], *(row[name] for name in names)) for row in rows] == curve
+    assert len({path.name.split("-")[-1] for path in run_dir.glob("wandb/offline-run-*/*.wandb")}) == 1
+    assert trainer.history == read_jsonl(run_dir / "metrics.jsonl")
+    assert trainer.history_of("lowest") == [(step, lowest) for step, _, lowest in curve]
+
+
+def test_a_run_that_branches_off_from_another_ones_checkpoint_is_another_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keeps(Memory):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"number": self.number}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.number = state["number"]
+
+    def run(experiment: str, number: int, **resume: Any) -> int:
+        config = make_config(ResumableConfig, max_steps=number)
+        config.experiment, config.checkpoint_parameters = experiment, dt.CheckpointParameters(**resume)
+        logger = Keeps(number)
+        with Resumable(config, logger) as trainer:
+            trainer.fit()
+        return logger.number
+
+    assert run("first", 1) == 1
+    assert run("first", 2) == 1
+    assert run("second", 3, resume=str(tmp_path / "runs/p/g/first/checkpoints/step_00000002")) == 3
 
 
 # -- several ranks
@@ -444,6 +680,16 @@ class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.heard.append((step, dict(metrics)))
 
+    def post_epoch(self) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = self.world.mesh["dp_replicate"]
+        whole = torch.tensor([[0.0, 0.2], [0.4, 0.8], [1.0, 1.0]])
+        sharded = distribute_tensor(whole, mesh, [Shard(0)])
+        self.log_image("sharded", sharded)
+        self.log_histogram("sharded values", sharded, bins=2)
+        self.log_text("said by", f"rank {self.world.rank}")
+
     heard: ClassVar[list[Any]] = []
 
 
@@ -454,16 +700,21 @@ class DistributedConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConf
 
 def on_a_rank(directory: str) -> tuple[list[Any], list[Any]]:
     os.chdir(directory)
-    with Distributed(make_config(DistributedConfig, loggers=("jsonl",), every=2)) as trainer:
+    with Distributed(make_config(DistributedConfig, loggers=("jsonl", "images"), every=2)) as trainer:
         trainer.fit()
-    return trainer.heard, read_jsonl(Path(directory) / "runs/p/g/e/metrics.jsonl") if trainer.world.is_main else []
+    lines = [{key: value for key, value in line.items() if key != "time"} for line in trainer.history]
+    assert [line["step"] for line in lines] == [step for step, _ in trainer.heard]
+    return [trainer.heard, lines], read_jsonl(
+        Path(directory) / "runs/p/g/e/metrics.jsonl"
+    ) if trainer.world.is_main else []
 
 
 @pytest.mark.pitfall(45)
 @pytest.mark.pitfall(46)
 def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path) -> None:
-    (heard, written), (other, _) = run_world(on_a_rank, 2, str(tmp_path))
-    assert heard == other
+    (told, written), (other, _) = run_world(on_a_rank, 2, str(tmp_path))
+    assert told == other
+    heard, _ = told
     steps = [step for step, _ in heard]
     assert steps == [2, 3, 3]
     assert [record["step"] for record in written] == steps
@@ -476,4 +727,11 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     first = torch.linspace(0, 1, 24)[:16].reshape(4, 4).double()
     closed_form = float((first.mean(1) * first.sum(1)).sum() / first.sum())
     assert heard[0][1]["train/x"] == pytest.approx(closed_form, rel=1e-6)  # the batches' own means are float32
-    assert sorted(path.name for path in (tmp_path / "runs/p/g/e").iterdir()) == ["config.json", "metrics.jsonl"]
+    run_dir = tmp_path / "runs/p/g/e"
+    names = ["config.json", "media", "media.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in run_dir.iterdir()) == names
+    # Media of sharded tensors are whole, and written once.
+    picture = Pillow.open(run_dir / "media/sharded/step_00000003.png")
+    assert list(picture.tobytes()) == [0, 51, 102, 204, 255, 255]
+    counts, text = [json.loads(line) for line in (run_dir / "media.jsonl").read_text().splitlines()]
+    assert (counts["counts"], counts["edges"], text["text"]) == ([3, 3], [0, 0.5, 1], "rank 0")

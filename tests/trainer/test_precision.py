@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,19 @@ class Model(nn.Module):
     def decode(self, *, hidden: Tensor) -> Tensor:
         return self.head(hidden)
 
+    def contrast(self, pair: dict[str, Tensor]) -> Tensor:
+        """Calls itself twice, on what needs gradients: as siamese networks do."""
+        return self(pair["one"]) * self(pair["other"]) + self.position.mean()
+
+    def again(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.deepen(self.encode(tokens)))) + self(tokens)
+
+    def deepen(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) * self.position
+
+    def elapsed(self, seconds: Tensor) -> Tensor:
+        return seconds * 2
+
     def count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
@@ -88,6 +102,14 @@ def by_a_block_first(model: Model, tokens: Tensor) -> Tensor:
     return model.head(model.blocks[0](x))
 
 
+def by_contrast(model: Model, tokens: Tensor) -> Tensor:
+    return model.contrast({"one": tokens, "other": tokens.flip(-1)})
+
+
+def by_itself_again(model: Model, tokens: Tensor) -> Tensor:
+    return model.again(tokens) + model.deepen(model.encode(tokens)).mean()
+
+
 def by_two_ways(model: Model, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         before = model.encode(tokens)
@@ -95,7 +117,8 @@ def by_two_ways(model: Model, tokens: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Model, Tensor], Tensor]] = {
-    way.__name__: way for way in (by_forward, by_methods, by_parts, by_a_block_first, by_two_ways)
+    way.__name__: way
+    for way in (by_forward, by_methods, by_parts, by_a_block_first, by_contrast, by_itself_again, by_two_ways)
 }
 
 
@@ -143,7 +166,13 @@ class Trainer(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
 
 
 def trained(config: Any, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    with Trainer(config, way, dtype) as trainer:
+    return trained_by(Trainer, config, way, dtype)
+
+
+def trained_by(
+    cls: type[Trainer], config: Any, way: str = "by_forward", dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    with cls(config, way, dtype) as trainer:
         trainer.fit()
         weights = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
         return {"losses": trainer.losses, "norms": trainer.norms, "weights": weights}
@@ -361,6 +390,44 @@ def on_a_rank(directory: str) -> dict[str, Any]:
 
 class Compiled(dt.CompileMixin, Trainer):
     pass
+
+
+class OfNorms(Trainer):
+    """Its blocks are norms, so that sharding casts what a norm is given."""
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.norm, *(block.norm for block in model.blocks)]
+
+
+def on_a_rank_besides(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {"norms": trained_by(OfNorms, config_for(BF16, ranks=2))["losses"]}
+    with Trainer(config_for(BF16, ranks=2)) as trainer:
+        trainer.fit()
+        with trainer.autocast():
+            found["seconds"] = trainer.model.elapsed(torch.tensor([123456.0]))
+            found["by name"] = trainer.model.norm(input=torch.zeros(2, WIDTH)).shape
+        found["signature"] = str(inspect.signature(trainer.model.forward))
+        trainer.world.forbidden = "a callback on rank 0"
+        with pytest.raises(RuntimeError, match="a callback on rank 0"):
+            trainer.model.encode(tokens()[:2])
+        trainer.world.forbidden = None
+    with Trainer(config_for(replace(EXACT, reduce_dtype="fp32"), ranks=2), dtype=torch.float64) as trainer:
+        trainer.fit()
+        found["dtype"] = trainer.model(tokens()[:2]).dtype
+    return found
+
+
+def test_what_a_sharded_model_is_given_and_gives_is_not_rounded_and_its_face_is_its_own(tmp_path: Path) -> None:
+    plain = trained(config_for(dt.DeviceParameters(device="cpu")), "by_forward")
+    ranks = run_world(on_a_rank_besides, 2, str(tmp_path))
+    losses = [sum(pair) / 2 for pair in zip(*(rank["norms"] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(plain["losses"], rel=0.03)
+    for rank in ranks:
+        assert rank["seconds"].tolist() == [246912.0]
+        assert rank["signature"] == str(inspect.signature(Model().forward))
+        assert rank["dtype"] == torch.float64
+        assert rank["by name"] == (2, WIDTH)
 
 
 @pytest.fixture(scope="module")

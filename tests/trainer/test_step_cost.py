@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections import Counter
 from typing import Any
@@ -16,13 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.distributed.pulse import Flags
+from dream_trainer.distributed.sharding import fsdp_modules
+from dream_trainer.distributed.torch_compat import gathered_twins, local_tensor
 from tests.trainer.small import WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world
 
 # Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
 FIRST, LAST = 11, 15
-# The pulse is eleven numbers and the norm two; copies of so few are bookkeeping on the host, not data.
-FEW = 11
+# The pulse is a dozen numbers and the norm two; copies of so few are bookkeeping on the host, not data.
+FEW = len(Flags())
 
 
 class Counts(TorchDispatchMode):
@@ -83,12 +87,14 @@ class Body:
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return data(), None
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
         accumulation = self.accumulation_steps
         if self.local_batches == FIRST * accumulation:
             self.counting.enter_context(self.counts)
         if self.local_batches == LAST * accumulation:
             self.counting.close()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         loss = mse_loss(self.model(batch[0]).mean(1, keepdim=True), batch[1])
         self.backward(loss, weight=len(batch[0]) if self.weighted else None)
         if not self.is_accumulating_gradients:
@@ -183,10 +189,12 @@ def sharded_cases(directory: str) -> dict[str, Any]:
         for weighted in (False, True):
             config = make_config(max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
-    config = make_config(
-        max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=2, sync_policy="reduce_scatter_each"
-    )
-    found["each"] = counted(Sharded(config, False))
+    for layout, cls in (("sharded", TwoModels), ("replicated", TwoReplicas)):
+        for policy in ("no_sync", "reduce_scatter_each", "defer_all_reduce"):
+            config = make_config(max_steps=20, gradient_accumulation_steps=2, sync_policy=policy)
+            trainer = cls(config, False)
+            found[f"two/{layout}/{policy}"] = counted(trainer)
+            found[f"kept/{layout}/{policy}"] = trainer.kept
     return found
 
 
@@ -195,6 +203,38 @@ class Sharded(Whole):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DistributedDataLoader(Float32(64), 1), None
+
+
+class TwoModels(Sharded):
+    """Two models with an optimizer each, and the numbers of their gradients in the middle of a window."""
+
+    def configure_models(self) -> None:
+        self.model, self.other = model(), model()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer, self.other_optimizer = optimizer_for(self.model), optimizer_for(self.other)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        for net, optimizer in ((self.model, self.optimizer), (self.other, self.other_optimizer)):
+            self.backward(mse_loss(net(batch[0]).mean(1, keepdim=True), batch[1]))
+            if not self.is_accumulating_gradients:
+                self.step(net, optimizer)
+        if self.is_accumulating_gradients:
+            self.kept = [gradients_kept(net) for net in (self.model, self.other)]
+        return {}
+
+
+class TwoReplicas(TwoModels):
+    def __init__(self, config: Any, weighted: bool) -> None:
+        devices = dt.DeviceParameters(device="cpu", dp_replicate=2, dp_shard=1)
+        super().__init__(dataclasses.replace(config, device_parameters=devices), weighted)
+
+
+def gradients_kept(net: nn.Module) -> tuple[int, int]:
+    """Numbers of the gradients that this rank holds: of its shards, and of whole parameters."""
+    twins = [pair for module in fsdp_modules(net) for pair in gathered_twins(module)]
+    shards = [local_tensor(p.grad).numel() for p in net.parameters() if p.grad is not None]
+    return sum(shards), sum(whole.grad.numel() for _, whole in twins if whole.grad is not None)
 
 
 class Float32(Samples):
@@ -237,10 +277,47 @@ def test_gradients_are_reduced_once_per_window_and_not_once_per_micro_batch(rank
         assert one["c10d::allreduce_"] == two["c10d::allreduce_"]
 
 
-def test_reduce_scatter_each_reduces_once_per_micro_batch(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.pitfall(4)
+def test_each_of_two_models_is_reduced_once_per_window_under_no_sync(ranks: list[dict[str, Any]]) -> None:
+    """As often as one model alone at accumulation 1, each; a norm for each and one pulse."""
     for rank in ranks:
-        once, each = collectives(rank["trainer/2/False"]), collectives(rank["each"])
-        reduced = [name for name in once if "reduce_scatter" in name]
-        assert reduced
-        assert all(each[name] == 2 * once[name] for name in reduced)
+        one, two = collectives(rank["trainer/1/False"]), collectives(rank["two/sharded/no_sync"])
+        assert reductions(two) == 2 * reductions(one) > 0
+        assert two["c10d::allreduce_"] == 3 * (LAST - FIRST)
+
+
+@pytest.mark.pitfall(4)
+@pytest.mark.parametrize("policy", ["reduce_scatter_each", "defer_all_reduce"])
+def test_the_other_policies_scatter_gradients_once_per_micro_batch(ranks: list[dict[str, Any]], policy: str) -> None:
+    for rank in ranks:
+        once, each = (collectives(rank[f"two/sharded/{name}"]) for name in ("no_sync", policy))
+        assert reductions(each) == 2 * reductions(once) > 0
         assert each["c10d::allreduce_"] == once["c10d::allreduce_"]
+
+
+@pytest.mark.pitfall(4)
+def test_defer_all_reduce_sums_over_replicas_once_per_window(ranks: list[dict[str, Any]]) -> None:
+    """With nothing to scatter; of the all-reduces, three in each window are norms and pulse."""
+    beside = 3 * (LAST - FIRST)
+    for rank in ranks:
+        names = ("no_sync", "defer_all_reduce", "reduce_scatter_each")
+        once, deferred, each = (rank[f"two/replicated/{name}"]["c10d::allreduce_"] - beside for name in names)
+        assert once == deferred > 0
+        assert each == 2 * once
+
+
+@pytest.mark.pitfall(5)
+def test_no_sync_keeps_whole_gradients_within_a_window_and_the_other_policies_shards(
+    ranks: list[dict[str, Any]],
+) -> None:
+    whole = sum(p.numel() for p in model().parameters())
+    for rank in ranks:
+        assert rank["kept/sharded/no_sync"] == [(0, whole)] * 2
+    for policy in ("reduce_scatter_each", "defer_all_reduce"):
+        kept = [rank[f"kept/sharded/{policy}"] for rank in ranks]
+        assert all(gathered == 0 for models in kept for _, gathered in models)
+        assert [sum(shards for shards, _ in parts) for parts in zip(*kept, strict=True)] == [whole] * 2
+
+
+def reductions(found: dict[str, int]) -> int:
+    return sum(count for name, count in found.items() if "reduce_scatter" in name)

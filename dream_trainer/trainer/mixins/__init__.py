@@ -29,6 +29,7 @@ _HOMES = {
     "TensorParallelConfigMixin": "tensor_parallel",
     "TensorParallelMixin": "tensor_parallel",
     "TensorParallelParameters": "tensor_parallel",
+    "WandbParameters": "logger",
 }
 __all__ = sorted(_HOMES)
 

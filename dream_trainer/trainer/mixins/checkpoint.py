@@ -138,7 +138,7 @@ class CheckpointMixin(AbstractTrainer):
         Args:
             path: Directory to write, or a `.safetensors`, `.pt` or `.pth` file.
             model: Name of the model; may be left out where there is one.
-            weights: "model": its own; "ema", or "ema.<n>" with several: the averages of its n-th EMA callback.
+            weights: "model": its own; "ema" or "swa", or "ema.<n>" with several: the averages of that callback.
             dtype: Floating-point type to write; None leaves each as it is.
             max_shard_size: Bytes per file, as a number or such as "5GB".
             overwrite: Whether to replace what is there.
@@ -247,8 +247,11 @@ class CheckpointMixin(AbstractTrainer):
         # With nothing left to go on with, a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips()):
+            started = time.monotonic()
             self._finish_save(parameters.on_save_error)
+            self._seconds_saving += time.monotonic() - started
             self._begin_save(on_error)
+            self._seconds_saving += time.monotonic() - self._last_save  # from where the device had done its work
         if is_last:
             self._finish_save(on_error)
             self._warming.collect()

@@ -1,51 +1,28 @@
-"""LoggerMixin: `self.log` from anywhere, window means over time and ranks, and the loggers they are written to.
+"""LoggerMixin: `self.log` and its kin from anywhere, and the loggers that what they get is written to.
 
-It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, one collective) -> the
-loggers (on rank 0) and `on_log`. Validation metrics are exact when they arrive and are written at once, on the same
-step axis; a sanity validation, `evaluate` and `predict` write nothing. It saves what was logged and not yet flushed, so
-that a resumed run writes the same numbers at the same steps.
+It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, one collective) ->
+`history` and `on_log` (on every rank) and the loggers (on rank 0). Validation metrics are exact when they arrive and
+are written at once, on the same step axis; a sanity validation, `evaluate` and `predict` write nothing. Images and
+other media are trainer/media.py's. It saves what was logged and not yet flushed, so that a resumed run writes the same
+numbers at the same steps.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dream_trainer.config.checks import check_choice, check_integer
-from dream_trainer.errors import ConfigError
+from dream_trainer.config.logger import LoggerParameters, WandbParameters, check_packages
 from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.buffer import MetricBuffer, keep
-from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.loggers.group import LoggerGroup, build_logger
+from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.trainer.media import MediaRecording
 
-LoggerName = Literal["console", "jsonl"]
-logger = logging.getLogger("dream_trainer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggerParameters:
-    """Where numbers go and how often.
-
-    Raises:
-        ConfigError: A value cannot work.
-    """
-
-    loggers: tuple[LoggerName, ...] = ("console", "jsonl")
-    """Loggers to write to: "console" prints lines, "jsonl" appends to metrics.jsonl in the run directory."""
-    log_every_n_steps: int = 10
-    """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
-
-    def __post_init__(self) -> None:
-        for name in self.loggers:
-            check_choice("loggers", name, get_args(LoggerName))
-        if len(set(self.loggers)) != len(self.loggers):
-            raise ConfigError(f"loggers={self.loggers} names one logger twice. Name each once.")
-        check_integer("log_every_n_steps", self.log_every_n_steps, minimum=1)
+__all__ = ["LoggerConfigMixin", "LoggerMixin", "LoggerParameters", "WandbParameters"]
 
 
 @dataclass(kw_only=True)
@@ -56,7 +33,7 @@ class LoggerConfigMixin:
     """Where numbers go and how often."""
 
 
-class LoggerMixin(AbstractTrainer):
+class LoggerMixin(MediaRecording):
     """Logging from anywhere in the trainer.
 
     What `training_step` returns is logged under `train/`: numbers and tensors of one element, nested dicts as
@@ -70,17 +47,39 @@ class LoggerMixin(AbstractTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        check_packages(config.logger_parameters.loggers)
         self._metrics = MetricBuffer()
         # Values logged in the running micro-batch, which may yet get a backward weight; each with its batch's size.
         self._undecided: list[tuple[str, Tensor | float, str, int]] = []
-        self._loggers: list[Logger] | None = None  # opened with the first line, once a resume is through
+        self._loggers: LoggerGroup | None = None  # on rank 0; opened with the first line, once a resume is through
+        self._history: list[dict[str, float]] = []
+        self._unread_history: int | None = None  # the last step of the history that still is in a file only
         self._resumed_step: int | None = None
         self._flushed_step = 0
         self._run_has_ended = False
 
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Every line that was logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics by name.
+
+        The same on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a
+        resume the lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
+        """
+        if self._unread_history is not None:
+            path = self.run_dir / "metrics.jsonl"
+            if path.exists():
+                self._history[:0] = read_jsonl(path, self._unread_history)
+            self._unread_history = None
+        return list(self._history)
+
+    def history_of(self, name: str) -> list[tuple[int, float]]:
+        """The values of one metric with their steps, in order: `history_of("val/loss")`."""
+        return [(int(line["step"]), line[name]) for line in self.history if name in line]
+
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 alone; an override may add to `super()`'s."""
-        return [_build(name) for name in self.config.logger_parameters.loggers]
+        parameters: LoggerParameters = self.config.logger_parameters
+        return [build_logger(name, parameters) for name in parameters.loggers]
 
     def log(
         self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
@@ -105,6 +104,11 @@ class LoggerMixin(AbstractTrainer):
         if self._val_buffer is not None:
             own = self._val_weight if weight is None else weight
             self._val_buffer.add(name.removeprefix("val/"), value, own, reduce)
+            return
+        if not self.training or self.is_sanity_validation:
+            self._say_once(
+                "log outside", f"log({name!r}) was called in predict or between validation loaders: ignored."
+            )
             return
         if name in Stamp._fields:
             raise ValueError(
@@ -160,44 +164,32 @@ class LoggerMixin(AbstractTrainer):
         """Hands reduced metrics, equal on all ranks, to the loggers of rank 0 and to everyone who listens."""
         if not metrics:
             return
-        step = self.global_step
+        stamp = self._stamp()
+        self._history.append(stamp._asdict() | metrics)
         if self.world.is_main:
-            stamp = Stamp(step, self.current_epoch, self.samples_seen, time.time())
-            for target in self._open_loggers():
-                self._guarded(target, partial(target.log, metrics, stamp))
-        self._notify("on_log", metrics, step)
+            self._opened_loggers().log(metrics, stamp)
+        self._notify("on_log", metrics, stamp.step)
 
-    # -- loggers, on rank 0
+    def _stamp(self) -> Stamp:
+        return Stamp(self.global_step, self.current_epoch, self.samples_seen, time.time())
 
-    def _open_loggers(self) -> list[Logger]:
-        if self._loggers is None:
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if self.world.is_main:
+            strict = self.config.logger_parameters.strict
+            self._loggers = LoggerGroup(self.configure_loggers(), self._say_once, strict=strict)
+
+    def _opened_loggers(self) -> LoggerGroup:
+        assert self._loggers is not None  # on rank 0, from setup on
+        if not self._loggers.is_open:
             from dream_trainer.config.serialize import to_dict
 
-            config = to_dict(self.config)
-            self._loggers = [
-                target
-                for target in self.configure_loggers()
-                if self._guarded(target, partial(target.open, self.run_dir, config, self._resumed_step))
-            ]
+            self._loggers.open(self.run_dir, to_dict(self.config), self._resumed_step)
         return self._loggers
 
-    def _guarded(self, target: Logger, act: Callable[[], None]) -> bool:
-        """Runs `act`; a logger that fails is reported once and never stops training."""
-        try:
-            act()
-        except Exception as exc:
-            name = type(target).__name__
-            self._say_once(
-                f"logger {id(target)}",
-                f"{name} failed and may miss lines; training goes on. {type(exc).__name__}: {exc}",
-            )
-            return False
-        return True
-
     def _close_loggers(self) -> None:
-        for target in self._loggers or []:
-            self._guarded(target, target.close)
-        self._loggers = None
+        if self._loggers is not None:
+            self._loggers.close()
 
     # -- state and end
 
@@ -206,7 +198,15 @@ class LoggerMixin(AbstractTrainer):
         # `_close`, so they are not saved to be written again.
         self._decide(None)
         pending = None if self._run_has_ended else self._metrics.state_dict(self.world)
-        mine = {"step": self.global_step, "flushed_step": self._flushed_step, "pending": pending}
+        # Loggers are rank 0's alone, and what is saved is equal on all ranks.
+        states = self.world.broadcast_object(None if self._loggers is None else self._loggers.state_dict())
+        mine = {
+            "step": self.global_step,
+            "flushed_step": self._flushed_step,
+            "pending": pending,
+            "run": [self.project, self.group, self.experiment],
+            "loggers": states,
+        }
         return super()._mixin_state() | {"logger": mine}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
@@ -215,21 +215,20 @@ class LoggerMixin(AbstractTrainer):
             return
         mine = state["logger"]
         self._close_loggers()
-        self._resumed_step, self._flushed_step = mine["step"], mine["flushed_step"]
+        self._resumed_step, self._flushed_step = step, _ = mine["step"], mine["flushed_step"]
+        self._history = [line for line in self._history if line["step"] <= step]
+        if not self._history:
+            self._unread_history = step
         if mine["pending"] is not None:
             self._metrics.load_state_dict(mine["pending"], self.world)
+        # The checkpoint may be another run's, which this one branches off from.
+        is_own = mine.get("run") == [self.project, self.group, self.experiment]
+        if self._loggers is not None and is_own:
+            self._loggers.load_state_dict(mine["loggers"])
 
     def _close(self) -> None:
         self._flush()
         self._close_loggers()
+        if self._loggers is not None:
+            self._loggers = LoggerGroup([], self._say_once, strict=False)  # what is logged from here on goes nowhere
         super()._close()
-
-
-def _build(name: LoggerName) -> Logger:
-    if name == "console":
-        from dream_trainer.loggers.console import ConsoleLogger
-
-        return ConsoleLogger()
-    from dream_trainer.loggers.jsonl import JSONLLogger
-
-    return JSONLLogger()

@@ -107,7 +107,7 @@ class SetupMixin(AbstractTrainer):
             self.apply_compile()
         if self.world.world_size > 1:
             for model in self._parameterised_models():
-                enter_by_methods(model)
+                enter_by_methods(model, self.world.refuse_if_forbidden)
                 if half_dtype(devices) is not None:
                     norms_in_float32(model, self.world.device)
             self._shard_or_replicate()

@@ -1,0 +1,137 @@
+"""Every: runs any callable every n steps, samples, batches, epochs, validations or seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from dream_trainer.callbacks.base import TimedCallback
+from dream_trainer.config.checks import check_choice, check_integer, check_positive
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Unit = Literal["steps", "samples", "batches", "epochs", "validations", "seconds"]
+
+
+class Every(TimedCallback):
+    """Calls `function(trainer)` every `n` of a unit, on all ranks at the same place of the run.
+
+    | unit | counts | is looked at |
+    | --- | --- | --- |
+    | `"steps"` | optimizer steps (`global_step`) | after each accumulation window |
+    | `"samples"` | `samples_seen` | after each accumulation window |
+    | `"batches"` | micro-batches of a rank | after each accumulation window |
+    | `"seconds"` | rank 0's clock, since training started or the last call | after each accumulation window |
+    | `"epochs"` | epochs completed | after each epoch |
+    | `"validations"` | validations in training, sanity validations left out | after each validation |
+
+    A window that completes several multiples of `n` calls it once. Counts go on after a resume; seconds start anew.
+
+    Args:
+        n: How many; for seconds any positive number.
+        unit: Of what.
+        function: Called with the trainer, outside of accumulation windows, so that it may save, evaluate or
+            communicate.
+        main_process_only: Call it on rank 0 alone, where it must not communicate.
+        clock: Seconds from any origin; tests pass their own.
+
+    Raises:
+        ConfigError: A value cannot work.
+
+    Example:
+        ```python
+        Every(500, "steps", lambda trainer: print(trainer.sample_text()))
+        ```
+    """
+
+    def __init__(
+        self,
+        n: float,
+        unit: Unit,
+        function: Callable[[Any], object],
+        *,
+        main_process_only: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_choice("unit", unit, get_args(Unit))
+        if unit == "seconds":
+            check_positive("n", n)
+        else:
+            check_integer("n", n, minimum=1)
+        if not callable(function):
+            raise ConfigError(f"function={function!r} cannot be called. Pass a function of the trainer.")
+        self.n = n
+        self.unit = unit
+        self.function = function
+        self.main_process_only = main_process_only  # type: ignore[misc]  # here each instance has its own
+        self._clock = clock
+        self._last_call = 0.0
+        self._seen: int | None = None
+        self._validations = self._batches = self._local_batches = 0
+        self._is_training = False
+
+    def is_due_by_the_clock(self) -> bool:
+        """Whether `n` seconds have passed."""
+        return self.unit == "seconds" and self._is_training and self._clock() - self._last_call >= self.n
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Starts to count."""
+        self._is_training = True
+        self._last_call = self._clock()
+        self._local_batches = trainer.local_batches
+        if self._seen is None:
+            self._seen = self._count(trainer)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Looks at steps, samples, batches and seconds."""
+        if self.unit == "seconds":
+            if trainer._agreement.callback_is_due(self):
+                self._last_call = self._clock()
+                self.function(trainer)
+        elif self.unit not in ("epochs", "validations"):
+            # Not counted as they come: those of a window that is run again would count twice.
+            self._batches += trainer.local_batches - self._local_batches
+            self._local_batches = trainer.local_batches
+            self._look(trainer)
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """Looks at validations."""
+        if self.unit == "validations" and self._is_training:
+            self._validations += 1
+            self._look(trainer)
+
+    def post_epoch(self, trainer: AbstractTrainer) -> None:
+        """Looks at epochs."""
+        if self.unit == "epochs":
+            self._look(trainer)
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """From now on validations are not of this training."""
+        self._is_training = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts that are this callback's own, and where it last looked."""
+        return {"seen": self._seen, "validations": self._validations, "batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._seen, self._validations, self._batches = state["seen"], state["validations"], state["batches"]
+
+    def _look(self, trainer: AbstractTrainer) -> None:
+        before, self._seen = self._seen or 0, self._count(trainer)
+        if self._seen // self.n > before // self.n:
+            self.function(trainer)
+
+    def _count(self, trainer: AbstractTrainer) -> int:
+        counts = {
+            "seconds": 0,
+            "steps": trainer.global_step,
+            "samples": trainer.samples_seen,
+            "batches": self._batches,
+            "epochs": trainer.current_epoch,
+            "validations": self._validations,
+        }
+        return counts[self.unit]

@@ -1,0 +1,71 @@
+"""GarbageCollection: Python's collector on a schedule, so that ranks do not wait for one another's pauses."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_integer
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class GarbageCollection(Callback):
+    """Turns automatic garbage collection off while training and collects at chosen steps, on all ranks alike.
+
+    Python collects when a process has made enough objects, so each rank pauses at a step of its own and all the others
+    wait for it there. On a schedule they pause together. What exists when training starts is left out (`gc.freeze`), so
+    that a collection looks at what training made. When training ends, however it ends, the collector is as it was.
+
+    Args:
+        every_n_steps: Optimizer steps between collections of the two young generations, which are quick.
+        full_every_n_steps: Optimizer steps between collections of everything: only these free cycles that have lived
+            long.
+
+    Raises:
+        ConfigError: A number of steps is not positive.
+    """
+
+    def __init__(self, every_n_steps: int = 50, full_every_n_steps: int = 1000) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_integer("full_every_n_steps", full_every_n_steps, minimum=1)
+        self.every_n_steps = every_n_steps
+        self.full_every_n_steps = full_every_n_steps
+        self._turned_off = self._has_frozen = False
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Collects what setup left and turns automatic collection off, if it is on."""
+        gc.collect()
+        self._turned_off |= gc.isenabled()
+        self._has_frozen |= gc.get_freeze_count() == 0
+        gc.disable()
+        gc.freeze()
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Collects, if it is time."""
+        step = trainer.global_step
+        if step % self.full_every_n_steps == 0:
+            gc.collect()
+        elif step % self.every_n_steps == 0:
+            gc.collect(1)
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Turns automatic collection on again, if it was on."""
+        self._restore()
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """Turns automatic collection on again, if it was on."""
+        self._restore()
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """Turns automatic collection on again, if it was on."""
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._has_frozen:
+            gc.unfreeze()
+        if self._turned_off:
+            gc.enable()
+        self._turned_off = self._has_frozen = False

@@ -1,0 +1,75 @@
+"""GradientStats: how large the gradients of each part of the models are, now and then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.tensor_stats import combined, group_of, local_sums, log_stats
+from dream_trainer.checkpoint.model_state import parameter_fqns
+from dream_trainer.config.checks import check_integer
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+OTHER = "other.parameters"
+"""Name of what an optimizer trains and no model holds."""
+
+
+class GradientStats(Callback):
+    """Logs 2-norm, largest magnitude and share of zeros of gradients as `gradients/<group>/norm`, `max` and `zeros`.
+
+    Gradients are those that the optimizer got: of the whole window, over all ranks, normalised and clipped. Values do
+    not depend on how parameters are sharded. A step that is due reads all gradients once, runs one collective and waits
+    for the device; the others cost nothing.
+
+    Args:
+        every_n_steps: Optimizer steps between two looks.
+        depth: Levels of submodules that are a group each, as in ModelSummary: 0 for whole models, None for each
+            parameter on its own.
+        histograms: Whether to log a histogram of each parameter's gradient too, as `gradients/<parameter>`; they are
+            gathered for it, one at a time.
+
+    Raises:
+        ConfigError: A number does not work.
+    """
+
+    def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        if depth is not None:
+            check_integer("depth", depth, minimum=0)
+        self.every_n_steps = every_n_steps
+        self.depth = depth
+        self.histograms = histograms
+        self._found: dict[str, Tensor] = {}
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""
+        # Counters show completed work while training_step runs: this step is not counted yet.
+        if (trainer.global_step + 1) % self.every_n_steps:
+            return
+        names = parameter_fqns(trainer.named_models())
+        groups: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(parameter, OTHER)
+            members = groups.setdefault(group_of(name, self.depth), [])
+            if parameter.grad is not None:
+                members.append((parameter, parameter.grad))
+                if self.histograms:
+                    trainer.log_histogram(f"gradients/{name}", parameter.grad)
+        sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
+        for name, row in zip(groups, sums, strict=True):
+            self._found[name] = row
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Logs what the window's optimizers found."""
+        if not self._found:
+            return
+        found = combined(self._found, torch.stack(list(self._found.values())), trainer.world)
+        self._found.clear()
+        log_stats(trainer, "gradients", found)

@@ -1,0 +1,114 @@
+"""ImageFiles: images that the steps return, as PNG files in the run directory."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_integer
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class ImageFiles(Callback):
+    """Writes images that `training_step` or `validation_step` returned under `key` as one grid a time, on rank 0.
+
+    They go to `<run_dir>/images/train/<key>/step_00001000.png` and `<run_dir>/images/val/<key>/...`, with a named
+    validation loader's name after `val`. In training those of every `every_n_steps`-th optimizer step are written, of a
+    validation those of rank 0's first batch. Only then the device is waited for. A full disk is reported once and does
+    not stop training. `log_image` gives images to the loggers instead.
+
+    Args:
+        key: Key in the step's result. Its value is `[batch, channels, height, width]` of 1, 3 or 4 channels, floating
+            point from 0 to 1, or uint8.
+        every_n_steps: Optimizer steps (`global_step`) between two files of training.
+        max_images: Images in a grid; the first of the batch.
+
+    Raises:
+        ConfigError: A value cannot work; when setup ends, also if Pillow is not installed.
+    """
+
+    def __init__(self, key: str, *, every_n_steps: int = 100, max_images: int = 64) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_integer("max_images", max_images, minimum=1)
+        self.key = key
+        self.every_n_steps = every_n_steps
+        self.max_images = max_images
+        self._is_training = False
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Looks for Pillow."""
+        if find_spec("PIL") is None:
+            raise ConfigError(
+                "ImageFiles writes with Pillow, which is not installed. pip install 'dream-trainer[images]'."
+            )
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """From now on validations are of this training."""
+        self._is_training = True
+
+    def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """Writes, if the step just completed is a due one."""
+        if not trainer.is_accumulating_gradients and trainer.global_step % self.every_n_steps == 0:
+            self._write(trainer, result, Path("train"))
+
+    def post_val_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """Writes the first batch."""
+        if self._is_training and batch_idx == 0:
+            self._write(trainer, result, Path("val", trainer.val_name))
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Validations from now on are an `evaluate` of whatever data."""
+        self._is_training = False
+
+    def _write(self, trainer: AbstractTrainer, result: dict[str, Any], folder: Path) -> None:
+        if self.key not in result:
+            return
+        from dream_trainer.loggers.encode import png
+        from dream_trainer.loggers.media import Image, gathered, pixels
+
+        found = gathered(self.key, result[self.key])
+        if not trainer.world.is_main:
+            return
+        if found.dim() != 4:
+            raise ValueError(
+                f"{self.key!r} has shape {tuple(found.shape)}. Return [batch, channels, height, width] under it."
+            )
+        images, _ = pixels(self.key, found[: self.max_images])
+        path = trainer.run_dir / "images" / folder / self.key / f"step_{trainer.global_step:08d}.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(Image(grid(images))))
+        except OSError as error:
+            trainer._say_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
+
+
+def grid(images: Tensor, padding: int = 2) -> Tensor:
+    """Images `[n, channels, height, width]` beside and below each other, as near to a square as n allows.
+
+    Args:
+        images: uint8.
+        padding: Black pixels around each.
+
+    Returns:
+        `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`.
+    """
+    n, channels, height, width = images.shape
+    columns = math.ceil(math.sqrt(n))
+    rows = math.ceil(n / columns)
+    page = torch.zeros(
+        channels, rows * (height + padding) + padding, columns * (width + padding) + padding, dtype=images.dtype
+    )
+    for index, image in enumerate(images):
+        top = padding + index // columns * (height + padding)
+        left = padding + index % columns * (width + padding)
+        page[:, top : top + height, left : left + width] = image
+    return page

@@ -1,0 +1,133 @@
+"""Memory: what a run needs on its devices and hosts, and where it went when there was none left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_integer
+from dream_trainer.distributed.torch_compat import record_memory_history, write_memory_snapshot
+from dream_trainer.errors import HookError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+GIB = 2.0**30
+
+
+class Memory(Callback):
+    """Logs memory of the rank that needs most, in GiB, under `memory/`:
+
+    - `resident`, `peak_resident`: the process's own on its host, now and at most so far
+    - `peak_allocated`, `peak_reserved`: on a CUDA device, at most so far: by tensors, and by PyTorch from the device
+    - `fragmentation`: share of what is reserved that lies between tensors and cannot be given back
+    - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and the last warning
+    - `allocated`, `reserved`: on MPS, which keeps no peaks
+
+    When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
+
+    Args:
+        every_n_steps: Optimizer steps between two looks. A look takes some 100 microseconds and waits for nothing.
+        history: Allocations and releases that a CUDA device's snapshot tells of, with their stacks; 0 for none, which
+            leaves what is allocated without where. Keeping them costs some microseconds for each allocation.
+
+    Raises:
+        ConfigError: A number does not work.
+    """
+
+    def __init__(self, every_n_steps: int = 50, *, history: int = 0) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_integer("history", history, minimum=0)
+        self.every_n_steps = every_n_steps
+        self.history = history
+        self._trainer: AbstractTrainer | None = None
+
+    def snapshot(self) -> Path:
+        """Writes this rank's memory as it is now into `<run_dir>/memory`; any rank may call it, at any time.
+
+        Returns:
+            A text file with the numbers and, on CUDA, PyTorch's summary; there a `.pickle` beside it shows every
+            allocation in https://pytorch.org/memory_viz.
+
+        Raises:
+            HookError: The trainer has not launched yet.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            raise HookError("snapshot() needs a trainer that has launched. Call it in fit() or after it.")
+        device = trainer.world.device
+        directory = trainer.run_dir / "memory"
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"step_{trainer.global_step:08d}_rank_{trainer.world.rank}.txt"
+        text = "".join(f"{name}: {value:.4g}\n" for name, value in memory_numbers(device).items())
+        if device.type == "cuda":
+            text += torch.cuda.memory_summary(device)
+            write_memory_snapshot(path.with_suffix(".pickle"))
+        path.write_text(text)
+        return path
+
+    def post_launch(self, trainer: AbstractTrainer) -> None:
+        """Begins to record, before the first tensor is made."""
+        self._trainer = trainer
+        if self.history and trainer.world.device.type == "cuda":
+            record_memory_history(self.history)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Logs, if it is time."""
+        if trainer.global_step % self.every_n_steps == 0:
+            for name, value in memory_numbers(trainer.world.device).items():
+                trainer.log(f"memory/{name}", value, weight=1.0, reduce="max")
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """Writes a snapshot, if memory ran out."""
+        if self._trainer is not None and _is_out_of_memory(exc):
+            path = self.snapshot()
+            print(f"[rank {trainer.world.rank}] out of memory: see {path}", file=sys.stderr, flush=True)
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """Stops recording."""
+        if self.history and trainer.world.device.type == "cuda":
+            record_memory_history(0)
+
+
+def _is_out_of_memory(exc: BaseException) -> bool:
+    """Whether it says so: CUDA's is a class of its own, the CPU's and MPS's are words in a RuntimeError."""
+    words = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
+    is_told = isinstance(exc, RuntimeError) and any(word in str(exc) for word in words)
+    return is_told or isinstance(exc, torch.OutOfMemoryError | MemoryError)
+
+
+def memory_numbers(device: torch.device) -> dict[str, float]:
+    """This process's memory now, by the names that `Memory` logs; GiB, but for shares and counts."""
+    found = host_memory()
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        found["peak_allocated"] = stats.get("allocated_bytes.all.peak", 0) / GIB
+        found["peak_reserved"] = stats.get("reserved_bytes.all.peak", 0) / GIB
+        found["fragmentation"] = stats.get("inactive_split_bytes.all.current", 0) / reserved if reserved else 0.0
+        found["alloc_retries"] = float(stats.get("num_alloc_retries", 0))
+    elif device.type == "mps":
+        found["allocated"] = torch.mps.current_allocated_memory() / GIB
+        found["reserved"] = torch.mps.driver_allocated_memory() / GIB
+    return found
+
+
+def host_memory() -> dict[str, float]:
+    """What this process holds of its host's memory in GiB, where the system tells."""
+    found = {}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        import resource
+
+        found["resident"] = int(statm.read_text().split()[1]) * resource.getpagesize() / GIB
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+        found["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    return found

@@ -1,0 +1,291 @@
+"""NonFiniteReport: where a NaN or an infinity came from: which step, rank, batch and parameters.
+
+    post_train_batch      keeps what the step returned (its loss): references, nothing is computed
+    post_optimizer_step   each parameter's gradient norm, on the device
+    post_train_step       every `LOOK_EVERY` windows: is all of it finite? One wait for the device
+    on_exception          `nonfinite="raise"` has ended the run: the same look, without the other ranks
+
+What a rank finds it writes into a file of its own: a NaN that starts in one rank's batch is in all ranks' gradients
+once they are reduced, and only the rank whose loss it is can tell the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.checkpoint.model_state import parameter_fqns
+from dream_trainer.config.checks import check_boolean, check_integer
+from dream_trainer.data.nested import map_tensors
+from dream_trainer.data.stream import DataPosition
+from dream_trainer.distributed.torch_compat import foreach_norm, local_tensor, local_tensors
+from dream_trainer.errors import NonFiniteError
+from dream_trainer.loggers.buffer import is_scalar, keep
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+logger = logging.getLogger("dream_trainer")
+
+LOOK_EVERY = 25
+"""Windows between two looks: half of what the non-finite guard waits for, so that it seldom raises first."""
+
+
+@dataclass
+class _Gradients:
+    """What one optimizer was given."""
+
+    names: list[str]
+    norms: Tensor
+    loss_scale: Tensor | None
+
+
+@dataclass
+class _Window:
+    """What is kept of an accumulation window until it is looked at."""
+
+    step: int = 0
+    epoch: int = 0
+    end: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
+    samples: int = 0
+    """Of all ranks."""
+    batches: list[tuple[int, dict[str, Tensor | float]]] = field(default_factory=list)
+    """Index in the epoch, and what the training step returned."""
+    gradients: list[_Gradients] = field(default_factory=list)
+
+    def numbers(self) -> Iterator[float]:
+        """Everything that should be finite and is on the host."""
+        return (value for _, values in self.batches for value in values.values() if not isinstance(value, Tensor))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that should be finite and is on a device, as vectors."""
+        for _, values in self.batches:
+            yield from (value.reshape(1) for value in values.values() if isinstance(value, Tensor))
+        for found in self.gradients:
+            yield found.norms
+
+
+class NonFiniteReport(Callback):
+    """Writes `<run_dir>/nonfinite/step_<n>_rank_<r>.json` when a loss or a gradient is not finite, and says so once.
+
+    A loss is what the training step returns under a name with "loss" in it. A report names the optimizer step, the
+    rank, its batches (with their samples' indices in the dataset, where our loader reads it), the values that the step
+    returned, and the parameters whose gradients are not finite on this rank. It is about what `nonfinite="raise"` or
+    `"skip"` left out; overflows under fp16, which a lower loss scale mends, are none. What `"retry"` runs again is
+    reported only if the run ends by it.
+
+    Found within 25 steps, at the latest when the run raises. A step costs one more reading of the gradients, and no
+    wait for the device; an overflowing gradient stands out even where clipping follows.
+
+    Args:
+        every_step: Look after every step. That waits for the device each time, and tells more: which inputs and weights
+            are not finite; and the run raises right there. For hunting a NaN.
+        max_reports: Files that each rank writes at most.
+
+    Raises:
+        ConfigError: A value does not work.
+    """
+
+    def __init__(self, *, every_step: bool = False, max_reports: int = 10) -> None:
+        check_boolean("every_step", every_step)
+        check_integer("max_reports", max_reports, minimum=1)
+        self.every_step = every_step
+        self.max_reports = max_reports
+        self._names: dict[Tensor, str] = {}
+        self._window = _Window()
+        self._windows: list[_Window] = []
+        self._samples_seen = 0
+        self._n_reports = 0
+        self._has_said = False
+
+    # -- what is kept
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Begins anew, from where the run resumes."""
+        self._names = parameter_fqns(trainer.named_models())
+        self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Takes the gradients' norms; they are gone when `step` returns."""
+        found = self._gradients(optimizer)
+        if found is not None:
+            scale = trainer._accumulation.loss_scale
+            found.loss_scale = None if scale is None else scale.scale.clone()
+            self._window.gradients.append(found)
+
+    def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """Keeps what the training step returned."""
+        batches = self._window.batches
+        if batches and batch_idx <= batches[-1][0]:  # the window runs again
+            batches.clear()
+        batches.append((batch_idx, {name: keep(name, value) for name, value in result.items() if is_scalar(value)}))
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Looks, if it is time."""
+        window, self._window = self._window, _Window()
+        window.step, window.epoch, window.end = trainer.global_step, trainer.current_epoch, trainer.progress.data
+        window.samples = trainer.samples_seen - self._samples_seen
+        self._samples_seen = trainer.samples_seen
+        self._windows.append(window)
+        if self.every_step or len(self._windows) >= LOOK_EVERY:
+            self._look_together(trainer)
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Looks at the last steps."""
+        self._look_together(trainer)
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """Looks at the steps before a NonFiniteError, and at the gradients that raised it."""
+        if not isinstance(exc, NonFiniteError):
+            return
+        reports = self._look(trainer)
+        if self._window.gradients or trainer._accumulation.is_open:
+            reports += self._look_at_open_window(trainer)
+        for report in reports[:1]:
+            if not self._has_said and (trainer.world.is_main or report["has_bad_values"]):
+                _say(report)
+
+    # -- looks
+
+    def _look_together(self, trainer: AbstractTrainer) -> None:
+        """On all ranks at the same step: rank 0 says what the first rank that can tell a batch has found."""
+        reports = self._look(trainer)
+        if not trainer.world.all_reduce(torch.tensor([len(reports)]), "max").item():
+            return
+        found = [report for own in trainer.world.all_gather_object(reports[:1]) for report in own]
+        if trainer.world.is_main and not self._has_said:
+            self._has_said = True
+            _say(next((report for report in found if report["has_bad_values"]), found[0]))
+        trainer.settle()  # under "raise" the guard would notice up to 25 steps later
+
+    def _look(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
+        """Reports on the windows kept, written; waits for the device once if all is well."""
+        windows, self._windows = self._windows, []
+        if all(math.isfinite(number) for window in windows for number in window.numbers()) and _all_finite(
+            [tensor for window in windows for tensor in window.tensors()]
+        ):
+            return []
+        reports = []
+        for window in windows:
+            report = _report(trainer, window)
+            if report is not None:
+                if self.every_step:
+                    report |= self._what_is_here(trainer)
+                reports.append(self._written(trainer, report))
+        return reports
+
+    def _look_at_open_window(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
+        """Reports on the window that broke off in `step`, whose gradients are still there."""
+        window = self._window
+        window.step, window.epoch = trainer.global_step + 1, trainer.current_epoch
+        # Its last batch, whose result nobody has got; counted already if the guard looked after the step.
+        window.batches.append((trainer.batch_idx - (not trainer._accumulation.is_open), {}))
+        found = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
+        window.gradients += [gradients for gradients in found if gradients is not None]
+        data = trainer._feed.window
+        if data is not None and data.samples is not None:
+            window.end, window.samples = data.end, data.samples
+        report = _report(trainer, window)
+        if report is None:
+            return []
+        return [self._written(trainer, report | self._what_is_here(trainer))]
+
+    def _gradients(self, optimizer: Optimizer) -> _Gradients | None:
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not own:
+            return None
+        norms = torch.stack(foreach_norm(local_tensors([p.grad for p in own if p.grad is not None])))
+        return _Gradients([self._names.get(p, "(no model's)") for p in own], norms, None)
+
+    # -- reports
+
+    def _what_is_here(self, trainer: AbstractTrainer) -> dict[str, Any]:
+        """Inputs and weights of this moment that are not finite: of the last micro-batch, and before its step."""
+        inputs: list[dict[str, Any]] = []
+
+        def look(tensor: Tensor) -> None:
+            if tensor.is_floating_point():
+                nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+                if nans or infs:
+                    inputs.append({"shape": list(tensor.shape), "nan": nans, "inf": infs})
+
+        map_tensors(look, trainer._batch)
+        weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
+        return {"inputs": inputs, "weights": weights}
+
+    def _written(self, trainer: AbstractTrainer, report: dict[str, Any]) -> dict[str, Any]:
+        if self._n_reports < self.max_reports:
+            path = trainer.run_dir / "nonfinite" / f"step_{report['step']:08d}_rank_{report['rank']}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=2) + "\n")
+            report["path"] = str(path)
+        self._n_reports += 1
+        return report
+
+
+def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
+    """What is wrong with a window; None if nothing is."""
+    gradients: dict[str, str] = {}
+    for found in window.gradients:
+        if found.loss_scale is None or float(found.loss_scale) < 1:
+            norms = zip(found.names, found.norms.tolist(), strict=True)
+            gradients |= {name: str(norm) for name, norm in norms if not math.isfinite(norm)}
+    bad = [[name for name, value in values.items() if not _is_finite(value)] for _, values in window.batches]
+    if not gradients and not any("loss" in name for names in bad for name in names):
+        return None
+    batches: list[dict[str, Any]] = [
+        {"batch_idx": batch_idx, "values": {name: str(float(value)) for name, value in values.items()}}
+        for batch_idx, values in window.batches
+    ]
+    for batch, samples in zip(batches, _indices(trainer, window) or [], strict=False):
+        batch["indices"] = samples
+    return {
+        "step": window.step,
+        "rank": trainer.world.rank,
+        "epoch": window.epoch,
+        "has_bad_values": any(bad),
+        "batches": [batch for batch, names in zip(batches, bad, strict=True) if names or not any(bad)],
+        "gradients": gradients,
+        "n_gradients": sum(len(found.names) for found in window.gradients),
+    }
+
+
+def _say(report: dict[str, Any]) -> None:
+    names = list(report["gradients"])
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    parts = [f"{len(names)} of {report['n_gradients']} gradients are not finite ({some})"] if names else []
+    for batch in report["batches"] if report["has_bad_values"] else []:
+        bad = [f"{k}={v}" for k, v in batch["values"].items() if not math.isfinite(float(v))]
+        samples = f" (samples {batch['indices']})" if "indices" in batch else ""
+        parts.append(f"batch {batch['batch_idx']}{samples} gave {', '.join(bad)}")
+    where = f" Reports of all ranks: {Path(report['path']).parent}" if "path" in report else ""
+    logger.error("step %d, rank %d: %s.%s", report["step"], report["rank"], "; ".join(parts), where)
+
+
+def _indices(trainer: AbstractTrainer, window: _Window) -> list[list[int]] | None:
+    """Samples of the window's batches, as indices of the dataset; None if only the loader knows."""
+    stream, end = trainer._train_stream, window.end
+    return None if stream is None else stream.indices(end.epoch, end.samples - window.samples, end.samples)
+
+
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """One wait for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return all(bool(torch.isfinite(torch.cat(own)).all()) for own in by_device.values())
+
+
+def _is_finite(value: Tensor | float) -> bool:
+    return math.isfinite(float(value))

@@ -1,0 +1,132 @@
+"""Profiler: PyTorch's profiler on chosen steps and ranks, as trace files in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_boolean, check_integer
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class Profiler(Callback):
+    """Records some steps with `torch.profiler` and writes `<run_dir>/profiles/step_<first>_rank_<rank>.json.gz`.
+
+    Open the files in https://ui.perfetto.dev. Recording slows the steps down, and its end waits for the device; other
+    steps cost nothing. Steps are counted over the whole run, as the loggers count them: a run that resumes behind
+    `first_step` records nothing. What ends early, by a stop or an exception, is written as far as it came.
+
+    Args:
+        first_step: First step to record; far enough from the start of the process, or compilation is what you see.
+        n_steps: How many to record.
+        warm_up_steps: Steps before `first_step` in which the profiler runs without keeping anything, so that its own
+            start is not in the trace.
+        ranks: Those that record; None for all.
+        record_shapes: Whether to record shapes of inputs.
+        profile_memory: Whether to record allocations.
+        with_stack: Whether to record where in the code each operation comes from; slow.
+
+    Raises:
+        ConfigError: A number does not work; when training starts, also if two profilers would record at once.
+    """
+
+    def __init__(
+        self,
+        first_step: int = 10,
+        n_steps: int = 3,
+        *,
+        warm_up_steps: int = 1,
+        ranks: Sequence[int] | None = (0,),
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        check_integer("first_step", first_step, minimum=1)
+        check_integer("n_steps", n_steps, minimum=1)
+        check_integer("warm_up_steps", warm_up_steps, minimum=0)
+        for name, value in (
+            ("record_shapes", record_shapes),
+            ("profile_memory", profile_memory),
+            ("with_stack", with_stack),
+        ):
+            check_boolean(name, value)
+        self.first_step = first_step
+        self.n_steps = n_steps
+        self.warm_up_steps = min(warm_up_steps, first_step - 1)
+        self.ranks = None if ranks is None else tuple(ranks)
+        self.record_shapes = record_shapes
+        self.profile_memory = profile_memory
+        self.with_stack = with_stack
+        self._profile: torch.profiler.profile | None = None
+
+    @property
+    def _steps(self) -> range:
+        """Steps completed while the profiler runs, its warm-up included."""
+        return range(self.first_step - 1 - self.warm_up_steps, self.first_step - 1 + self.n_steps)
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Starts, if the first step is to be recorded.
+
+        Raises:
+            ConfigError: Two profilers would record at once, which PyTorch cannot.
+        """
+        for other in trainer.callbacks:
+            if isinstance(other, Profiler) and other is not self and set(self._steps) & set(other._steps):
+                raise ConfigError(
+                    f"two Profilers record steps {self.first_step} and {other.first_step} at once, warm-up included, "
+                    "which PyTorch cannot. Set their first_step further apart."
+                )
+        self._start_if_due(trainer)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Ends a step of the running profile, or starts one."""
+        if self._profile is None:
+            self._start_if_due(trainer)
+        elif trainer.global_step == self._steps.stop:
+            self._stop()
+        else:
+            self._profile.step()
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Writes what there is."""
+        self._stop()
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """Writes what there is."""
+        self._stop()
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """Writes what there is."""
+        self._stop()
+
+    def _start_if_due(self, trainer: AbstractTrainer) -> None:
+        if trainer.global_step != self._steps.start:
+            return
+        rank = trainer.world.rank
+        if self.ranks is not None and rank not in self.ranks:
+            return
+        path = trainer.run_dir / "profiles" / f"step_{self.first_step:08d}_rank_{rank}.json.gz"
+
+        def write(profile: torch.profiler.profile) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+
+        self._profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=0, warmup=self.warm_up_steps, active=self.n_steps, repeat=1),
+            on_trace_ready=write,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+        )
+        self._profile.start()
+
+    def _stop(self) -> None:
+        if self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.stop()

@@ -1,0 +1,98 @@
+"""Norm, largest magnitude and zeros of groups of tensors, over all ranks: what GradientStats and WeightStats log.
+
+local_sums   on this rank's shards, on the device; an element that several ranks hold is divided among them
+combined     one collective and one copy to the host for all groups together
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.distributed.gradients import copies_of
+from dream_trainer.distributed.torch_compat import local_tensor
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class Stats(NamedTuple):
+    """Of one group of tensors, each element counted once."""
+
+    norm: float
+    """2-norm."""
+    max_abs: float
+    """Largest magnitude."""
+    zero_fraction: float
+    """Share of the elements that are zero."""
+
+
+def group_of(fqn: str, depth: int | None) -> str:
+    """The group of a parameter `<model>.<module>...<name>`: its module down to `depth` levels below the model, where 0
+    is the model itself; None: the parameter alone."""
+    return fqn if depth is None else ".".join(fqn.split(".")[:-1][: depth + 1])
+
+
+@torch.no_grad()
+def local_sums(
+    groups: Mapping[str, Iterable[tuple[nn.Parameter, Tensor]]], world_size: int, device: torch.device
+) -> Tensor:
+    """This rank's share of each group's sums.
+
+    Args:
+        groups: Parameters and the tensors to look at, which lie on the ranks as the parameters do.
+        world_size: Number of ranks.
+        device: Where the tensors are.
+
+    Returns:
+        Shape `[n_groups, 4]`: sum of squares, largest magnitude, zeros, elements. Nothing is waited for.
+    """
+    # MPS has no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    sums = torch.zeros(len(groups), 4, dtype=wide, device=device)
+    for row, members in zip(sums, groups.values(), strict=True):
+        for parameter, tensor in members:
+            shard, copies = local_tensor(tensor), copies_of(parameter, world_size)
+            if not shard.numel():  # a rank may hold nothing of a small tensor
+                continue
+            # A norm of half-precision values is no half-precision number.
+            norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
+            row[0] += norm.to(wide).square() / copies
+            row[1] = torch.maximum(row[1], torch.linalg.vector_norm(shard, math.inf).to(wide))
+            row[2] += (shard.numel() - shard.count_nonzero()) / copies
+            row[3] += shard.numel() / copies
+    return sums
+
+
+def combined(names: Iterable[str], sums: Tensor, world: World) -> dict[str, Stats]:
+    """The groups' stats over all ranks; a collective, and waits for the device.
+
+    Args:
+        names: The groups, the same on all ranks.
+        sums: From `local_sums`.
+        world: The ranks.
+
+    Returns:
+        By name; groups without an element are left out.
+    """
+    rows = world.all_gather(sums.double().cpu().flatten()).view(world.world_size, -1, 4)
+    total, largest = rows.sum(0).tolist(), rows[:, :, 1].amax(0).tolist()
+    return {
+        name: Stats(math.sqrt(squares), max_abs, zeros / elements)
+        for name, (squares, _, zeros, elements), max_abs in zip(names, total, largest, strict=True)
+        if elements
+    }
+
+
+def log_stats(trainer: AbstractTrainer, prefix: str, found: Mapping[str, Stats]) -> None:
+    """Logs stats that are the same on all ranks."""
+    for group, stats in found.items():
+        trainer.log(f"{prefix}/{group}/norm", stats.norm, weight=1.0, reduce="last")
+        trainer.log(f"{prefix}/{group}/max", stats.max_abs, weight=1.0, reduce="last")
+        trainer.log(f"{prefix}/{group}/zeros", stats.zero_fraction, weight=1.0, reduce="last")

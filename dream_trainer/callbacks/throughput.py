@@ -1,0 +1,207 @@
+"""Throughput: samples and tokens per second, how much of the device they use, and how long training waits for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.peak_flops import peak_flops
+from dream_trainer.config.checks import check_integer
+from dream_trainer.distributed.torch_compat import tf32_is_allowed
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Flops = float | Callable[["AbstractTrainer"], float]
+
+
+class _Mark(NamedTuple):
+    """Where an interval begins or ends."""
+
+    clock: float
+    samples: int
+    waiting: float
+    """Seconds waited for data, since the process started."""
+    saving: float
+    """Seconds that checkpoints took, since the process started."""
+
+
+class Throughput(Callback):
+    """Logs how fast training goes, over all ranks and per device, under `throughput/`:
+
+    - `samples_per_second`, `samples_per_second_per_device`
+    - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given
+    - `data_wait`: share of the time in which the step path waited for data
+    - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
+      `flops_per_token` is given and the peak is known; never on a CPU
+
+    Counted is what was trained, in the time that training took: without the first steps (compilation, allocation), and
+    without validations and what checkpoints hold the step path up. The values of one interval carry its seconds as
+    their weight, so a logged mean is exact over any number of intervals. Nothing waits for the device: the host runs
+    ahead of it by no more than the logger's flushes let it, which evens out over intervals of `log_every_n_steps`.
+
+    Args:
+        every_n_steps: Optimizer steps in an interval.
+        warm_up_steps: First steps of each process that are not measured.
+        tokens_per_sample: Tokens in each sample.
+        tokens: Called with each batch on its device, gives the tokens in it that are trained, as a number or a 0-dim
+            tensor: where samples are padded, count what is not padding.
+        flops_per_sample: FLOPs of forward and backward for one sample, recomputation left out; or a function that gives
+            them, called with the trainer when training starts.
+        flops_per_token: The same for one token; 6 times the number of parameters, and attention.
+        device_flops: Peak of one device in FLOP/s; None looks it up (see peak_flops.py).
+        clock: Seconds from any origin; tests pass their own.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 10,
+        warm_up_steps: int = 3,
+        tokens_per_sample: int | None = None,
+        tokens: Callable[[Any], Tensor | float] | None = None,
+        flops_per_sample: Flops | None = None,
+        flops_per_token: Flops | None = None,
+        device_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_integer("warm_up_steps", warm_up_steps, minimum=0)
+        if tokens is not None and tokens_per_sample is not None:
+            raise ConfigError("tokens and tokens_per_sample both say how many tokens there are. Pass one of them.")
+        if flops_per_sample is not None and flops_per_token is not None:
+            raise ConfigError("flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
+        if flops_per_token is not None and tokens is None and tokens_per_sample is None:
+            raise ConfigError("flops_per_token needs the number of tokens. Pass tokens_per_sample or tokens too.")
+        self.every_n_steps = every_n_steps
+        self.warm_up_steps = warm_up_steps
+        self.tokens_per_sample = tokens_per_sample
+        self.flops_per_sample = flops_per_sample
+        self.flops_per_token = flops_per_token
+        self.device_flops = device_flops
+        self._count_tokens = tokens
+        self._clock = clock
+        self._due = 0
+        self._start: _Mark | None = None
+        self._validating = self._validates_since = 0.0
+        self._tokens: Tensor | float = 0.0
+        self._window_tokens: dict[int, Tensor | float] = {}
+        # Share of the peak that one unit of work per second and device amounts to.
+        self._use_per_sample: float | None = None
+        self._use_per_token: float | None = None
+
+    # -- events
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Begins to warm up."""
+        self._due, self._start = trainer.global_step + self.warm_up_steps, None
+        peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
+        self._use_per_sample = _share(self.flops_per_sample, peak, trainer)
+        self._use_per_token = _share(self.flops_per_token, peak, trainer)
+        if self.warm_up_steps == 0:
+            self._begin(trainer, self._mark(trainer))
+
+    def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        """Counts the batch's tokens, if they are not the same in each sample."""
+        if self._count_tokens is not None:
+            # By batch, so that a window that is run again counts once.
+            self._window_tokens[trainer.local_batches] = self._count_tokens(batch)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Logs the interval that ends here, if one does."""
+        for tokens in self._window_tokens.values():
+            self._tokens = self._tokens + tokens
+        self._window_tokens.clear()
+        if trainer.global_step < self._due:
+            return
+        now = self._mark(trainer)
+        if self._start is not None:
+            self._log(trainer, self._start, now)
+        self._begin(trainer, now)
+
+    def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
+        """Training pauses; the device has done what it was given."""
+        self._validates_since = self._clock()
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """Training goes on."""
+        self._validating += self._clock() - self._validates_since
+
+    # -- the interval
+
+    def _mark(self, trainer: AbstractTrainer) -> _Mark:
+        return _Mark(self._clock(), trainer.samples_seen, trainer._feed.seconds_waiting, trainer._seconds_saving)
+
+    def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
+        self._start, self._validating, self._tokens = start, 0.0, 0.0
+        self._due = trainer.global_step + self.every_n_steps
+
+    def _log(self, trainer: AbstractTrainer, start: _Mark, end: _Mark) -> None:
+        world = trainer.world
+        seconds = end.clock - start.clock - self._validating - (end.saving - start.saving)
+        if seconds <= 0:
+            return
+        samples = (end.samples - start.samples) / seconds
+        found: dict[str, Tensor | float] = {
+            "samples_per_second": samples,
+            "samples_per_second_per_device": samples / world.world_size,
+            "data_wait": (end.waiting - start.waiting) / seconds,
+        }
+        tokens: Tensor | float | None = None
+        if self.tokens_per_sample is not None:
+            tokens = samples * self.tokens_per_sample
+        elif self._count_tokens is not None:
+            # This rank's tokens; the mean over the data-parallel ranks is logged, so each stands for all of them.
+            tokens = self._tokens * world.dp_size / seconds
+        if tokens is not None:
+            found["tokens_per_second"] = tokens
+            found["tokens_per_second_per_device"] = tokens / world.world_size
+        if self._use_per_sample is not None:
+            found["mfu"] = samples / world.world_size * self._use_per_sample
+        elif self._use_per_token is not None and tokens is not None:
+            found["mfu"] = tokens / world.world_size * self._use_per_token
+        for name, value in found.items():
+            trainer.log(f"throughput/{name}", value, weight=seconds)
+
+    def _peak(self, trainer: AbstractTrainer) -> float | None:
+        """FLOP/s of one device; None if nobody knows."""
+        if self.device_flops is not None:
+            return self.device_flops
+        device = trainer.world.device
+        if device.type != "cuda":
+            return None
+        name, dtype = torch.cuda.get_device_name(device), dtype_at_work(trainer)
+        found = peak_flops(name, dtype, tf32=tf32_is_allowed())
+        if found is None:
+            trainer._say_once(
+                f"peak {name}",
+                f"the peak of {name} in {dtype} is not known: no MFU. Pass Throughput(device_flops=...).",
+            )
+        return found
+
+
+def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
+    """What most of the models' products are computed in: the configured half precision, else the parameters' type."""
+    precision = trainer.config.device_parameters.precision
+    if precision in ("bf16", "fp16"):
+        return torch.bfloat16 if precision == "bf16" else torch.float16
+    sizes: dict[torch.dtype, int] = {}
+    for model in trainer.named_models().values():
+        for parameter in model.parameters():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
+
+
+def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) -> float | None:
+    if flops is None or peak is None:
+        return None
+    return (flops(trainer) if callable(flops) else flops) / peak

@@ -1,0 +1,301 @@
+"""WeightAverage: what averages of the weights have in common, whatever their rule (EMA, SWA).
+
+Each rank averages the shards it holds, so nothing is gathered or communicated, and memory grows by one more copy of the
+trained parameters, divided over the ranks as they are.
+
+    post_optimizer_step   which models have stepped; nothing is computed
+    post_train_step       the window is complete: average += share * (weight - average), once, if it is time
+    validation_context    the averages stand in for the weights, and the weights come back however it ends
+
+Checkpoints keep averages as tensors of their own, never in place of the model's.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
+from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class WeightAverage(Callback):
+    """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`.
+
+    Averaged are the floating-point parameters that require gradients when setup ends. Everything else, BatchNorm's
+    statistics for instance, is the model's own, also while the averages stand in. Parameters narrower than 32 bits are
+    averaged in float32, where small steps do not vanish.
+
+    An average moves at most once after an accumulation window, however many micro-batches, optimizers or `step` calls
+    the window had, and only if the model has changed since it last moved. Nothing waits for the device.
+
+    Args:
+        models: Names of the models to average; None for all that an optimizer trains.
+        validate: Whether validations, `evaluate` and `predict` see the averages.
+    """
+
+    def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
+        if isinstance(models, str):
+            raise ConfigError(f"models={models!r} is a string. Pass a list of names: models=[{models!r}].")
+        self.models = None if models is None else tuple(models)
+        self.validate = validate
+        self._averages: dict[str, ModelAverage] = {}
+        self._owned: dict[tuple[Optimizer, int], list[ModelAverage]] = {}
+        self._in_use: set[str] = set()
+        self._statistics: dict[Tensor, Tensor] = {}
+        # Until training starts or a checkpoint gives them back, the averages are whatever the weights are.
+        self._has_started = self._was_given_back = False
+        self._trainer: AbstractTrainer | None = None
+
+    # -- the rule
+
+    @abstractmethod
+    def share(self, updates: Any) -> Any:
+        """By how much the averages move towards the weights.
+
+        Args:
+            updates: How often they have moved: an int, or a 0-dim tensor where only the device knows.
+
+        Returns:
+            Between 0 and 1, a number or a tensor alike.
+        """
+
+    @abstractmethod
+    def is_due(self, trainer: AbstractTrainer) -> bool:
+        """Whether the averages move after the window just completed."""
+
+    def _is_waiting(self, average: ModelAverage) -> bool:
+        """Whether the averages are still the weights of now, since their time has not come."""
+        return False
+
+    # -- what the user calls
+
+    def averaged(self, model_name: str) -> dict[str, Tensor]:
+        """The averages of one model by parameter name, sharded as its parameters; of tied ones the first name.
+
+        They are those that training goes on to change: clone what is to stay.
+
+        Raises:
+            HookError: The trainer is not set up yet.
+            KeyError: No model of that name is averaged.
+        """
+        self._catch_up()
+        if model_name not in self._averages:
+            raise KeyError(f"no averages of {model_name!r}; averaged are {list(self._averages)}.")
+        return dict(self._averages[model_name].averages)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the averaged models hold their averages: to evaluate or export them by hand. Called by every rank.
+
+        The weights come back at the end, whatever happens. Inside, nothing can be trained, saved or resumed.
+
+        Raises:
+            HookError: The trainer is not set up yet.
+            StepError: Called inside an accumulation window.
+        """
+        trainer = self._set_up_trainer()
+        trainer._refuse_inside_window("averaged_weights")
+        with self._standing_in(trainer, self._averages.keys() - self._in_use):
+            yield
+
+    def update_batch_norm(self, batches: Iterable[Any]) -> None:
+        """Inside `averaged_weights`: takes BatchNorm's statistics anew, over `batches`, until the `with` ends.
+
+        The statistics that the model gathered in training are those of other weights. Every rank calls this with as
+        many batches; each takes the statistics of its own.
+
+        Args:
+            batches: A loader; gone through once for each averaged model with BatchNorm. Each batch is what `forward`
+                takes; of a tuple or list the first item is, as in `torch.optim.swa_utils.update_bn`.
+
+        Raises:
+            StepError: The averages do not stand in for the weights.
+        """
+        from torch.optim.swa_utils import update_bn
+
+        if not self._in_use:
+            raise StepError("update_batch_norm() is for the averages. Call it inside `with averaged_weights():`.")
+        trainer = self._set_up_trainer()
+        for name, model in trainer.named_models().items():
+            if name in self._in_use:
+                for buffer in model.buffers():
+                    self._statistics.setdefault(buffer, buffer.clone())
+                with trainer.autocast():
+                    update_bn(batches, model, trainer.world.device)
+
+    # -- events
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Allocates the averages.
+
+        Raises:
+            ConfigError: `models` names one that is not trained, or another average validates one of these models too.
+        """
+        self._trainer = trainer
+        trained = {
+            name: parameters
+            for name, model in trainer.named_models().items()
+            if trainer.get_optimizers_by_model(model) and (parameters := trained_parameters(name, model))
+        }
+        chosen = tuple(trained) if self.models is None else self.models
+        lacking = [name for name in chosen if name not in trained]
+        if lacking or not chosen:
+            raise ConfigError(
+                f"{type(self).__name__}(models={self.models}): {lacking or 'no model'} has parameters that an "
+                f"optimizer trains. Trained are {list(trained)}."
+            )
+        self._averages = {name: ModelAverage(trained[name]) for name in chosen}
+        self._refuse_two_validating(trainer)
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Takes the weights that training starts from, unless the averages were resumed."""
+        self._catch_up()
+        self._has_started = True
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Notes which models the optimizer has changed; another one may change them too before the window ends.
+
+        Raises:
+            StepError: The averages stand in for the weights.
+        """
+        if self._in_use:
+            raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
+        for average in self._owned_by(trainer, optimizer):
+            average.note_step(trainer._accumulation.maybe_skipped)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Moves the averages of the models that have stepped."""
+        if self.is_due(trainer):
+            self._catch_up()
+
+    def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
+        """The averages stand in for the weights, except in models whose averages somebody chose by hand."""
+        if not self.validate:
+            return nullcontext()
+        taken = {name for other in averages_of(trainer) for name in other._in_use}
+        return self._standing_in(trainer, self._averages.keys() - taken)
+
+    # -- state
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The averages as `<model>.<parameter>`.
+
+        Raises:
+            CheckpointError: The averages stand in for the weights, which would be saved as the model.
+        """
+        if self._in_use:
+            raise CheckpointError(
+                "a checkpoint would hold the averages as the model's weights here. Save and load it outside of "
+                "averaged_weights() and of validations."
+            )
+        if self._has_started:  # else a resume, which asks for them too, would find its tensors written over
+            self._catch_up()
+        return {f"{name}.{fqn}": tensor for name, own in self._averages.items() for fqn, tensor in own.averages.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often each model's averages have moved, and which are to move when it is time."""
+        if self._averages:
+            self._catch_up()
+        return {
+            "has_started": self._has_started,
+            "updates": {name: average.count() for name, average in self._averages.items()},
+            "has_stepped": {name: average.will_move() for name, average in self._averages.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the counts back, after the tensors were loaded."""
+        if state["has_started"]:
+            for name, average in self._averages.items():
+                has_stepped = state.get("has_stepped", {}).get(name, False)
+                average.resume(state["updates"][name], has_stepped=has_stepped)
+            self._has_started = self._was_given_back = True
+
+    def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
+        """Starts anew from the loaded weights if the checkpoint had no averages."""
+        if not self._was_given_back:
+            self._has_started = False
+        self._was_given_back = False
+
+    # -- the parts
+
+    def _set_up_trainer(self) -> AbstractTrainer:
+        if self._trainer is None:
+            name = type(self).__name__
+            raise HookError(f"{name} has averages from post_setup on. Call it after fit() or evaluate() has set up.")
+        return self._trainer
+
+    def _catch_up(self) -> None:
+        """Brings the averages to where training is: a checkpoint may be asked for before `post_train_step` comes."""
+        trainer = self._set_up_trainer()
+        may_move = not trainer._accumulation.is_open and self.is_due(trainer)
+        for average in self._averages.values():
+            if self._has_started and may_move and average.has_stepped:
+                average.update(self.share)
+            elif not self._has_started:
+                average.start()
+            elif self._is_waiting(average):
+                average.copy()
+
+    @contextmanager
+    def _standing_in(self, trainer: AbstractTrainer, names: set[str]) -> Iterator[None]:
+        self._catch_up()
+        chosen = [self._averages[name] for name in self._averages if name in names]
+        # A checkpoint may still be copying the weights, and a gathered parameter would keep its old values.
+        trainer._before_update()
+        trainer._reshard()
+        weights = [average.clone_weights() for average in chosen]
+        self._in_use |= names
+        try:
+            for average in chosen:
+                average.set_weights(average.locals())
+            yield
+        finally:
+            trainer._reshard()
+            for average, own in zip(chosen, weights, strict=True):
+                average.set_weights(own)
+            self._in_use -= names
+            self._give_statistics_back()
+
+    def _give_statistics_back(self) -> None:
+        if not self._in_use:
+            for buffer, own in self._statistics.items():
+                buffer.copy_(own)
+            self._statistics.clear()
+
+    def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:
+        """The averages of the models that `optimizer` trains; looked for again when it is given a group."""
+        key = (optimizer, len(optimizer.param_groups))
+        if key not in self._owned:
+            models = trainer.named_models()
+            self._owned[key] = [
+                average
+                for name, average in self._averages.items()
+                if optimizer in trainer.get_optimizers_by_model(models[name])
+            ]
+        return self._owned[key]
+
+    def _refuse_two_validating(self, trainer: AbstractTrainer) -> None:
+        for other in averages_of(trainer):
+            both = self._averages.keys() & other._averages.keys()
+            if other is not self and both and self.validate and other.validate:
+                raise ConfigError(
+                    f"two averages would validate {sorted(both)}, and only one can. Pass validate=False to the others, "
+                    "and evaluate those inside their averaged_weights()."
+                )
+
+
+def averages_of(trainer: AbstractTrainer) -> list[WeightAverage]:
+    """The trainer's callbacks that average weights."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]

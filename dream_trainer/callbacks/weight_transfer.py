@@ -1,0 +1,156 @@
+"""WeightTransfer: one model's weights follow another's on schedule (target networks, teachers)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.model_average import ModelAverage
+from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
+from dream_trainer.config.checks import check_integer
+from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class WeightTransfer(Callback):
+    """Copies the weights of `source` into `target`, or moves `target` towards them, right after optimizer steps.
+
+    With `decay=0` (DQN's target network) the target becomes a copy. With more (BYOL's and MoCo's teacher)
+    `target = decay * target + (1 - decay) * source`. It happens once a window at most, and not for windows whose step
+    was skipped, where the source stayed as it was. Floating-point parameters and buffers move, integer buffers are
+    copied. Each rank moves the shards it holds; nothing is communicated, and nothing waits for the device.
+
+    The target is a model of the trainer like any other: sharded, saved and resumed as such. Give it to no optimizer, or
+    `requires_grad_(False)` it.
+
+    Args:
+        source: Name of the model to follow, such as "online" for `self.online`, or of a part of one, "online.encoder".
+        target: Name of the model that follows, with tensors of the same names and shapes.
+        every_n_steps: Optimizer steps (`global_step`) between two transfers. `decay` is per transfer.
+        decay: Share of the target that a transfer keeps; from 0 to below 1.
+        copy_at_start: Whether a run that starts, and does not resume, begins with a copy.
+        buffers: Whether buffers, such as BatchNorm's statistics, are transferred too; False leaves the target its own.
+
+    Raises:
+        ConfigError: A value cannot work; when setup ends, also if a model is not there, no optimizer trains the source,
+            or the two do not match.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        *,
+        every_n_steps: int = 1,
+        decay: float = 0.0,
+        copy_at_start: bool = True,
+        buffers: bool = True,
+    ) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"decay={decay} is not in [0, 1). Use 0.0 to copy, or such as 0.99 to follow slowly.")
+        if source == target:
+            raise ConfigError(f"source and target are both {source!r}. Name two models.")
+        self.source = source
+        self.target = target
+        self.every_n_steps = every_n_steps
+        self.decay = decay
+        self.copy_at_start = copy_at_start
+        self.buffers = buffers
+        self._optimizers: list[Optimizer] = []
+        self._pairs = ModelAverage({})
+        self._counters: list[tuple[Tensor, Tensor]] = []
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Pairs the tensors.
+
+        Raises:
+            ConfigError: They do not pair, or nothing trains the source.
+        """
+        source, target = _model(trainer, self.source), _model(trainer, self.target)
+        self._optimizers = trainer.get_optimizers_by_model(source)
+        if not self._optimizers:
+            raise ConfigError(f"WeightTransfer: no optimizer trains {self.source!r}, so there is nothing to transfer.")
+        followed, following = self._tensors(source), self._tensors(target)
+        _check_pairs(self.source, followed, self.target, following)
+        moving = [name for name, tensor in followed.items() if tensor.is_floating_point()]
+        self._pairs = ModelAverage({n: followed[n] for n in moving}, {n: following[n] for n in moving})
+        self._counters = [(following[n], followed[n]) for n in followed.keys() - set(moving)]
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Copies, unless the run resumes."""
+        if trainer.global_step == 0 and self.copy_at_start:
+            self._transfer(trainer, copies=True)
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Notes that the source has changed."""
+        if optimizer in self._optimizers:
+            self._pairs.note_step(trainer._accumulation.maybe_skipped)
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """Transfers, if it is time."""
+        if self._pairs.has_stepped and trainer.global_step % self.every_n_steps == 0:
+            self._transfer(trainer, copies=self.decay == 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the source has changed since the last transfer."""
+        return {"has_stepped": self._pairs.will_move()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._pairs.resume(0, has_stepped=state["has_stepped"])
+
+    @torch.no_grad()
+    def _transfer(self, trainer: AbstractTrainer, *, copies: bool) -> None:
+        # A checkpoint may still be copying the target, and a gathered parameter would keep its old values.
+        trainer._before_update()
+        trainer._reshard()
+        if copies:
+            self._pairs.start()
+        else:
+            self._pairs.update(lambda _: 1.0 - self.decay)
+        for own, followed in self._counters:
+            local_tensor(own).copy_(local_tensor(followed))
+
+    def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Parameters, and buffers if they count, by name."""
+        found = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
+        buffers = model_buffers({"model": model}) if self.buffers else {}
+        return found | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}
+
+
+def _model(trainer: AbstractTrainer, name: str) -> nn.Module:
+    try:
+        return trainer.get_module(name)
+    except AttributeError as error:
+        raise ConfigError(
+            f"WeightTransfer: the trainer has no model {name!r}. There are {list(trainer.named_models())}."
+        ) from error
+
+
+def _check_pairs(source: str, followed: dict[str, Tensor], target: str, following: dict[str, Tensor]) -> None:
+    alone = sorted(followed.keys() ^ following.keys())
+    if alone:
+        raise ConfigError(
+            f"WeightTransfer: {source!r} and {target!r} do not have tensors of the same names; only one has "
+            f"{', '.join(alone[:5])}{', ...' if len(alone) > 5 else ''}. Build both alike."
+        )
+    for name, tensor in followed.items():
+        other = following[name]
+        if tensor.shape != other.shape:
+            raise ConfigError(
+                f"WeightTransfer: {name} is {list(tensor.shape)} in {source!r} and {list(other.shape)} in {target!r}."
+            )
+        if local_tensor(tensor).shape != local_tensor(other).shape:
+            raise ConfigError(
+                f"WeightTransfer: {name} is sharded otherwise in {source!r} than in {target!r}. Shard both alike in "
+                "apply_fully_shard."
+            )

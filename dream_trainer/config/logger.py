@@ -1,0 +1,81 @@
+"""Where numbers go and how often, as configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+from dream_trainer.config.checks import check_boolean, check_choice, check_integer
+from dream_trainer.errors import ConfigError
+
+LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "images"]
+WandbMode = Literal["online", "offline", "disabled"]
+
+# What a logger imports, and the extra of this package that installs it.
+_NEEDS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"), "images": ("PIL", "images")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbParameters:
+    """What Weights & Biases shows a run as. Project and group are the run's own.
+
+    Raises:
+        ConfigError: The mode is not known.
+    """
+
+    entity: str | None = None
+    """User or team that the run belongs to; None for the account's default."""
+    name: str | None = None
+    """Name of the run; None for the experiment's."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    mode: WandbMode | None = None
+    """Where the run is written to: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None leaves it
+    to the environment variable WANDB_MODE, and is online without it."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_choice("mode", self.mode, get_args(WandbMode))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerParameters:
+    """Where numbers go and how often.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    loggers: tuple[LoggerName, ...] = ("console", "jsonl")
+    """Loggers to write to: "console" prints lines; the others write in the run directory: "jsonl" metrics.jsonl, "csv"
+    metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/."""
+    log_every_n_steps: int = 10
+    """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
+    strict: bool = False
+    """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
+    wandb: WandbParameters = field(default_factory=WandbParameters)
+    """What Weights & Biases shows the run as."""
+
+    def __post_init__(self) -> None:
+        for name in self.loggers:
+            check_choice("loggers", name, get_args(LoggerName))
+        if len(set(self.loggers)) != len(self.loggers):
+            raise ConfigError(f"loggers={self.loggers} names one logger twice. Name each once.")
+        check_integer("log_every_n_steps", self.log_every_n_steps, minimum=1)
+        check_boolean("strict", self.strict)
+
+
+def check_packages(names: tuple[LoggerName, ...]) -> None:
+    """Checks that what the loggers need is installed, without importing it.
+
+    Raises:
+        ConfigError: A package is missing; the message names the extra to install.
+    """
+    for name in names:
+        package, extra = _NEEDS.get(name, (None, None))
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(
+                f'loggers={names} names "{name}", whose package {package} is not installed. '
+                f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
+            )

@@ -1,0 +1,125 @@
+"""LoggerGroup: the loggers of rank 0 as one; each fails for itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dream_trainer.config.logger import LoggerName, LoggerParameters
+from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.media import Media
+
+_FAILED = object()
+
+
+class LoggerGroup:
+    """Several loggers, opened with the first line.
+
+    Args:
+        loggers: The loggers.
+        report: Says a message once for a key.
+        strict: Whether an exception of a logger goes on to the caller; else it is reported once.
+    """
+
+    def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
+        self._loggers = loggers
+        self._open: list[Logger] | None = None
+        self._report = report
+        self._strict = strict
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called since the last `close`."""
+        return self._open is not None
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        """Opens every logger; one that fails gets nothing."""
+        self._open = [
+            logger
+            for logger in self._loggers
+            if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED
+        ]
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        """Writes numbers to every logger."""
+        for logger in self._open or ():
+            self._guarded(logger, partial(logger.log, metrics, stamp))
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
+        """Writes media to the loggers that can show it; says so once if none can."""
+        shown = [self._guarded(logger, partial(logger.log_media, name, media, stamp)) for logger in self._open or ()]
+        if all(answer is False for answer in shown):
+            kind = type(media).__name__
+            self._report(
+                f"media {kind}",
+                f'{name!r} is written nowhere: no logger takes what is {kind}. Add "tensorboard", "wandb" or "images" '
+                "(images and videos) to loggers.",
+            )
+
+    def close(self) -> None:
+        """Closes every logger that is open."""
+        for logger in self._open or ():
+            self._guarded(logger, logger.close)
+        self._open = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loggers keep in a checkpoint, by class and number within the class."""
+        return {key: state for key, logger in self._numbered() if (state := logger.state_dict())}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, as far as the loggers are there."""
+        for key, logger in self._numbered():
+            if key in states:
+                self._guarded(logger, partial(logger.load_state_dict, states[key]))
+
+    def _numbered(self) -> Iterator[tuple[str, Logger]]:
+        counts: Counter[str] = Counter()
+        for logger in self._loggers:
+            name = type(logger).__name__
+            yield f"{name}.{counts[name]}", logger
+            counts[name] += 1
+
+    def _guarded(self, logger: Logger, act: Callable[[], object]) -> object:
+        """What `act` returns, or `_FAILED`."""
+        try:
+            return act()
+        except Exception as exc:
+            if self._strict:
+                raise
+            self._report(
+                f"logger {id(logger)}",
+                f"{type(logger).__name__} failed and may miss lines; training goes on. {type(exc).__name__}: {exc}",
+            )
+            return _FAILED
+
+
+def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
+    """The logger called `name`."""
+    match name:
+        case "console":
+            from dream_trainer.loggers.console import ConsoleLogger
+
+            return ConsoleLogger()
+        case "jsonl":
+            from dream_trainer.loggers.jsonl import JSONLLogger
+
+            return JSONLLogger()
+        case "csv":
+            from dream_trainer.loggers.csv_file import CSVLogger
+
+            return CSVLogger()
+        case "tensorboard":
+            from dream_trainer.loggers.tensorboard import TensorBoardLogger
+
+            return TensorBoardLogger()
+        case "wandb":
+            from dream_trainer.loggers.weights_and_biases import WandbLogger
+
+            return WandbLogger(parameters.wandb)
+        case "images":
+            from dream_trainer.loggers.image_files import ImageFilesLogger
+
+            return ImageFilesLogger()

@@ -1,0 +1,182 @@
+"""What can be logged besides numbers, as loggers get it: checked, gathered, and on the host.
+
+Making one of a tensor waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.loggers.buffer import whole
+
+Cell = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image."""
+
+    pixels: Tensor
+    """`[channels, height, width]`, uint8, of 1 (grey), 3 (RGB) or 4 (RGBA) channels, on the CPU."""
+    caption: str | None = None
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images under one name; one for `log_image`."""
+
+    images: tuple[Image, ...]
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames in time."""
+
+    frames: Tensor
+    """`[time, channels, height, width]`, uint8, on the CPU."""
+    fps: float
+    """Frames per second."""
+
+
+@dataclass(frozen=True)
+class Audio:
+    """Sound."""
+
+    samples: Tensor
+    """`[channels, samples]`, float32 from -1 to 1, on the CPU."""
+    sample_rate: int
+    """Samples per second."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values lie between two edges and the next; values that are not finite are left out."""
+
+    counts: tuple[int, ...]
+    edges: tuple[float, ...]
+    """One more than counts, in rising order."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text; Markdown where it can be shown."""
+
+    text: str
+
+
+Media = Images | Video | Audio | Table | Histogram | Text
+
+
+def gathered(name: str, value: Any) -> Tensor:
+    """`value` as a plain tensor without gradient, where it lies. A DTensor is gathered: all ranks of its mesh call it.
+
+    Raises:
+        TypeError: It is neither a tensor nor an array.
+    """
+    if isinstance(value, Tensor):
+        return whole(value.detach())
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name!r} is a {type(value).__name__}. Log a tensor or an array of numbers.") from error
+
+
+def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
+    """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped.
+
+    Raises:
+        ValueError: The shape is no image's.
+        TypeError: The dtype is neither floating point, uint8 nor bool.
+    """
+    if value.dim() == 2:
+        value = value.unsqueeze(0)
+    if value.dim() < 3 or value.shape[-3] not in (1, 3, 4) or value.numel() == 0:
+        hint = " Use image.permute(2, 0, 1)." if value.dim() == 3 and value.shape[-1] in (1, 3, 4) else ""
+        raise ValueError(
+            f"{name!r} has shape {tuple(value.shape)}. Log [channels, height, width] with 1, 3 or 4 channels, or "
+            f"[height, width].{hint}"
+        )
+    if value.dtype == torch.uint8:
+        return value.cpu().contiguous(), False
+    if value.dtype == torch.bool:
+        return value.cpu().to(torch.uint8) * 255, False
+    if not value.is_floating_point():
+        raise TypeError(f"{name!r} has dtype {value.dtype}. Log floating point from 0 to 1, or uint8 from 0 to 255.")
+    value = value.cpu().float().nan_to_num(0.0, 1.0, 0.0)
+    lowest, highest = value.aminmax()
+    clamped = value.clamp(0, 1).mul(255).round().to(torch.uint8)
+    return clamped, bool(lowest < -1e-3 or highest > 1 + 1e-3)
+
+
+def audio(name: str, value: Tensor, sample_rate: int) -> Audio:
+    """Sound of samples `[samples]` or `[channels, samples]`.
+
+    Raises:
+        ValueError: The shape is no sound's.
+        TypeError: The samples are not floating point.
+    """
+    if value.dim() == 1:
+        value = value.unsqueeze(0)
+    if value.dim() != 2 or value.shape[0] not in (1, 2) or value.numel() == 0:
+        raise ValueError(f"{name!r} has shape {tuple(value.shape)}. Log [samples], or [channels, samples] of 1 or 2.")
+    if not value.is_floating_point():
+        raise TypeError(f"{name!r} has dtype {value.dtype}. Log floating point samples from -1 to 1.")
+    return Audio(value.cpu().float().nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1), int(sample_rate))
+
+
+def histogram(value: Tensor, bins: int) -> Histogram:
+    """Counts of `value`'s finite elements in `bins` bins of one width; counted on its device."""
+    value = value.reshape(-1).float()
+    value = value[value.isfinite()]
+    low, high = (float(edge) for edge in value.aminmax()) if value.numel() else (0.0, 0.0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+    # By index and not by histc, whose float32 sums are wrong beyond 2**24 of a bin.
+    index = ((value - low) * (bins / (high - low))).long().clamp_(0, bins - 1)
+    counts = torch.bincount(index, minlength=bins)
+    return Histogram(tuple(counts.tolist()), tuple(edges.tolist()))
+
+
+def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is no string as its `str`.
+
+    Raises:
+        ValueError: A row has more or fewer cells than there are columns.
+    """
+    found = []
+    for number, row in enumerate(rows):
+        cells = list(row.values()) if isinstance(row, Mapping) else list(row)
+        if len(cells) != len(columns):
+            raise ValueError(
+                f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
+            )
+        found.append(tuple(_cell(cell) for cell in cells))
+    return Table(tuple(columns), tuple(found))
+
+
+def markdown(shown: Table) -> str:
+    """The table in Markdown."""
+    lines = [shown.columns, ("---",) * len(shown.columns), *shown.rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = whole(value.detach()).item()
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

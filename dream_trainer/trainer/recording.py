@@ -1,0 +1,59 @@
+"""Recording: what training code says about itself, declared once; LoggerMixin does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Recording:
+    """`log` and its kin. Without LoggerMixin they do nothing, and say so once."""
+
+    _say_once: Callable[[str, str], None]
+
+    def log(
+        self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
+    ) -> None:
+        """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
+        self._say_that_nothing_is_logged("log")
+
+    def log_dict(self, values: dict[str, Any], *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
+        """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
+            else:
+                self.log(name, value, weight=weight, reduce=reduce)
+
+    def log_image(self, name: str, image: Any, caption: str | None = None) -> None:
+        """Logs an image `[channels, height, width]` (LoggerMixin)."""
+        self.log_images(name, [image], [caption])
+
+    def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:
+        """Logs images side by side (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_images")
+
+    def log_video(self, name: str, frames: Any, fps: float) -> None:
+        """Logs frames `[time, channels, height, width]` (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_video")
+
+    def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        """Logs sound `[channels, samples]` (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_audio")
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Logs rows under named columns (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_table")
+
+    def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
+        """Logs how the elements of a tensor are distributed (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_histogram")
+
+    def log_text(self, name: str, text: str) -> None:
+        """Logs text, as Markdown where it can be shown (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_text")
+
+    def _say_that_nothing_is_logged(self, method: str) -> None:
+        self._say_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")

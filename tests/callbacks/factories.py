@@ -1,0 +1,38 @@
+"""Every shipped callback, as the generic suite (test_every_callback.py) builds it. Add a line for each new one.
+
+The suite's trainer has a trained `model` and a frozen `teacher` of the same shape, validates every 4 of its 12 steps,
+and returns `loss` from its steps, in training also `picture`, a batch of images. Factories set what has no default, and
+what makes so short a run see the callback work. `SECOND` has those that refuse a second one like the first.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+from dream_trainer import callbacks as cb
+
+FACTORIES: dict[str, Callable[[], cb.Callback]] = {
+    "EMA": lambda: cb.EMA(),
+    "EarlyStopping": lambda: cb.EarlyStopping(patience=9),
+    "Every": lambda: cb.Every(5, "samples", lambda trainer: None),
+    "GarbageCollection": lambda: cb.GarbageCollection(2, 6),
+    "GradientStats": lambda: cb.GradientStats(4),
+    "ImageFiles": lambda: cb.ImageFiles("picture", every_n_steps=4),
+    "LearningRate": lambda: cb.LearningRate(),
+    "Memory": lambda: cb.Memory(4),
+    "ModelSummary": lambda: cb.ModelSummary(file=io.StringIO()),
+    "NonFiniteReport": lambda: cb.NonFiniteReport(),
+    "Profiler": lambda: cb.Profiler(3, 2),
+    "Progress": lambda: cb.Progress(file=io.StringIO()),
+    "SWA": lambda: cb.SWA(4, every=3, unit="steps", validate=False),  # the EMA beside it validates
+    "Throughput": lambda: cb.Throughput(every_n_steps=2, tokens_per_sample=4),
+    "TrainerSummary": lambda: cb.TrainerSummary(file=io.StringIO()),
+    "WeightStats": lambda: cb.WeightStats(4),
+    "WeightTransfer": lambda: cb.WeightTransfer("model", "teacher", decay=0.9),
+}
+
+SECOND: dict[str, Callable[[], cb.Callback]] = {
+    "EMA": lambda: cb.EMA(validate=False),
+    "Profiler": lambda: cb.Profiler(8, 2),
+}

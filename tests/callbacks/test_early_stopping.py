@@ -1,0 +1,111 @@
+"""EarlyStopping: what counts, when it stops, and that a resume goes on counting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EarlyStopping
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from tests.trainer.small import Alone, Config, batches, make_config
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Told(Alone, dt.EvalMixin):
+    """Its validations find what they are told, one value after each epoch of two steps."""
+
+    def __init__(self, config: Config, values: Sequence[float], name: str = "loss") -> None:
+        super().__init__(config, batches(2), batches(1))
+        self.values, self.name = values, name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {self.name: -1e9 if self.is_sanity_validation else self.values[self.current_epoch]}
+
+
+def epochs_until_stopped(stopping: EarlyStopping, values: Sequence[float], **training: Any) -> int:
+    with Told(make_config(n_epochs=len(values), callbacks=[stopping], **training), values) as trainer:
+        trainer.fit()
+        return trainer.current_epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "epochs"),
+    [
+        ({"patience": 2}, [3, 2, 2, 2, 1, 1], 4),
+        ({"patience": 2}, [3, 2, 2, 1, 1, 1, 0], 6),
+        ({"patience": 1}, [0.0, 1.0, 1.0], 2),
+        ({"patience": 1, "mode": "max"}, [0.0, 1.0, 0.5, 2.0], 3),
+        ({"patience": 2}, [1.0, NAN, NAN, 0.0], 3),
+        ({"patience": 2}, [NAN, 1.0, NAN, 2.0, 0.0], 4),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.75, 2.5, 2.25], 3),
+        ({"patience": 3}, [3, 2, 1], 3),
+    ],
+    ids=str,
+)
+def test_it_stops_after_so_many_validations_without_an_improvement(
+    options: dict[str, Any], values: list[float], epochs: int
+) -> None:
+    assert epochs_until_stopped(EarlyStopping(**options), values) == epochs
+
+
+@pytest.mark.pitfall(48)
+def test_a_sanity_validation_and_an_evaluate_do_not_count() -> None:
+    stopping, values = EarlyStopping(patience=2), [2.0, 3.0, 1.0, 1.0]
+    with Told(make_config(n_epochs=2, num_sanity_val_steps=1, callbacks=[stopping]), values) as trainer:
+        trainer.evaluate()
+        trainer.fit()
+        trainer.evaluate()
+    assert (stopping.best, stopping.validations_without_improvement) == (2.0, 1)
+
+
+class Saved(Told, dt.CheckpointMixin):
+    pass
+
+
+def test_a_resumed_run_goes_on_with_its_patience() -> None:
+    values = [1.0, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0]
+
+    def run(n_epochs: int, patience: int) -> Saved:
+        config = make_config(n_epochs=n_epochs, callbacks=[EarlyStopping(patience=patience)])
+        config.checkpoint_parameters = CheckpointParameters()
+        with Saved(config, values) as trainer:
+            trainer.fit()
+        return trainer
+
+    assert run(2, 3).get_callback(EarlyStopping).state_dict() == {"best": 1.0, "validations_without_improvement": 1}
+    assert run(7, 3).current_epoch == 4
+    again = run(7, 3)
+    assert (again.current_epoch, again.local_batches) == (4, 0)
+    assert run(7, 4).current_epoch == 5
+    assert run(7, 5).current_epoch == 7
+
+
+def test_a_metric_that_does_not_come_is_an_error_that_names_those_that_do() -> None:
+    for training in ({}, {"num_sanity_val_steps": 1}):
+        config = make_config(n_epochs=3, callbacks=[EarlyStopping("val/los")], **training)
+        with Told(config, [1.0] * 3) as trainer, pytest.raises(ConfigError, match=r"val/los'.*\['val/loss'\]"):
+            trainer.fit()
+        assert trainer.global_step == (0 if training else 2)
+    config = make_config(n_epochs=1, callbacks=[EarlyStopping()])
+    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="no validation to go by"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"patience": 0}, {"min_delta": -1.0}, {"min_delta": NAN}, {"mode": "low"}], ids=str
+)
+def test_values_that_cannot_work_are_errors(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        EarlyStopping(**arguments)

@@ -1,0 +1,114 @@
+"""Every: when it calls, once each time, and that a resume goes on counting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Every
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from tests.trainer.small import Alone, Validates, batches, make_config
+
+
+class Noted(Validates, Alone, dt.EvalMixin):
+    """Ten batches of two samples an epoch, two a window, and a validation after each epoch."""
+
+
+def steps_of_calls(n: int, unit: Any) -> list[int]:
+    calls: list[int] = []
+    every = Every(n, unit, lambda trainer: calls.append(trainer.global_step))
+    config = make_config(n_epochs=2, gradient_accumulation_steps=2, num_sanity_val_steps=1, callbacks=[every])
+    with Noted(config, batches(10), batches(1)) as trainer:
+        trainer.fit()
+        trainer.evaluate()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("n", "unit", "steps"),
+    [
+        (3, "steps", [3, 6, 9]),
+        (8, "samples", [2, 4, 6, 8, 10]),
+        (6, "samples", [2, 3, 5, 6, 8, 9]),
+        (1, "samples", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (5, "batches", [3, 5, 8, 10]),
+        (1, "epochs", [5, 10]),
+        (2, "validations", [10]),
+    ],
+)
+def test_it_calls_when_a_multiple_is_passed(n: int, unit: str, steps: list[int]) -> None:
+    assert steps_of_calls(n, unit) == steps
+
+
+class Ticks(dt.Callback):
+    """A clock by which each window takes a second."""
+
+    now = 0.0
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.now += 1.0
+
+
+def test_seconds_are_those_since_the_last_call() -> None:
+    clock, calls = Ticks(), []
+    every = Every(2.5, "seconds", lambda trainer: calls.append(trainer.global_step), clock=lambda: clock.now)
+    with Alone(make_config(n_epochs=1, callbacks=[clock, every]), batches(10)) as trainer:
+        trainer.fit()
+    # Asked before each window: it is time before the fourth, which is then still run.
+    assert calls == [4, 8]
+
+
+class Resumed(Noted, dt.CheckpointMixin):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("n", "unit", "steps"),
+    [
+        (3, "steps", [3, 6, 9]),
+        (6, "samples", [2, 3, 5, 6, 8, 9]),
+        (5, "batches", [3, 5, 8, 10]),
+        (2, "validations", [10]),
+    ],
+)
+def test_a_resumed_run_calls_as_the_straight_one(
+    n: int, unit: Any, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[int] = []
+    for stop in (2, 4, 7, 10):
+        every = Every(n, unit, lambda trainer: calls.append(trainer.global_step))
+        config = make_config(max_steps=stop, gradient_accumulation_steps=2, callbacks=[every])
+        config.checkpoint_parameters = CheckpointParameters(save_every_n_epochs=None)
+        with Resumed(config, batches(10), batches(1)) as trainer:
+            trainer.fit()
+    assert calls == steps
+
+
+def test_the_function_may_save_and_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses: list[float] = []
+
+    def act(trainer: Any) -> None:
+        losses.append(trainer.evaluate()["val/loss"])
+        trainer.save_checkpoint()
+
+    config = make_config(max_steps=4, callbacks=[Every(2, "steps", act)])
+    with Resumed(config, batches(10), batches(2)) as trainer:
+        trainer.fit()
+        assert [manifest.step for manifest in trainer.checkpoints()] == [2, 4]
+    assert losses[1] != losses[0]
+
+
+def test_values_that_cannot_work_are_errors() -> None:
+    for n, unit in ((0, "steps"), (1.5, "samples"), (0.0, "seconds"), (True, "epochs")):
+        with pytest.raises(ConfigError, match="n="):
+            Every(n, unit, print)
+    with pytest.raises(ConfigError, match="unit='minutes'.*'seconds'"):
+        Every(1, "minutes", print)
+    with pytest.raises(ConfigError, match="cannot be called"):
+        Every(1, "steps", "print")

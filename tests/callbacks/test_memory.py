@@ -1,0 +1,113 @@
+"""Memory: numbers of the system itself, and what is left behind when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Memory
+from dream_trainer.callbacks.memory import GIB, host_memory
+from dream_trainer.errors import ConfigError, HookError
+from tests.callbacks.recording import Logged, Recorder, names, record
+from tests.trainer.small import Batch, batches, make_config
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_host_memory_is_what_the_system_says() -> None:
+    found, system = host_memory(), psutil.Process().memory_info().rss / GIB
+    assert found["resident"] == pytest.approx(system, rel=0.05)
+    assert found["peak_resident"] >= 0.95 * found["resident"]
+
+
+def test_the_peak_remembers_what_is_released() -> None:
+    before = host_memory()
+    held = torch.ones(int(0.25 * GIB) // 4)
+    assert host_memory()["resident"] > before["resident"] + 0.2
+    del held
+    assert host_memory()["peak_resident"] > before["resident"] + 0.2
+
+
+def test_it_logs_at_its_interval() -> None:
+    recorder = Recorder()
+    config = make_config(callbacks=[Memory(3), recorder], log_every=1, n_epochs=1)
+    record(Logged(config, batches(7)), recorder)
+    assert names(recorder, "memory") == ["memory/peak_resident", "memory/resident"]
+    assert list(recorder.values("memory/resident")) == [3, 6]
+
+
+def runs_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def asks_for_too_much() -> None:
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("cause", [runs_out, asks_for_too_much])
+def test_out_of_memory_leaves_a_snapshot(cause: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Greedy(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if batch_idx == 2:
+                cause()
+            return super().training_step(batch, batch_idx)
+
+    trainer = Greedy(make_config(callbacks=[Memory()], n_epochs=1), batches(4))
+    with pytest.raises(RuntimeError):
+        trainer.fit()
+    path = trainer.run_dir / "memory" / "step_00000002_rank_0.txt"
+    assert path.read_text().startswith("resident: ")
+    assert f"[rank 0] out of memory: see {path}" in capsys.readouterr().err
+
+
+def test_other_errors_leave_none() -> None:
+    class Fails(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            raise RuntimeError("on purpose")
+
+    trainer = Fails(make_config(callbacks=[Memory()], n_epochs=1), batches(4))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit()
+    assert not (trainer.run_dir / "memory").exists()
+
+
+def test_a_snapshot_on_demand_needs_a_launched_trainer() -> None:
+    memory = Memory()
+    with pytest.raises(HookError, match="needs a trainer"):
+        memory.snapshot()
+    with Logged(make_config(callbacks=[memory], n_epochs=1), batches(1)) as trainer:
+        trainer.fit()
+        assert memory.snapshot() == trainer.run_dir / "memory" / "step_00000001_rank_0.txt"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_tells_its_peaks_and_its_allocations() -> None:
+    import pickle
+
+    recorder, memory = Recorder(), Memory(1, history=1000)
+    config = make_config(
+        callbacks=[memory, recorder], log_every=1, n_epochs=1, devices=dt.DeviceParameters(device="cuda")
+    )
+    with Logged(config, batches(2)) as trainer:
+        trainer.fit()
+        found = recorder.steps[2]
+        assert found["memory/peak_allocated"] == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=0.01)
+        assert found["memory/peak_reserved"] >= found["memory/peak_allocated"]
+        assert 0 <= found["memory/fragmentation"] <= 1
+        with memory.snapshot().with_suffix(".pickle").open("rb") as file:
+            assert pickle.load(file)["device_traces"][0]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Memory(0)
+    with pytest.raises(ConfigError):
+        Memory(history=-1)

@@ -1,0 +1,119 @@
+"""Profiler: which steps are in the trace files, read as any viewer would."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Profiler
+from dream_trainer.errors import ConfigError
+from tests.trainer.small import Alone, Batch, batches, make_config
+
+# PyTorch says so where no step is left to warm up in.
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def traces(trainer: Any) -> dict[str, list[str]]:
+    """Names of all events of each trace file."""
+    found = {}
+    for path in sorted((trainer.run_dir / "profiles").glob("*")):
+        with gzip.open(path, "rt") as file:
+            found[path.name] = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    return found
+
+
+def steps_in(events: list[str]) -> int:
+    """Backward passes, one for each step of these tests; each is an operation of its own in the trace."""
+    return events.count("autograd::engine::evaluate_function: MseLossBackward0")
+
+
+def fit(*profilers: Profiler, n_batches: int = 8, cls: type[Alone] = Alone) -> Alone:
+    trainer = cls(make_config(callbacks=profilers, n_epochs=1), batches(n_batches))
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"warm_up_steps": 0}, {"profile_memory": True, "record_shapes": True}], ids=str
+)
+def test_the_chosen_steps_are_in_the_trace(options: dict[str, Any]) -> None:
+    ((name, events),) = traces(fit(Profiler(3, 4, **options))).items()
+    assert name == "step_00000003_rank_0.json.gz"
+    assert steps_in(events) == 4
+    assert ("[memory]" in events) == bool(options.get("profile_memory"))
+
+
+def test_the_first_step_may_be_recorded() -> None:
+    ((name, events),) = traces(fit(Profiler(1, 1))).items()
+    assert name == "step_00000001_rank_0.json.gz"
+    assert steps_in(events) == 1
+
+
+def test_several_profilers_record_one_after_the_other() -> None:
+    found = traces(fit(Profiler(2, 1), Profiler(5, 2)))
+    assert {name: steps_in(events) for name, events in found.items()} == {
+        "step_00000002_rank_0.json.gz": 1,
+        "step_00000005_rank_0.json.gz": 2,
+    }
+
+
+def test_two_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two Profilers record steps 2 and 4 at once"):
+        fit(Profiler(2, 3), Profiler(4, 1))
+
+
+def test_other_ranks_record_nothing() -> None:
+    assert traces(fit(Profiler(2, 1, ranks=[1]))) == {}
+
+
+def test_a_run_that_ends_early_writes_what_it_has() -> None:
+    ((_, events),) = traces(fit(Profiler(3, 100), n_batches=5)).items()
+    assert steps_in(events) == 3
+
+
+def test_a_run_that_fails_writes_what_it_has_and_ends_the_profile() -> None:
+    class Fails(Alone):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if batch_idx == 4:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    trainer = Fails(make_config(callbacks=[Profiler(3, 100)], n_epochs=1), batches(8))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit()
+    ((_, events),) = traces(trainer).items()
+    assert steps_in(events) == 2
+    fit(Profiler(1, 1))  # which a profile left running would not let start
+
+
+def test_a_run_that_resumes_behind_the_chosen_steps_records_nothing() -> None:
+    class Saves(Alone, dt.CheckpointMixin):
+        pass
+
+    def run(max_steps: int) -> Any:
+        config = make_config(callbacks=[Profiler(3, 2)], max_steps=max_steps)
+        config.checkpoint_parameters = dt.CheckpointParameters(async_save=False)
+        with Saves(config, batches(8)) as trainer:
+            trainer.fit()
+        return trainer
+
+    (path,) = (run(6).run_dir / "profiles").iterdir()
+    path.unlink()
+    assert traces(run(8)) == {}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for options in ({"first_step": 0}, {"n_steps": 0}, {"warm_up_steps": -1}, {"with_stack": 1}):
+        with pytest.raises(ConfigError):
+            Profiler(**options)  # type: ignore[arg-type]

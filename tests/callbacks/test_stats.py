@@ -1,0 +1,167 @@
+"""GradientStats and WeightStats against the same numbers taken by hand from plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.callbacks import GarbageCollection, GradientStats, LearningRate, Memory, Profiler, WeightStats
+from dream_trainer.callbacks.tensor_stats import group_of
+from dream_trainer.errors import ConfigError
+from tests.callbacks.recording import Logged, Recorder, names, record
+from tests.trainer.arithmetic import fill
+from tests.trainer.small import Batch, batches, make_config, network, sgd
+
+
+def stats(prefix: str, tensors: dict[str, list[Tensor]]) -> dict[str, float]:
+    """By hand: of each group, over all its elements at once."""
+    found = {}
+    for group, members in tensors.items():
+        flat = torch.cat([member.flatten() for member in members])
+        found[f"{prefix}/{group}/norm"] = float(flat.square().sum().sqrt())
+        found[f"{prefix}/{group}/max"] = float(flat.abs().max())
+        found[f"{prefix}/{group}/zeros"] = float((flat == 0).double().mean())
+    return found
+
+
+def by_hand(data: list[Batch], depth: int | None, *, clip: float = 2.0) -> dict[int, dict[str, float]]:
+    """Gradients and weights of every step of a plain loop over `network()`."""
+    model = network()
+    fill(model)
+    optimizer = sgd(model)
+    found = {}
+    for step, (x, y, _) in enumerate(data, start=1):
+        mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        gradients: dict[str, list[Tensor]] = {}
+        parameters: dict[str, list[Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            group = group_of(f"model.{name}", depth)
+            gradients.setdefault(group, []).append(parameter.grad)
+            parameters.setdefault(group, []).append(parameter.detach())
+        found[step] = stats("gradients", gradients)
+        optimizer.step()
+        found[step] |= stats("weights", parameters)
+        optimizer.zero_grad()
+    return found
+
+
+def logged(recorder: Recorder) -> dict[int, dict[str, float]]:
+    """What the two callbacks logged, by step."""
+    kept = {*names(recorder, "gradients/"), *names(recorder, "weights/")}
+    found = {step: {n: v for n, v in metrics.items() if n in kept} for step, metrics in recorder.steps.items()}
+    return {step: metrics for step, metrics in found.items() if metrics}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, None])
+def test_values_are_those_taken_by_hand(depth: int | None) -> None:
+    recorder, data = Recorder(), batches(6)
+    callbacks = [GradientStats(3, depth=depth), WeightStats(2, depth=depth), recorder]
+    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1, gradient_clip_val=2.0), data), recorder)
+    truth = by_hand(data, depth)
+    found = logged(recorder)
+    assert set(found) == {2, 3, 4, 6}
+    for step, metrics in found.items():
+        prefixes = [prefix for prefix, every in (("gradients", 3), ("weights", 2)) if step % every == 0]
+        expected = {name: value for name, value in truth[step].items() if name.split("/")[0] in prefixes}
+        assert metrics == pytest.approx(expected, rel=1e-12, abs=1e-300)
+
+
+def test_groups_are_modules_down_to_a_depth() -> None:
+    fqn = "model.blocks.0.attention.query.weight"
+    found = [group_of(fqn, depth) for depth in (0, 1, 2, 9, None)]
+    assert found == ["model", "model.blocks", "model.blocks.0", "model.blocks.0.attention.query", fqn]
+
+
+def test_parts_without_a_gradient_are_left_out_and_zeros_are_counted() -> None:
+    class HalfUsed(Logged):
+        def setup(self) -> None:
+            self.model = nn.ModuleDict({"used": nn.Linear(3, 1, bias=False), "idle": nn.Linear(3, 1)}).double()
+            with torch.no_grad():
+                self.model["used"].weight.copy_(torch.tensor([[1.0, 0.0, -2.0]]))
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward((self.model["used"].weight * torch.tensor([3.0, 0.0, -4.0])).sum())
+            self.step(self.model, self.optimizer)
+            return {}
+
+    recorder = Recorder()
+    callbacks = [GradientStats(1, depth=1), WeightStats(1, depth=None), recorder]
+    record(HalfUsed(make_config(callbacks=callbacks, log_every=1, n_epochs=1), batches(1)), recorder)
+    metrics = recorder.steps[1]
+    assert names(recorder, "gradients/") == [f"gradients/model.used/{kind}" for kind in ("max", "norm", "zeros")]
+    assert [metrics[f"gradients/model.used/{kind}"] for kind in ("norm", "max", "zeros")] == [5.0, 4.0, 1 / 3]
+    assert metrics["weights/model.used.weight/zeros"] == 1 / 3
+
+
+def test_a_gradient_that_is_not_finite_shows_as_such() -> None:
+    class Bad(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            return super().training_step((batch[0] * float("nan"), *batch[1:]), batch_idx)
+
+    recorder = Recorder()
+    config = make_config(callbacks=[GradientStats(1, depth=0), recorder], log_every=1, n_epochs=1, nonfinite="skip")
+    fused = torch.optim.SGD
+
+    trainer = Bad(config, batches(1), make_optimizer=lambda model: fused(model.parameters(), lr=0.1, fused=True))
+    record(trainer, recorder)
+    assert str(recorder.steps[1]["gradients/model/norm"]) == "nan"
+    assert str(recorder.steps[1]["gradients/model/max"]) == "nan"
+
+
+def test_histograms_are_of_each_parameter_and_of_its_gradient() -> None:
+    class Keeps(Logged):
+        kept: dict[str, Tensor]
+
+        def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
+            self.kept[name] = values.detach().clone()
+
+    data = batches(2)
+    callbacks = [GradientStats(2, histograms=True), WeightStats(2, histograms=True)]
+    trainer = Keeps(make_config(callbacks=callbacks, n_epochs=1), data)
+    trainer.kept = {}
+    with trainer:
+        trainer.fit()
+    truth = by_hand(data, None, clip=float("inf"))[2]
+    assert {f"{name}/max" for name in trainer.kept} == {name for name in truth if name.endswith("/max")}
+    for name, values in trainer.kept.items():
+        assert float(values.abs().max()) == pytest.approx(truth[f"{name}/max"], rel=1e-12)
+        assert float(values.norm()) == pytest.approx(truth[f"{name}/norm"], rel=1e-12)
+
+
+class Counts(TorchDispatchMode):
+    """How many operations run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_that_are_not_due_run_no_operation_for_them() -> None:
+    def operations(callbacks: list[dt.Callback]) -> int:
+        trainer = Logged(make_config(callbacks=callbacks, n_epochs=1, log_every=100), batches(5))
+        with trainer, Counts() as counts:
+            trainer.fit()
+        return counts.operations
+
+    idle = [GradientStats(), WeightStats(), Memory(), Profiler(), GarbageCollection(), LearningRate()]
+    assert operations(idle) == operations([])
+
+
+@pytest.mark.parametrize("cls", [GradientStats, WeightStats])
+def test_what_cannot_work_is_refused(cls: Any) -> None:
+    for options in ({"every_n_steps": 0}, {"depth": -1}):
+        with pytest.raises(ConfigError):
+            cls(**options)

@@ -1,0 +1,200 @@
+"""Throughput against clocks that move as told: rates, pauses, tokens, MFU; and waits for data that really happen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Throughput
+from dream_trainer.callbacks.peak_flops import peak_flops
+from dream_trainer.callbacks.throughput import dtype_at_work
+from dream_trainer.errors import ConfigError
+from tests.callbacks.recording import Logged, Recorder, names, record
+from tests.trainer.small import Batch, Validates, batches, make_config
+
+RATE = "throughput/samples_per_second"
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(Validates, Logged):
+    """Its steps take what `seconds` says, one after the other; a validation batch takes 1000."""
+
+    clock: Clock
+    seconds: Iterator[float]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.clock.now += next(self.seconds)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.clock.now += 1000.0
+        return super().validation_step(batch, batch_idx)
+
+
+def measured(seconds: list[float], *, log_every: int = 2, size: int = 4, **options: Any) -> Recorder:
+    """What is logged of steps of `size` samples that take so many seconds each."""
+    clock, recorder = Clock(), Recorder()
+    callback = Throughput(clock=clock, **options)
+    config = make_config(callbacks=[callback, recorder], log_every=log_every, n_epochs=1, val_every_n_steps=2)
+    trainer = Timed(config, batches(len(seconds), size), batches(2))
+    trainer.clock, trainer.seconds = clock, iter(seconds)
+    return record(trainer, recorder)
+
+
+def test_rates_leave_out_the_first_steps_and_validations() -> None:
+    # Warm-up of 2; then intervals of 2 steps and 8 samples.
+    found = measured([50.0, 50.0, 1.0, 3.0, 0.5, 0.5, 2.0, 2.0], every_n_steps=2, warm_up_steps=2)
+    assert found.values(RATE) == pytest.approx({4: 8 / 4.0, 6: 8 / 1.0, 8: 8 / 4.0}, rel=1e-12)
+    assert found.values(f"{RATE}_per_device") == found.values(RATE)
+
+
+def test_the_mean_over_several_intervals_is_all_samples_over_all_seconds() -> None:
+    found = measured([50.0, 1.0, 3.0, 0.5, 0.5], every_n_steps=1, warm_up_steps=1, log_every=5)
+    assert found.values(RATE) == pytest.approx({5: 16 / 5.0}, rel=1e-12)
+
+
+def test_a_clock_that_stands_still_divides_nothing() -> None:
+    assert names(measured([0.0] * 6, every_n_steps=2, warm_up_steps=0), "throughput") == []
+
+
+def test_tokens_are_counted_where_they_differ() -> None:
+    found = measured(
+        [1.0, 2.0, 2.0],
+        every_n_steps=1,
+        warm_up_steps=1,
+        log_every=1,
+        size=1,
+        tokens=lambda batch: batch[2].sum() * 10,  # samples 0, 1, 2
+    )
+    assert found.values("throughput/tokens_per_second") == pytest.approx({2: 5.0, 3: 10.0}, rel=1e-12)
+
+
+@pytest.mark.pitfall(49)
+def test_mfu_is_flops_over_the_peak() -> None:
+    options: dict[str, Any] = {"every_n_steps": 2, "warm_up_steps": 1, "tokens_per_sample": 128, "device_flops": 1e6}
+    per_token = measured([9.0, 2.0, 2.0], log_every=3, flops_per_token=300.0, **options)
+    assert per_token.values("throughput/mfu") == pytest.approx({3: 2 * 128 * 300 / 1e6}, rel=1e-12)
+    counted = measured(
+        [9.0, 2.0, 2.0], log_every=3, flops_per_sample=lambda trainer: 6e3 * trainer.world.world_size, **options
+    )
+    assert counted.values("throughput/mfu") == pytest.approx({3: 2 * 6e3 / 1e6}, rel=1e-12)
+
+
+@pytest.mark.pitfall(49)
+def test_there_is_no_mfu_on_a_cpu() -> None:
+    found = measured([1.0] * 6, every_n_steps=1, flops_per_sample=1e3)
+    assert RATE in names(found, "throughput")
+    assert "throughput/mfu" not in names(found, "throughput")
+
+
+def test_waiting_for_data_shows_and_is_not_training() -> None:
+    class Slow:
+        def __iter__(self) -> Iterator[Batch]:
+            for batch in batches(5):
+                time.sleep(0.05)
+                yield batch
+
+    class Works(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    recorder = Recorder()
+    config = make_config(callbacks=[Throughput(every_n_steps=1, warm_up_steps=1), recorder], log_every=5, n_epochs=1)
+    record(Works(config, Slow()), recorder)
+    # 4 steps, and 3 or 4 batches: the loader's end is looked for ahead. Sleeping takes 50 ms or somewhat more.
+    assert 0.3 < recorder.values("throughput/data_wait")[5] < 0.7
+    assert recorder.values(RATE)[5] < 8 / 0.35
+
+
+def test_time_that_checkpoints_take_is_left_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class SlowToSave(dt.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            time.sleep(0.3)
+            return {}
+
+    class Saves(Logged, dt.CheckpointMixin):
+        pass
+
+    recorder = Recorder()
+    config = make_config(
+        callbacks=[Throughput(every_n_steps=2, warm_up_steps=1), recorder, SlowToSave()], log_every=1, n_epochs=1
+    )
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, save_at_end=False, async_save=False)
+    record(Saves(config, batches(5)), recorder)
+    assert set(recorder.values(RATE)) == {3, 5}
+    assert min(recorder.values(RATE).values()) > 4 / 0.3  # 4 samples, and a save, in each interval
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens_per_sample": 3, "tokens": len},
+        {"flops_per_token": 1.0},
+        {"flops_per_token": 1.0, "tokens_per_sample": 1, "flops_per_sample": 1.0},
+        {"every_n_steps": 0},
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Throughput(**options)
+
+
+@pytest.mark.pitfall(49)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, False, 312),
+        ("NVIDIA A100-PCIE-40GB", torch.float32, True, 156),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, False, 19.5),
+        ("NVIDIA A10", torch.float16, False, 125),
+        ("NVIDIA A10G", torch.float16, False, None),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, False, 989.4),
+        ("NVIDIA H100 PCIe", torch.bfloat16, False, 756),
+        ("NVIDIA H100 NVL", torch.bfloat16, False, 835.5),
+        ("NVIDIA H200", torch.bfloat16, False, 989.4),
+        ("NVIDIA H200", torch.float64, False, None),
+        ("NVIDIA GH200 480GB", torch.bfloat16, False, 989.4),
+        ("NVIDIA B200", torch.bfloat16, False, 2250),
+        ("NVIDIA L4", torch.bfloat16, False, 121),
+        ("NVIDIA L40S", torch.bfloat16, False, 362.05),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, False, 165.2),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, False, None),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, False, None),
+        ("Tesla V100-SXM2-16GB", torch.float16, False, 125),
+        ("AMD Instinct MI300X", torch.bfloat16, False, 1307.4),
+        ("NVIDIA RTX 7090", torch.bfloat16, False, None),
+    ],
+)
+def test_peaks_are_those_of_the_device_and_its_precision(
+    name: str, dtype: torch.dtype, tf32: bool, teraflops: float | None
+) -> None:
+    found = peak_flops(name, dtype, tf32=tf32)
+    assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_the_precision_at_work_is_the_configured_one_or_the_parameters() -> None:
+    with Logged(make_config(n_epochs=1), batches(1)) as trainer:
+        trainer.fit()
+        assert dtype_at_work(trainer) is torch.float64
+        trainer.config.device_parameters = dt.DeviceParameters(device="cpu", precision="bf16")
+        assert dtype_at_work(trainer) is torch.bfloat16

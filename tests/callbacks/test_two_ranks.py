@@ -1,0 +1,168 @@
+"""Callbacks that act on all ranks alike or keep tensors, on two ranks: one world for all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.callbacks import SWA, EarlyStopping, Every, ImageFiles, WeightTransfer
+from dream_trainer.checkpoint.export import export_checkpoint
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError
+from tests.callbacks import test_swa as swa_alone
+from tests.callbacks import test_weight_transfer as transfer_alone
+from tests.callbacks.test_swa import Saved, averaged, saved_config
+from tests.trainer.arithmetic import fill
+from tests.trainer.small import (
+    Batch,
+    Samples,
+    Sharded,
+    Spread,
+    assert_same_weights,
+    batches,
+    make_config,
+    network,
+    weights,
+)
+from tests.worlds import run_world
+
+DATA = batches(4, 4) * 2
+
+
+class Pairs:
+    """Mix in: a target beside the model, and pictures that say which rank made them."""
+
+    def configure_models(self) -> None:
+        self.model, self.target = network(), network().requires_grad_(False)
+
+    def init_weights(self) -> None:
+        fill(self.model)
+        for parameter in self.target.parameters():
+            nn.init.constant_(parameter, 7.0)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        with torch.no_grad():
+            loss = mse_loss(self.target(batch[0]), batch[1])  # leaves the root of the target gathered
+        return {"loss": loss, "picture": torch.full((1, 1, 2, 2), self.world.rank / 255)}
+
+
+class ShardedPair(Pairs, Sharded, dt.EvalMixin):
+    pass
+
+
+class ReplicatedPair(Pairs, Spread, dt.EvalMixin):
+    pass
+
+
+def followed(trainer_class: Any) -> dict[str, Tensor]:
+    """The target after six steps with a validation in between."""
+    callbacks = [WeightTransfer("model", "target", decay=0.5, every_n_steps=2), ImageFiles("picture")]
+    config = make_config(max_steps=6, global_batch_size=4, val_every_n_steps=3, callbacks=callbacks)
+    loaders = DistributedDataLoader(Samples(16), 2), DistributedDataLoader(Samples(4), 2)
+    with trainer_class(config, *loaders) as trainer:
+        trainer.fit()
+        return weights(trainer.target)
+
+
+def steps_of_clock() -> list[int]:
+    """Steps at which a callback by the clock was called; on rank 1 the clock stands still."""
+    calls: list[int] = []
+    stands_still = os.environ["RANK"] == "1"
+    every = Every(
+        0.05, "seconds", lambda t: calls.append(t.global_step), clock=lambda: 0.0 if stands_still else time.monotonic()
+    )
+    slow = Every(1, "steps", lambda _: time.sleep(0.02))
+    only_main = Every(1, "steps", lambda t: calls.append(-t.global_step), main_process_only=True)
+    config = make_config(max_steps=12, global_batch_size=4, callbacks=[slow, every, only_main])
+    with Sharded(config, DistributedDataLoader(Samples(16), 2)) as trainer:
+        trainer.fit()
+    return calls
+
+
+def epochs_until_stopped() -> int:
+    stopping = EarlyStopping(patience=1, min_delta=1e6)
+    config = make_config(n_epochs=9, global_batch_size=4, callbacks=[stopping])
+    loaders = DistributedDataLoader(Samples(8), 2), DistributedDataLoader(Samples(4), 2)
+    with ShardedPair(config, *loaders) as trainer:
+        trainer.fit()
+        return trainer.current_epoch
+
+
+def on_two_ranks(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    with Saved(saved_config(6, SWA(3, every=2, unit="steps"))) as trainer:
+        trainer.fit()
+        swa = trainer.get_callback(SWA)
+        found["averaged"] = averaged(swa)
+        found["alike"] = all(
+            swa.averaged("model")[n].placements == p.placements for n, p in trainer.model.named_parameters()
+        )
+        trainer.export("live", weights="swa")
+    found["sharded"], found["replicated"] = followed(ShardedPair), followed(ReplicatedPair)
+    found["clock"], found["epochs"] = steps_of_clock(), epochs_until_stopped()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("two")
+    return directory, run_world(on_two_ranks, 2, str(directory))
+
+
+def test_swa_averages_shards_and_goes_on_at_another_world_size(
+    two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    directory, ranks = two
+    monkeypatch.chdir(directory)
+    for rank in ranks:
+        assert rank["alike"]
+        assert_same_weights(rank["averaged"], swa_alone.by_hand(DATA[:6], (3, 5)))
+    assert_same_weights(load_file("live/model.safetensors"), swa_alone.by_hand(DATA[:6], (3, 5)))
+    swa = SWA(3, every=2, unit="steps")
+    with Saved(saved_config(8, swa)) as trainer:  # alone
+        trainer.fit()
+    assert_same_weights(averaged(swa), swa_alone.by_hand(DATA, (3, 5, 7)))
+    export_checkpoint(trainer.checkpoints()[-1].path, directory / "stored", weights="swa")
+    assert_same_weights(load_file("stored/model.safetensors"), swa_alone.by_hand(DATA, (3, 5, 7)))
+    with pytest.raises(CheckpointError, match="saved without an EMA callback"):
+        export_checkpoint(trainer.checkpoints()[-1].path, directory / "other", weights="ema")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_a_target_follows_shard_by_shard(two: tuple[Path, list[dict[str, Any]]], kind: str) -> None:
+    for rank in two[1]:
+        assert_same_weights(rank[kind], transfer_alone.by_hand((DATA * 2)[:6], decay=0.5, every=2))
+
+
+def test_a_callback_by_the_clock_is_called_at_the_same_steps_by_the_main_rank_s_clock(
+    two: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    main, other = (rank["clock"] for rank in two[1])
+    assert [step for step in main if step > 0] == other
+    assert 2 <= len(other) <= 6
+    assert [step for step in main if step < 0] == list(range(-1, -13, -1))
+
+
+def test_early_stopping_ends_all_ranks_at_the_same_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert [rank["epochs"] for rank in two[1]] == [2, 2]
+
+
+def test_images_are_the_main_rank_s(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    from PIL import Image
+
+    files = sorted(two[0].rglob("images/val/picture/*.png"))
+    assert [file.name for file in files] == [f"step_0000000{step}.png" for step in (3, 4, 6)]  # 4 is an epoch's end
+    with Image.open(files[0]) as image:
+        assert image.getpixel((2, 2)) == 0

@@ -1,0 +1,78 @@
+"""examples/finetune_hf.py: it learns, and what it exports is what transformers load."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.examples.launch import ROOT, run_script
+
+SCRIPT = ROOT / "examples" / "finetune_hf.py"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    yield importlib.import_module("finetune_hf")
+    sys.modules.pop("finetune_hf")
+
+
+def metric(run: Path, name: str) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_it_learns_and_exports_what_transformers_load(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example, "PACKAGES", ("asyncio", "logging", "xml"))
+    config = example.default_config()
+    config.training_parameters = type(config.training_parameters)(n_epochs=3, global_batch_size=16, train_batch_size=16)
+    with example.Finetune(config) as trainer:
+        trainer.fit()
+        trainer.export_for_transformers(Path("out"))
+        batch = next(iter(trainer.configure_dataloaders()[1]))
+        with torch.no_grad():
+            ours = trainer.model.eval()(**batch).logits
+    losses = metric(trainer.run_dir, "train/loss")
+    assert losses[0] == pytest.approx(torch.tensor(3.0).log().item(), abs=0.15)
+    assert metric(trainer.run_dir, "val/loss")[-1] < 0.8 * losses[0]
+    assert not any(example.is_validation(text) for text, _ in trainer.train_texts.examples)
+
+    model, report = AutoModelForSequenceClassification.from_pretrained("out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch).logits, ours)
+    assert model.config.id2label == {0: "asyncio", 1: "logging", 2: "xml"}
+    tokenizer, text = AutoTokenizer.from_pretrained("out"), "Return the handler, or unheardofword."
+    assert tokenizer(text)["input_ids"] == trainer.tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])[:3] == ["[CLS]", "return", "the"]
+
+    # What it exported is a pretrained model like any other: encoder and head start from it.
+    again = example.default_config()
+    again.experiment, again.model = "again", tmp_path / "out"
+    again.training_parameters = type(again.training_parameters)(max_steps=0, train_batch_size=16)
+    with example.Finetune(again) as trainer:
+        trainer.fit()
+        with torch.no_grad():
+            assert torch.equal(trainer.model.eval()(**batch).logits, ours)
+
+
+def test_two_ranks_shard_the_model_and_export_it(tmp_path: Path) -> None:
+    output = run_script(SCRIPT, "--training-parameters.max-steps", "30", cwd=tmp_path, n_processes=2)
+    assert "Close the window" in output
+    losses = metric(tmp_path / "runs/examples/finetune_hf/docstrings", "train/loss")
+    assert losses[-1] < losses[0]
+    model, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "finetuned", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert model.config.architectures == ["BertForSequenceClassification"]

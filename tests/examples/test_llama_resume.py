@@ -1,0 +1,87 @@
+"""A checkpoint from any cell of the parity matrix resumes in any other, as if the run had never been stopped."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples.launch import imported
+
+
+@pytest.fixture(scope="module")
+def chain() -> Iterator[Any]:
+    with imported("tests.examples.llama_chain") as module:
+        yield module
+
+
+def spanning(cell: Any) -> list[Any]:
+    """From one process by shards, split layers and replicas of these back to one, tied and untied."""
+    return [
+        cell(),
+        cell(tied=True),
+        cell(1, 2, 1, accumulation=2),
+        cell(1, 2, 1, tied=True),
+        cell(1, 1, 2),
+        cell(1, 1, 2, sequence_parallel=False, loss_parallel=True, tied=True),
+        cell(2, 1, 2, recompute="full"),
+        cell(recompute="selective"),
+        cell(accumulation=2, tied=True),
+    ]
+
+
+def whole(cell: Any) -> list[Any]:
+    """Every mesh of up to 8 processes after one of another kind, up and down twice, with every option."""
+    meshes = [
+        *[(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 4), (1, 4, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)],
+        *[(8, 1, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2), (1, 8, 1), (4, 1, 2), (1, 4, 2), (2, 1, 4), (4, 2, 1), (1, 2, 4)],
+        *[(1, 1, 1), (2, 1, 2), (1, 4, 1), (1, 1, 2), (2, 1, 1), (1, 1, 1)],
+    ]
+    ways = [(1, "none"), (2, "full"), (2, "none"), (1, "selective"), (1, "full"), (2, "selective")]
+    untied = [cell(*mesh, *ways[i % len(ways)], loss_parallel=i % 3 == 0) for i, mesh in enumerate(meshes)]
+    tied = [
+        cell(*mesh, *ways[(i + 1) % len(ways)], loss_parallel=mesh[2] > 1, tied=True) for i, mesh in enumerate(meshes)
+    ]
+    return [part for pair in zip(untied, tied, strict=True) for part in pair]
+
+
+@pytest.mark.pitfall(24)
+@pytest.mark.timeout(3600)
+def test_a_run_that_goes_on_in_another_cell_again_and_again_learns_as_if_never_stopped(
+    chain: Any, all_cases: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = whole(chain.Cell) if all_cases else spanning(chain.Cell)
+    links = chain.run_chain(cells, tmp_path)
+    assert [link.hop.cell for link in links] == cells
+    missed = {link.hop: link.miss for link in links if not link.miss.is_parity}
+    assert not missed
+    for tied in (False, True):
+        run = [link for link in links if link.hop.cell.tied == tied]
+        assert run[0].ranks[0]["loaded"] == {}
+        for before, after in itertools.pairwise(run):
+            for rank in after.ranks:
+                assert_same_bits(rank["loaded"], before.ranks[0]["left"])
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Parameters, buffers and the optimizer's state, whole."""
+    assert found.keys() == expected.keys()
+    assert {"exp_avg", "exp_avg_sq", "step"} <= {name.rpartition(".")[2] for name in found}
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_chains_have_every_mesh_and_no_two_hops_alike_in_a_row(chain: Any) -> None:
+    long, short = whole(chain.Cell), spanning(chain.Cell)
+    assert len({cell[:3] for cell in long}) == 1 + 3 + 6 + 10
+    assert max(math.prod(cell[:3]) for cell in short) <= 4
+    for cells in (long, short):
+        for tied in (False, True):
+            run = [cell for cell in cells if cell.tied == tied]
+            assert all(a[:3] != b[:3] for a, b in itertools.pairwise(run))

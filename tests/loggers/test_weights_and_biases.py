@@ -1,0 +1,156 @@
+"""WandbLogger with the real W&B: what its files hold, and what its server is sent, over kills and resumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+
+from dream_trainer.config.logger import WandbParameters
+from dream_trainer.loggers.base import Stamp
+from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
+from dream_trainer.loggers.weights_and_biases import WandbLogger
+from tests.loggers.readers import newest_wandb_file, wandb_files, wandb_history, wandb_records
+from tests.loggers.wandb_server import wandb_server
+
+CONFIG = {"project": "p", "group": "g", "experiment": "e", "seed": 7}
+OFFLINE = WandbParameters(mode="offline", tags=("a", "b"), name="shown")
+
+
+@pytest.fixture(autouse=True)
+def own_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """W&B's process ends with the test, so that each test's environment counts and nothing is left running."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def stamp(step: int) -> Stamp:
+    return Stamp(step, step // 5, step * 32, 1.5e9)
+
+
+def train(logger: WandbLogger, run_dir: Path, steps: range, resumed_step: int | None = None) -> dict[str, Any]:
+    """Logs training at each step and validation at every third, and returns what a checkpoint would keep."""
+    logger.open(run_dir, CONFIG, resumed_step)
+    for step in steps:
+        logger.log({"train/loss": 1 / step}, stamp(step))
+        if step % 3 == 0:
+            logger.log({"val/loss": 2 / step}, stamp(step))
+    return logger.state_dict()
+
+
+def finish(logger: WandbLogger) -> None:
+    """Closes it, and waits until W&B's process has written all that it holds."""
+    logger.close()
+    wandb.teardown()
+
+
+def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float | None]]:
+    return [(row["_step"], row["train/loss"], row.get("val/loss")) for row in rows]
+
+
+STRAIGHT = [(step, 1 / step, 2 / step if step % 3 == 0 else None) for step in range(1, 13)]
+
+
+def test_an_offline_run_has_its_names_its_config_and_every_step_once(tmp_path: Path) -> None:
+    logger = WandbLogger(OFFLINE)
+    train(logger, tmp_path, range(1, 13))
+    logger.log({"train/loss": math.nan}, stamp(13))
+    finish(logger)
+    (path,) = wandb_files(tmp_path)
+    (run,) = [record.run for record in wandb_records(path) if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.run_group, run.display_name, list(run.tags)) == ("p", "g", "shown", ["a", "b"])
+    assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"
+    *rows, last = wandb_history(path)
+    assert curve(rows) == STRAIGHT
+    assert [(row["epoch"], row["samples"]) for row in rows] == [(step // 5, step * 32) for step in range(1, 13)]
+    assert str(last["train/loss"]) in ("NaN", "nan")
+
+
+@pytest.mark.pitfall(44)
+def test_an_offline_run_that_was_killed_and_resumed_is_whole_in_its_newest_file_under_one_id(tmp_path: Path) -> None:
+    state = train(WandbLogger(OFFLINE), tmp_path, range(1, 10))
+    for resumed_step, last in ((6, 10), (9, 12)):
+        wandb.teardown()  # as a kill does, before anything was closed
+        logger = WandbLogger(OFFLINE)
+        logger.load_state_dict(state)
+        assert train(logger, tmp_path, range(resumed_step + 1, last + 1), resumed_step) == state
+    finish(logger)
+    assert curve(wandb_history(newest_wandb_file(tmp_path))) == STRAIGHT
+    assert all(path.name == f"run-{state['id']}.wandb" for path in wandb_files(tmp_path))
+
+
+@pytest.mark.pitfall(44)
+def test_an_online_run_that_was_killed_and_resumed_goes_on_with_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wandb_server() as (address, histories):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        logger = WandbLogger(WandbParameters(mode="online"))
+        state = train(logger, tmp_path, range(1, 10))
+        logger.close()
+        assert curve(histories[state["id"]]) == STRAIGHT[:9]
+        # The server has more than the first checkpoint, and, as if the network had failed, less than the second.
+        for resumed_step, last in ((6, 11), (9, 12)):
+            logger = WandbLogger(WandbParameters(mode="online"))
+            logger.load_state_dict(state)
+            train(logger, tmp_path, range(resumed_step + 1, last + 1), resumed_step)
+            logger.close()
+            assert curve(histories[state["id"]]) == STRAIGHT[:last]
+            del histories[state["id"]][7:]
+        assert list(histories) == [state["id"]]
+        wandb.teardown()
+
+
+def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logger = WandbLogger()
+    train(logger, tmp_path, range(1, 3))
+    finish(logger)
+    assert not wandb_files(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(logger, tmp_path, range(1, 3))
+    finish(logger)
+    assert len(wandb_files(tmp_path)) == 1
+
+
+def test_every_kind_of_media_has_its_place_and_its_file(tmp_path: Path) -> None:
+    pixels = torch.zeros(3, 2, 5, dtype=torch.uint8)
+    logger = WandbLogger(OFFLINE)
+    logger.open(tmp_path, CONFIG, None)
+    shown = {
+        "pair": Images((Image(pixels, "first"), Image(pixels + 9))),
+        "clip": Video(torch.stack([pixels, pixels + 1]), fps=5),
+        "tone": Audio(torch.zeros(1, 50), 100),
+        "weights": Histogram((3, 4), (-1.0, 0.0, 1.0)),
+        "rows": Table(("x", "y"), ((1, "a"), ("b", None))),
+        "note": Text("a < b"),
+    }
+    assert all(logger.log_media(name, media, stamp(4)) for name, media in shown.items())
+    logger.log({"loss": 0.5}, stamp(4))
+    finish(logger)
+    (path,) = wandb_files(tmp_path)
+    (row,) = wandb_history(path)
+    kinds = {name: row[f"{name}/_type"] for name in shown}
+    assert kinds == {
+        "pair": "images/separated",
+        "clip": "video-file",
+        "tone": "audio-file",
+        "weights": "histogram",
+        "rows": "table-file",
+        "note": "html-file",
+    }
+    assert (row["_step"], row["loss"], row["pair/count"], row["pair/captions"][0]) == (4, 0.5, 2, "first")
+    assert (row["weights/values"], row["weights/bins"]) == ([3, 4], [-1, 0, 1])
+    for name in ("clip", "tone", "rows", "note"):
+        assert (path.parent / "files" / row[f"{name}/path"]).stat().st_size > 0
+    assert "a &lt; b" in (path.parent / "files" / row["note/path"]).read_text()
