@@ -1,7 +1,8 @@
 """MetricBuffer: numbers on their way from `log` to the loggers.
 
 Adding keeps a reference and does nothing on the device. Reducing stacks what came together, copies it to the host once,
-computes in float64 there, and crosses ranks in one collective. So what comes out does not depend on when that happens:
+computes in float64 there, and crosses ranks in one collective. It has two halves, so that the copy may be under way
+while the device works on. So what comes out does not depend on when that happens:
 each value counts once, with its weight, in the order in which it was added.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.distributed.torch_compat import write_count
+from dream_trainer.loggers.transfer import start_copy
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -50,6 +52,25 @@ class _Column:
         self.weights: list[Scalar] = []
 
 
+class Flight(NamedTuple):
+    """What was taken out of a buffer, on its way to the host."""
+
+    columns: dict[str, _Column]
+    numbers: Callable[[], list[float]]
+    """The tensors' values, in the columns' order; waits for the device as long as they are not there."""
+
+    def land(self) -> dict[str, tuple[str, Total]]:
+        """Each key's reduction and total."""
+        numbers = iter(self.numbers())
+        for column in self.columns.values():
+            values, weights = _filled(column.values, numbers), _filled(column.weights, numbers)
+            if column.reduce == "mean":
+                values = [value * weight for value, weight in zip(values, weights, strict=True)]
+            column.total = _combined(column.reduce, [column.total, *map(Total, values, weights)])
+            column.values, column.weights = [], []
+        return {name: (column.reduce, column.total) for name, column in self.columns.items()}
+
+
 class MetricBuffer:
     """Collects scalars by name and reduces them over time and ranks.
 
@@ -65,6 +86,8 @@ class MetricBuffer:
         self._columns: dict[str, _Column] = {}
         # Reductions of all keys ever reduced, in an order that is the same on all ranks.
         self._agreed: dict[str, str] = {}
+        # Of keys that have set out and not yet arrived.
+        self._setting_out: dict[str, str] = {}
         self._marks: dict[str, int] = {}
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
@@ -120,12 +143,23 @@ class MetricBuffer:
             del column.values[kept:], column.weights[kept:]
 
     def reduce(self, world: World) -> dict[str, float]:
-        """Reduces and forgets everything added since the last call. Every rank must call it.
+        """`finish(begin())`: waits for the device once."""
+        return self.finish(self.begin(), world)
 
-        Waits for the device once. Over ranks it costs one collective, and a second one when some rank holds a key that
-        was never reduced before.
+    def begin(self) -> Flight:
+        """Takes out everything added so far and starts its way to the host. Waits for nothing."""
+        columns, self._columns, self._marks = self._columns, {}, {}
+        self._setting_out = {name: column.reduce for name, column in columns.items()}
+        waiting = [item for c in columns.values() for item in (*c.values, *c.weights) if isinstance(item, Tensor)]
+        return Flight(columns, start_copy(waiting))
+
+    def finish(self, flight: Flight, world: World) -> dict[str, float]:
+        """Reduces what `begin` took out, over time and ranks. Every rank must call it.
+
+        Over ranks it costs one collective, and a second one when some rank holds a key that was never reduced before.
 
         Args:
+            flight: From `begin`; each is finished once, in their order.
             world: The ranks.
 
         Returns:
@@ -134,13 +168,12 @@ class MetricBuffer:
         Raises:
             ValueError: Ranks added one key with different reductions.
         """
-        mine = self._take()
+        mine = flight.land()
         if not world.counts_data:
             mine = {name: (reduction, _NOTHING) for name, (reduction, _) in mine.items()}
         over_ranks = (
             _gather(mine, self._agreed, world) if world.world_size > 1 else {k: [t] for k, (_, t) in mine.items()}
         )
-        self._columns.clear()
         found = {}
         for name, totals in over_ranks.items():
             reduce = self._agreed[name] if name in self._agreed else self._agreed.setdefault(name, mine[name][0])
@@ -150,8 +183,10 @@ class MetricBuffer:
         return found
 
     def state_dict(self, world: World) -> dict[str, Any]:
-        """What was added since the last `reduce`, of all ranks. Every rank must call it."""
-        mine = {name: [reduce, *total] for name, (reduce, total) in self._take().items()}
+        """What was added since the last `begin`, of all ranks. Every rank must call it."""
+        flight = self.begin()
+        mine = {name: [reduce, *total] for name, (reduce, total) in flight.land().items()}
+        self._columns = flight.columns
         return {"ranks": world.all_gather_object(mine)}
 
     def load_state_dict(self, state: dict[str, Any], world: World) -> None:
@@ -168,7 +203,9 @@ class MetricBuffer:
                 column.total = _combined(reduce, [column.total, Total(value, weight)])
 
     def _new_column(self, name: str, reduce: str) -> _Column:
-        known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
+        known = self._agreed.get(name) or self._setting_out.get(name, reduce)
+        if name in self._columns:
+            known = self._columns[name].reduce
         if known != reduce:
             raise ValueError(
                 f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
@@ -178,22 +215,6 @@ class MetricBuffer:
             raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
         column = self._columns[name] = _Column(reduce)
         return column
-
-    def _take(self) -> dict[str, tuple[str, Total]]:
-        """Moves all values to the host and into the totals of their keys."""
-        columns = self._columns.values()
-        numbers = iter(
-            _on_host([item for c in columns for item in (*c.values, *c.weights) if isinstance(item, Tensor)])
-        )
-        for column in columns:
-            values = _filled(column.values, numbers)
-            weights = _filled(column.weights, numbers)
-            if column.reduce == "mean":
-                values = [value * weight for value, weight in zip(values, weights, strict=True)]
-            column.total = _combined(column.reduce, [column.total, *map(Total, values, weights)])
-            column.values, column.weights = [], []
-        self._marks = {}
-        return {name: (column.reduce, column.total) for name, column in self._columns.items()}
 
 
 def is_scalar(value: Any) -> bool:
@@ -243,32 +264,6 @@ def whole(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _on_host(tensors: list[Tensor]) -> list[float]:
-    """The values of 0-dim tensors, exactly; one stack for each dtype and one copy to the host for each device."""
-    found = [0.0] * len(tensors)
-    devices: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-    for index, tensor in enumerate(tensors):
-        devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(index)
-    for groups in devices.values():
-        # Wide dtypes first, so that each part starts at a multiple of its own element size.
-        ordered = sorted(groups.items(), key=lambda group: -group[0].itemsize)
-        stacks = [torch.stack([tensors[index] for index in indices]) for _, indices in ordered]
-        for (_, indices), values in zip(ordered, _copied_together(stacks), strict=True):
-            for index, value in zip(indices, values, strict=True):
-                found[index] = float(value)
-    return found
-
-
-def _copied_together(stacks: list[Tensor]) -> Iterator[list[float]]:
-    """Vectors of several dtypes on one device, in one copy: as bytes, since no common dtype holds them all exactly."""
-    if len(stacks) == 1:
-        yield stacks[0].tolist()
-        return
-    data = torch.cat([stack.view(torch.uint8) for stack in stacks]).cpu()
-    for stack, part in zip(stacks, data.split([stack.nbytes for stack in stacks]), strict=True):
-        yield part.view(stack.dtype).tolist()
 
 
 def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:

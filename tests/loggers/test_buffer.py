@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dream_trainer.config.device import DeviceParameters
 from dream_trainer.distributed.world import World
-from dream_trainer.loggers.buffer import MetricBuffer, _copied_together
+from dream_trainer.loggers.buffer import MetricBuffer
+from dream_trainer.loggers.transfer import start_copy
 from tests.worlds import run_world
 
 
@@ -122,10 +123,22 @@ def test_several_dtypes_cross_to_the_host_together_and_exactly() -> None:
         torch.tensor([1 / 3], dtype=torch.bfloat16),
         torch.tensor([True, False]),
     ]
-    found = list(_copied_together(stacks))
-    assert found[1:] == [stack.tolist() for stack in stacks[1:]]
-    assert found[0][0] == math.pi
-    assert math.isnan(found[0][1])
+    found = start_copy([number for stack in stacks for number in stack])()
+    expected = [float(number) for stack in stacks for number in stack.tolist()]
+    assert found[:1] + found[2:] == expected[:1] + expected[2:]
+    assert math.isnan(found[1])
+
+
+def test_what_is_taken_out_stays_as_it_was_while_more_comes_in(world: World) -> None:
+    buffer, value = MetricBuffer(), torch.tensor(1.0)
+    buffer.add("x", value)
+    flight = buffer.begin()
+    value.fill_(5.0)
+    buffer.add("x", value.clone())
+    with pytest.raises(ValueError, match="reduce='mean' and now with reduce='max'"):
+        buffer.add("x", 1.0, reduce="max")
+    assert buffer.finish(flight, world) == {"x": 1.0}
+    assert buffer.reduce(world) == {"x": 5.0}
 
 
 def test_adding_a_fresh_tensor_runs_nothing_on_the_device_but_its_detach() -> None:

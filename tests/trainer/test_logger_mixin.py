@@ -320,7 +320,7 @@ def test_a_strict_run_ends_with_the_loggers_exception() -> None:
     trainer = Algorithm(config, Broken("log"))
     with pytest.raises(OSError, match="no space left"):
         trainer.fit()
-    assert trainer.global_step == 2
+    assert trainer.global_step == 3  # step 2's numbers are read a step later
 
 
 @pytest.mark.pitfall(52)

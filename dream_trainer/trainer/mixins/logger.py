@@ -1,10 +1,10 @@
 """LoggerMixin: `self.log` and its kin from anywhere, and the loggers that what they get is written to.
 
-It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, one collective) ->
-`history` and `on_log` (on every rank) and the loggers (on rank 0). Validation metrics are exact when they arrive and
-are written at once, on the same step axis; a sanity validation, `evaluate` and `predict` write nothing. Images and
-other media are trainer/media.py's. It saves what was logged and not yet flushed, so that a resumed run writes the same
-numbers at the same steps.
+It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, read a step later so that
+nobody waits, and one collective) -> `history` and `on_log` (on every rank) and the loggers (on rank 0). Validation
+metrics are exact when they arrive and are written at once, on the same step axis; a sanity validation, `evaluate` and
+`predict` write nothing. Images and other media are trainer/media.py's. It saves what was logged and not yet flushed, so
+that a resumed run writes the same numbers at the same steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dream_trainer.config.logger import LoggerParameters, WandbParameters, check_packages
 from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.loggers.buffer import MetricBuffer, keep
+from dream_trainer.loggers.buffer import Flight, MetricBuffer, keep
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.media import MediaRecording
@@ -56,6 +56,7 @@ class LoggerMixin(MediaRecording):
         self._unread_history: int | None = None  # the last step of the history that still is in a file only
         self._resumed_step: int | None = None
         self._flushed_step = 0
+        self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
         self._run_has_ended = False
 
     @property
@@ -144,27 +145,37 @@ class LoggerMixin(MediaRecording):
         self._metrics.rewind()
 
     def _window_finished(self, *, is_last: bool) -> None:
+        self._land()
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last
         self._metrics.mark()
         step = self.global_step
         if (step % self.config.logger_parameters.log_every_n_steps == 0 or is_last) and step != self._flushed_step:
             self._flush()
+        if is_last:
+            self._land()
 
     def _flush(self) -> None:
+        """Starts what was logged on its way to the host, stamped with this step; `_land` writes it."""
         self._decide(None)
         self._flushed_step = self.global_step
-        self._write(self._metrics.reduce(self.world))
+        self._flight = self._metrics.begin(), self._stamp()
+
+    def _land(self) -> None:
+        """Writes what was flushed before, if anything was. A collective."""
+        if self._flight is not None:
+            (flight, stamp), self._flight = self._flight, None
+            self._write(self._metrics.finish(flight, self.world), stamp)
 
     def _validated(self, metrics: dict[str, float]) -> None:
+        self._land()
         super()._validated(metrics)
-        self._write(metrics)
+        self._write(metrics, self._stamp())
 
-    def _write(self, metrics: dict[str, float]) -> None:
+    def _write(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Hands reduced metrics, equal on all ranks, to the loggers of rank 0 and to everyone who listens."""
         if not metrics:
             return
-        stamp = self._stamp()
         self._history.append(stamp._asdict() | metrics)
         if self.world.is_main:
             self._opened_loggers().log(metrics, stamp)
@@ -196,6 +207,7 @@ class LoggerMixin(MediaRecording):
     def _mixin_state(self) -> dict[str, Any]:
         # A collective: pending values of all ranks go into the one state. After the last window they are written by
         # `_close`, so they are not saved to be written again.
+        self._land()
         self._decide(None)
         pending = None if self._run_has_ended else self._metrics.state_dict(self.world)
         # Loggers are rank 0's alone, and what is saved is equal on all ranks.
@@ -215,6 +227,7 @@ class LoggerMixin(MediaRecording):
             return
         mine = state["logger"]
         self._close_loggers()
+        self._flight = None
         self._resumed_step, self._flushed_step = step, _ = mine["step"], mine["flushed_step"]
         self._history = [line for line in self._history if line["step"] <= step]
         if not self._history:
@@ -227,7 +240,9 @@ class LoggerMixin(MediaRecording):
             self._loggers.load_state_dict(mine["loggers"])
 
     def _close(self) -> None:
+        self._land()
         self._flush()
+        self._land()
         self._close_loggers()
         if self._loggers is not None:
             self._loggers = LoggerGroup([], self._say_once, strict=False)  # what is logged from here on goes nowhere
