@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_in_another_cell_again_and_again_learns_as_if_never_s
     cells = whole(chain.Cell) if all_cases else spanning(chain.Cell)
     links = chain.run_chain(cells, tmp_path)
     assert [link.hop.cell for link in links] == cells
-    missed = {link.hop: link.miss for link in links if not link.miss.is_parity}
+    missed = {link.hop: link.miss for link in links if not link.miss.is_parity()}
     assert not missed
     for tied in (False, True):
         run = [link for link in links if link.hop.cell.tied == tied]

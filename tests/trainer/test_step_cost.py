@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
+from dream_trainer import callbacks as cb
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.sharding import fsdp_modules
@@ -153,6 +154,35 @@ def test_alone_a_step_reads_copies_and_communicates_no_more_than_the_loop_by_han
         assert found.get("copies", 0) == expected.get("copies", 0) == 0
 
 
+def watchers() -> list[dt.Callback]:
+    """Everything that watches a run, as it is by default."""
+    averaging = [cb.EMA(), cb.SWA(start=100, validate=False), cb.WeightTransfer("model", "other", every_n_steps=100)]
+    measuring = [cb.LearningRate(), cb.Throughput(), cb.Memory(), cb.GradientStats(), cb.WeightStats()]
+    return [*averaging, *measuring, cb.Progress(), cb.GarbageCollection(), cb.NonFiniteReport(), cb.Profiler(100)]
+
+
+class Watched(Whole):
+    """With a second model that follows the first."""
+
+    def configure_models(self) -> None:
+        self.model, self.other = model(), model()
+        self.other.requires_grad_(False)
+
+
+@pytest.mark.pitfall(16)
+def test_watchers_and_loggers_read_nothing_in_steps_that_do_not_flush(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(
+        max_steps=24, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "csv", "tensorboard")
+    )
+    found = counted(Watched(config))
+    assert found.get("reads", 0) == 0
+    assert [name for name in found if "c10d" in name] == []
+    assert len((tmp_path / "runs/tests/trainer/run/metrics.jsonl").read_text().splitlines()) == 3
+
+
 def sharded_by_hand() -> dict[str, int]:
     """FSDP2 as its documentation shows it, with one all-reduce for the norm over local shards."""
     import torch.distributed as dist
@@ -195,12 +225,19 @@ def sharded_cases(directory: str) -> dict[str, Any]:
             trainer = cls(config, False)
             found[f"two/{layout}/{policy}"] = counted(trainer)
             found[f"kept/{layout}/{policy}"] = trainer.kept
+    config = make_config(max_steps=20, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "tensorboard"))
+    found["watched"] = counted(ShardedWatched(config))
     return found
 
 
 class Sharded(Whole):
     """Loads through our own loader, as a user would, at two ranks."""
 
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Float32(64), 1), None
+
+
+class ShardedWatched(Watched):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DistributedDataLoader(Float32(64), 1), None
 
@@ -264,6 +301,14 @@ def test_sharded_a_step_has_fully_shards_collectives_one_for_the_norm_and_one_fo
         assert collectives(found) == collectives(hand) | {"c10d::allreduce_": 2 * steps}
         assert found.get("reads", 0) == hand.get("reads", 0) == 0
         assert found.get("large copies", 0) <= hand.get("large copies", 0)
+
+
+@pytest.mark.pitfall(16)
+def test_watchers_add_no_collective_to_a_sharded_step(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        plain, watched = rank["trainer/1/False"], rank["watched"]
+        assert collectives(watched) == collectives(plain)
+        assert watched.get("reads", 0) == 0
 
 
 @pytest.mark.pitfall(4)

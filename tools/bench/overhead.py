@@ -5,7 +5,8 @@
 The model is an MLP 32-64-64-10 with batch 32, fused AdamW and clipping at 1.0: small enough that the trainer's own work
 shows. Both sides run in one process and one thread, in interleaved pairs; the figures are medians over the pairs.
 "bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`. "everyday" is `DreamTrainer` beside a loop that
-validates every 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar.
+validates every 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar. "full" is the same
+with learning rate, throughput, memory and garbage collection watched, and TensorBoard beside JSONL, next to that loop.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dream_trainer import (
     BaseTrainer,
     BaseTrainerConfig,
+    Callback,
     CallbackCollection,
     CheckpointParameters,
     DeviceParameters,
     DreamTrainer,
     DreamTrainerConfig,
+    LoggerParameters,
     TrainingParameters,
 )
+from dream_trainer import callbacks as cb
 
 VALIDATE_EVERY, LOG_EVERY = 200, 10
 # Measured on the same model by others, bare and everyday, as CPU microseconds per step over the plain loop.
@@ -181,8 +185,15 @@ def ours_bare(steps: int) -> float:
 
 
 def ours_everyday(steps: int) -> float:
-    from dream_trainer.callbacks import Progress
+    return run_everyday(steps, LoggerParameters(), [cb.Progress()])
 
+
+def ours_full(steps: int) -> float:
+    watchers = [cb.Progress(), cb.LearningRate(), cb.Throughput(), cb.Memory(), cb.GarbageCollection()]
+    return run_everyday(steps, LoggerParameters(loggers=("jsonl", "tensorboard")), watchers)
+
+
+def run_everyday(steps: int, loggers: LoggerParameters, callbacks: list[Callback]) -> float:
     parameters = TrainingParameters(
         max_steps=steps, n_epochs=None, gradient_clip_val=1.0, val_every_n_steps=VALIDATE_EVERY, val_every_n_epochs=None
     )
@@ -191,7 +202,8 @@ def ours_everyday(steps: int) -> float:
         training_parameters=parameters,
         device_parameters=DeviceParameters(device="cpu"),
         checkpoint_parameters=CheckpointParameters(save_every_n_epochs=None, save_at_end=False, resume=None),
-        callbacks=CallbackCollection([Progress()]),
+        logger_parameters=loggers,
+        callbacks=CallbackCollection(callbacks),
     )
     with Everyday(config) as trainer:
         trainer.fit()
@@ -218,13 +230,14 @@ def main() -> None:
         os.chdir(folder)
         bare = measure(plain_bare, ours_bare, options.steps, options.pairs)
         everyday = measure(plain_everyday, ours_everyday, options.steps, options.pairs)
+        full = measure(plain_everyday, ours_full, options.steps, options.pairs)
         os.chdir("/")
     print(
         f"torch {torch.__version__}, {options.steps} steps, median of {options.pairs} pairs, CPU microseconds per step"
     )
-    print(f"{'':14}{'bare':>10}{'everyday':>10}")
-    print(f"{'plain loop':14}{bare[0]:10.0f}{everyday[0]:10.0f}")
-    print(f"{'Dream Trainer':14}{bare[1]:+10.1f}{everyday[1]:+10.1f}")
+    print(f"{'':14}{'bare':>10}{'everyday':>10}{'full':>10}")
+    print(f"{'plain loop':14}{bare[0]:10.0f}{everyday[0]:10.0f}{full[0]:10.0f}")
+    print(f"{'Dream Trainer':14}{bare[1]:+10.1f}{everyday[1]:+10.1f}{full[1]:+10.1f}")
     for name, (first, second) in PEERS.items():
         print(f"{name:14}{first:+10}{second:+10}   (measured elsewhere, same model)")
 
