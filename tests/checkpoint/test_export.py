@@ -349,6 +349,7 @@ print(peak_kib() - before, torch.distributed.is_initialized())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> None:
     def checkpoint_of(count: int, name: str) -> Path:

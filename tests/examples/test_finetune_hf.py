@@ -68,6 +68,7 @@ def test_it_learns_and_exports_what_transformers_load(
             assert torch.equal(trainer.model.eval()(**batch).logits, ours)
 
 
+@pytest.mark.slow
 def test_two_ranks_shard_the_model_and_export_it(tmp_path: Path) -> None:
     output = run_script(SCRIPT, "--training-parameters.max-steps", "30", cwd=tmp_path, n_processes=2)
     assert "Close the window" in output

@@ -99,6 +99,7 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in directory.glob("runs/*/*/*/checkpoints/step_*"))
 
 
+@pytest.mark.slow
 def test_before_the_time_limit_slurm_sh_lets_all_ranks_save_queues_itself_and_goes_on_from_there(
     tmp_path: Path,
 ) -> None:

@@ -45,7 +45,7 @@ class Trainer(dt.DreamTrainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.history: list[tuple[float, float, float, list[float]]] = []
+        self.steps: list[tuple[float, float, float, list[float]]] = []
 
     def configure_models(self) -> None:
         self.model = Transformer()
@@ -81,7 +81,7 @@ class Trainer(dt.DreamTrainer):
         self.backward(value)
         if not self.is_accumulating_gradients:
             norm = self.step(self.model, self.optimizers)
-            self.history.append((norm.item(), self.before, self.after, self.rates()))
+            self.steps.append((norm.item(), self.before, self.after, self.rates()))
             for scheduler in self.schedulers:
                 scheduler.step()
         return {"loss": value}
@@ -110,7 +110,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def test_muon_and_adamw_are_clipped_by_one_norm_over_both(config: Config) -> None:
-    history = run(config).history
+    history = run(config).steps
     assert len(history) == 12
     for norm, expected, after, _ in history:
         assert norm == pytest.approx(expected, rel=1e-6)
@@ -122,8 +122,8 @@ def test_a_run_stopped_and_resumed_has_the_same_weights_and_rates(config: Config
     whole = run(config)
     stopped = run(replace(config, experiment="parts", stop_at=5))
     resumed = run(replace(config, experiment="parts"))
-    assert len(stopped.history) == 5
-    assert stopped.history + resumed.history == whole.history
+    assert len(stopped.steps) == 5
+    assert stopped.steps + resumed.steps == whole.steps
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -154,7 +154,7 @@ def config_in(directory: Path, **values: Any) -> Config:
 
 def rates_on_each_rank(directory: Path) -> list[list[float]]:
     """Trains to step 5 and returns the rates of each step."""
-    return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).history]
+    return [rates for *_, rates in run(config_in(directory, experiment="parts", stop_at=5)).steps]
 
 
 def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
@@ -165,6 +165,6 @@ def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
     first, second = run_world(rates_on_each_rank, 2, tmp_path)
     resumed = run(config_in(tmp_path, experiment="parts"))
     assert first == second
-    assert first + [rates for *_, rates in resumed.history] == [rates for *_, rates in whole.history]
+    assert first + [rates for *_, rates in resumed.steps] == [rates for *_, rates in whole.steps]
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)

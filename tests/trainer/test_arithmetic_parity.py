@@ -80,7 +80,7 @@ def check(case: Case, ranks: list[dict]) -> None:
 @pytest.mark.pitfall(1)
 @pytest.mark.pitfall(3)
 @pytest.mark.pitfall(15)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_a_loop_written_by_hand(world_size: int, all_cases: bool) -> None:
     cases = [case for case in (every_case() if all_cases else spanning_cases()) if case.world_size == world_size]
     results = run_world(run_cases, world_size, cases, timeout=900 if all_cases else 240)

@@ -144,6 +144,7 @@ def test_every_family_starts_with_the_same_bits_on_four_ranks() -> None:
     assert_same_everywhere(4, ["replicate", "fsdp", "hsdp of 2"], TOGETHER + FURTHER)
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall(21)
 def test_eight_ranks_start_with_the_bits_of_one_process(all_cases: bool) -> None:
     layouts, families = (list(LAYOUTS), TOGETHER + FURTHER) if all_cases else (["hsdp of 4"], TOGETHER)
