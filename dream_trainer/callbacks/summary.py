@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 
 import torch
@@ -170,6 +170,7 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     rows = [
         ("run directory", str(trainer.run_dir)),
         ("device", f"{world.device.type}, {world.world_size} rank{'s' if world.world_size > 1 else ''}"),
+        ("precision", trainer.config.device_parameters.precision),
         ("mesh", mesh or "one rank"),
         *_data_rows(trainer),
         ("limits", ", ".join(set_limits) or "one epoch"),
@@ -180,9 +181,11 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     # Each capability brings one nested class of parameters; these two are told above.
     told = (type(parameters), type(trainer.config.device_parameters))
     rows += [
-        (field.name.removesuffix("_parameters"), _spelled(value))
+        (field.name.removesuffix("_parameters"), spelled)
         for field in fields(trainer.config)
-        if is_dataclass(value := vars(trainer.config)[field.name]) and not isinstance(value, told)
+        if is_dataclass(value := vars(trainer.config)[field.name])
+        and not isinstance(value, told)
+        and (spelled := _spelled(value))
     ]
     return rows
 
@@ -209,4 +212,15 @@ def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
 
 
 def _spelled(parameters: Any) -> str:
-    return ", ".join(f"{field.name}={vars(parameters)[field.name]!r}" for field in fields(parameters)) or "defaults"
+    """Fields and values: of a user's own class all, of ours those that are not what they would be anyway."""
+    is_ours = type(parameters).__module__.startswith("dream_trainer.")
+    values = vars(parameters)
+    return ", ".join(
+        f"{field.name}={values[field.name]!r}"
+        for field in fields(parameters)
+        if not (is_ours and values[field.name] == _default(field))
+    )
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
