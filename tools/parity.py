@@ -29,7 +29,6 @@ from torch import Tensor
 from train import LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
-from dream_trainer.distributed.torch_compat import forget_meshes
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
@@ -177,7 +176,6 @@ def _train(cell: Cell) -> dict[str, Any]:
             "weights": weights(trainer),
             "seconds": time.monotonic() - started,
         }
-    forget_meshes()
     return found
 
 

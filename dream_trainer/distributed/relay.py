@@ -63,8 +63,10 @@ def relayed(signals: Signals, store: dist.Store | None) -> Iterator[None]:
 def _relay(signals: Signals, store: dist.Store, reader: int) -> None:
     counts: dict[int, int] = {}
     own: set[int] = set()
+    pipe = select.poll()  # select.select takes no file number beyond 1023, and large worlds have many connections
+    pipe.register(reader, select.POLLIN)
     while True:
-        ready, _, _ = select.select([reader], [], [], LOOK_SECONDS)
+        ready = pipe.poll(LOOK_SECONDS * 1000)
         try:
             if ready:
                 numbers = set(os.read(reader, 64))

@@ -6,10 +6,11 @@ first and is mended here alone.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -317,12 +318,28 @@ def forget_meshes() -> None:
     """Makes DTensors forget the meshes of a process group that is destroyed.
 
     They remember the result of each operation with its mesh, and take a mesh over the same ranks for the same, although
-    a new process group has other groups behind it: collectives then fail, or go to a wrong group.
+    a new process group has other groups behind it: collectives then fail, or go to a wrong group. And what remembers a
+    mesh keeps its groups' connections and threads, some 20 of each a trainer.
     """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor.")]:
+        _clear_caches(vars(module).values())
+    redistribution = vars(sys.modules["torch.distributed.tensor._redistribute"])
+    redistribution.get("_planner_cache", {}).clear()  # not in PyTorch 2.11
+
+
+def _clear_caches(members: Iterable[object]) -> None:
+    """Clears `functools.cache`s among the members of a module or class, and of its classes."""
+    for member in members:
+        inner = member.__func__ if isinstance(member, staticmethod) else member
+        if isinstance(inner, functools._lru_cache_wrapper):
+            inner.cache_clear()
+        elif isinstance(inner, type) and inner.__module__.startswith("torch.distributed.tensor."):
+            _clear_caches(m for m in vars(inner).values() if not isinstance(m, type))
 
 
 def record_memory_history(max_entries: int) -> None:

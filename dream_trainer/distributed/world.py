@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.distributed.failure import end_job, first_to_fail
-from dream_trainer.distributed.torch_compat import connect_again, set_group_timeout
+from dream_trainer.distributed.torch_compat import connect_again, forget_meshes, set_group_timeout
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -323,6 +323,8 @@ class World:
             dist.barrier(group=self.cpu_group)
             dist.destroy_process_group()
             _owns_group = False
+            self.cpu_group = self.data_group = self.mesh = None
+            forget_meshes()
             gc.collect()
             time.sleep(0.1)
         self.cpu_group = self.mesh = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -13,10 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from dream_trainer.checkpoint.random_state import random_state
+from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
 from dream_trainer.distributed.signals import Interrupted, Signals
+from tests.worlds import run_world
 
 
 @pytest.fixture
@@ -203,3 +207,25 @@ def test_a_checkpoint_written_while_data_is_loaded_keeps_the_training_streams() 
             assert state() == before
         assert state() == before
     assert state() == before
+
+
+def relays_beside_many_files(count: int) -> int:
+    """How often the store hears of one SIGUSR1, with `count` files open before the relay's own."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    files = [open(os.devnull) for _ in range(count)]
+    signals, store = Signals(), dist.HashStore()
+    with signals.handled(), relayed(signals, store):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while store.add("signal/10", 0) == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for file in files:
+        file.close()
+    return store.add("signal/10", 0)
+
+
+@pytest.mark.skipif(signal.SIGUSR1 != 10, reason="names the signal by Linux's number")
+def test_signals_are_relayed_in_a_process_with_thousands_of_open_files() -> None:
+    """A rank of a large world has as many connections, and `select.select` takes no number beyond 1023."""
+    assert run_world(relays_beside_many_files, 1, 1500) == [1]

@@ -288,3 +288,26 @@ def test_a_module_computes_with_other_tensors_and_then_with_its_own() -> None:
     with with_parameters(linear, {"weight": torch.eye(2), "bias": torch.zeros(2)}):
         assert torch.equal(linear(x), x)
     assert all(parameter is own[name] for name, parameter in linear.named_parameters())
+
+
+def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten() -> None:
+    import gc
+    import weakref
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from dream_trainer.distributed.torch_compat import forget_meshes
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
+    split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
+    (split @ split).redistribute(placements=[Replicate(), Shard(0)]).full_tensor()
+    left = weakref.ref(mesh)
+    del mesh, split
+    dist.destroy_process_group()
+    forget_meshes()
+    gc.collect()
+    assert left() is None

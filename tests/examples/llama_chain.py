@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dream_trainer as dt
-from dream_trainer.distributed.torch_compat import forget_meshes
 from tests.trainer.resumable import state_tensors
 from tests.worlds import run_world
 from tools.parity import Cell, Miss, ParityTrainer, compare, config_of, weights
@@ -81,7 +80,6 @@ def train(hop: Hop, total: int, experiment: str) -> dict[str, Any]:
             "passed": trainer.passed,
             "left": state_tensors(trainer),
         }
-    forget_meshes()
     return found
 
 
