@@ -33,6 +33,7 @@ from transformers import (
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    get_constant_schedule_with_warmup,
     get_linear_schedule_with_warmup,
 )
 
@@ -167,8 +168,10 @@ class Finetune(DreamTrainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01, fused=True)
 
     def configure_schedulers(self) -> None:
-        total = self.total_steps or 0
-        self.scheduler = get_linear_schedule_with_warmup(self.optimizer, total // 10, total)
+        if self.total_steps is None:  # there is no end to fall towards
+            self.scheduler = get_constant_schedule_with_warmup(self.optimizer, 100)
+        else:
+            self.scheduler = get_linear_schedule_with_warmup(self.optimizer, self.total_steps // 10, self.total_steps)
 
     def training_step(self, batch: BatchEncoding, batch_idx: int) -> dict[str, Tensor]:
         output = self.model(**batch)

@@ -123,7 +123,8 @@ class Callback:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over the window and all ranks, and handed to the loggers."""
+        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        later."""
 
     def teardown(self, trainer: AbstractTrainer) -> None:
         """The trainer closes; release what was opened."""
@@ -132,13 +133,30 @@ class Callback:
 class TimedCallback(Callback):
     """A callback that acts by the clock, which ranks do not share: an interface.
 
-    Rank 0 is asked before each window and tells the others with the pulse, so that all act alike after the window:
-    `if trainer._agreement.callback_is_due(self)` in `post_train_step`.
+    Rank 0 is asked before each window and tells the others with the pulse, so that all act alike after the window.
+
+    Example:
+        ```python
+        class Hourly(TimedCallback):
+            last = -math.inf
+
+            def is_due_by_the_clock(self):
+                return time.monotonic() - self.last >= 3600
+
+            def post_train_step(self, trainer):
+                if self.is_due(trainer):
+                    self.last = time.monotonic()
+                    print(f"step {trainer.global_step}")
+        ```
     """
 
     @abstractmethod
     def is_due_by_the_clock(self) -> bool:
         """Whether it is time; asked on rank 0, until the callback has acted."""
+
+    def is_due(self, trainer: AbstractTrainer) -> bool:
+        """In `post_train_step`: whether it was time before the window just completed; the same on all ranks."""
+        return trainer._agreement.callback_is_due(self)
 
 
 class CallbackCollection:

@@ -53,7 +53,6 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.best: float | None = None
         self.validations_without_improvement = 0
-        self._is_training = False
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Stops at once where an earlier process already ran out of patience."""
@@ -62,13 +61,12 @@ class EarlyStopping(Callback):
                 f"EarlyStopping({self.metric!r}) has no validation to go by. Return a validation loader from "
                 "configure_dataloaders and override validation_step."
             )
-        self._is_training = True
         self._stop_if_due(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Counts."""
-        if not self._is_training and not trainer.is_sanity_validation:
-            return  # an evaluate(), whose data may be any
+        if trainer.is_evaluating:  # on whatever data
+            return
         if self.metric not in metrics:
             raise ConfigError(
                 f"EarlyStopping goes by {self.metric!r}, which is not among the validation's metrics. "
@@ -82,10 +80,6 @@ class EarlyStopping(Callback):
             return
         self.validations_without_improvement += 1
         self._stop_if_due(trainer)
-
-    def post_fit(self, trainer: AbstractTrainer) -> None:
-        """From now on validations are not of this training."""
-        self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and the count."""

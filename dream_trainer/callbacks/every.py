@@ -26,7 +26,7 @@ class Every(TimedCallback):
     | `"batches"` | micro-batches of a rank | after each accumulation window |
     | `"seconds"` | rank 0's clock, since training started or the last call | after each accumulation window |
     | `"epochs"` | epochs completed | after each epoch |
-    | `"validations"` | validations in training, sanity validations left out | after each validation |
+    | `"validations"` | validations in training; sanity validations and `evaluate` are none | after each validation |
 
     A window that completes several multiples of `n` calls it once. Counts go on after a resume; seconds start anew.
 
@@ -71,15 +71,13 @@ class Every(TimedCallback):
         self._last_call = 0.0
         self._seen: int | None = None
         self._validations = self._batches = self._local_batches = 0
-        self._is_training = False
 
     def is_due_by_the_clock(self) -> bool:
         """Whether `n` seconds have passed."""
-        return self.unit == "seconds" and self._is_training and self._clock() - self._last_call >= self.n
+        return self.unit == "seconds" and self._clock() - self._last_call >= self.n
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Starts to count."""
-        self._is_training = True
         self._last_call = self._clock()
         self._local_batches = trainer.local_batches
         if self._seen is None:
@@ -88,7 +86,7 @@ class Every(TimedCallback):
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Looks at steps, samples, batches and seconds."""
         if self.unit == "seconds":
-            if trainer._agreement.callback_is_due(self):
+            if self.is_due(trainer):
                 self._last_call = self._clock()
                 self.function(trainer)
         elif self.unit not in ("epochs", "validations"):
@@ -98,8 +96,8 @@ class Every(TimedCallback):
             self._look(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Looks at validations."""
-        if self.unit == "validations" and self._is_training:
+        """Looks at validations of the training."""
+        if self.unit == "validations" and not (trainer.is_evaluating or trainer.is_sanity_validation):
             self._validations += 1
             self._look(trainer)
 
@@ -107,10 +105,6 @@ class Every(TimedCallback):
         """Looks at epochs."""
         if self.unit == "epochs":
             self._look(trainer)
-
-    def post_fit(self, trainer: AbstractTrainer) -> None:
-        """From now on validations are not of this training."""
-        self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
         """Counts that are this callback's own, and where it last looked."""

@@ -9,10 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.callbacks.tensor_stats import combined, group_of, local_sums, log_stats
+from dream_trainer.callbacks.tensor_stats import TensorStats, combined, group_of, local_sums, log_stats, together
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.config.checks import check_integer
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -21,12 +19,12 @@ OTHER = "other.parameters"
 """Name of what an optimizer trains and no model holds."""
 
 
-class GradientStats(Callback):
+class GradientStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of gradients as `gradients/<group>/norm`, `max` and `zeros`.
 
-    Gradients are those that the optimizer got: of the whole window, over all ranks, normalised and clipped. Values do
-    not depend on how parameters are sharded. A step that is due reads all gradients once, runs one collective and waits
-    for the device; the others cost nothing.
+    Gradients are those that the optimizers got: of the whole window, over all ranks, normalised and clipped; of one
+    that steps several times in a window, its last. Values do not depend on how parameters are sharded. A step that is
+    due reads all gradients once, runs one collective and waits for the device; the others cost nothing.
 
     Args:
         every_n_steps: Optimizer steps between two looks.
@@ -40,13 +38,9 @@ class GradientStats(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        if depth is not None:
-            check_integer("depth", depth, minimum=0)
-        self.every_n_steps = every_n_steps
-        self.depth = depth
-        self.histograms = histograms
-        self._found: dict[str, Tensor] = {}
+        super().__init__(every_n_steps, depth=depth, histograms=histograms)
+        # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
+        self._found: dict[Optimizer, dict[str, Tensor]] = {}
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""
@@ -63,13 +57,15 @@ class GradientStats(Callback):
                 if self.histograms:
                     trainer.log_histogram(f"gradients/{name}", parameter.grad)
         sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
-        for name, row in zip(groups, sums, strict=True):
-            self._found[name] = row
+        self._found[optimizer] = dict(zip(groups, sums, strict=True))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Logs what the window's optimizers found."""
         if not self._found:
             return
-        found = combined(self._found, torch.stack(list(self._found.values())), trainer.world)
+        rows: dict[str, Tensor] = {}
+        for part in self._found.values():
+            for name, row in part.items():
+                rows[name] = together(rows[name], row) if name in rows else row
         self._found.clear()
-        log_stats(trainer, "gradients", found)
+        log_stats(trainer, "gradients", combined(rows, torch.stack(list(rows.values())), trainer.world))

@@ -28,7 +28,7 @@ class ImageFiles(Callback):
 
     Args:
         key: Key in the step's result. Its value is `[batch, channels, height, width]` of 1, 3 or 4 channels, floating
-            point from 0 to 1, or uint8.
+            point from 0 to 1, or uint8. In validation no DTensor: `full_tensor()` gathers it in the step.
         every_n_steps: Optimizer steps (`global_step`) between two files of training.
         max_images: Images in a grid; the first of the batch.
 
@@ -42,7 +42,6 @@ class ImageFiles(Callback):
         self.key = key
         self.every_n_steps = every_n_steps
         self.max_images = max_images
-        self._is_training = False
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         """Looks for Pillow."""
@@ -51,23 +50,26 @@ class ImageFiles(Callback):
                 "ImageFiles writes with Pillow, which is not installed. pip install 'dream-trainer[images]'."
             )
 
-    def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """From now on validations are of this training."""
-        self._is_training = True
-
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         """Writes, if the step just completed is a due one."""
         if not trainer.is_accumulating_gradients and trainer.global_step % self.every_n_steps == 0:
             self._write(trainer, result, Path("train"))
 
     def post_val_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
-        """Writes the first batch."""
-        if self._is_training and batch_idx == 0:
+        """Writes the first batch; of a sanity validation or an `evaluate` none."""
+        if batch_idx == 0 and not (trainer.is_evaluating or trainer.is_sanity_validation):
+            self._refuse_shards(result)
             self._write(trainer, result, Path("val", trainer.val_name))
 
-    def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Validations from now on are an `evaluate` of whatever data."""
-        self._is_training = False
+    def _refuse_shards(self, result: dict[str, Any]) -> None:
+        """Gathering takes all ranks, and one that has no batch of its own is not called."""
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(result.get(self.key), DTensor):
+            raise TypeError(
+                f"{self.key!r} of validation_step is a DTensor, and a rank without a batch of its own would not help "
+                "to gather it. Return its full_tensor(), which all ranks take part in."
+            )
 
     def _write(self, trainer: AbstractTrainer, result: dict[str, Any], folder: Path) -> None:
         if self.key not in result:

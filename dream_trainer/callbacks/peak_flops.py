@@ -56,6 +56,8 @@ _PEAKS: tuple[tuple[str, _Peaks], ...] = (
 )
 # Cut-down or mobile chips that carry a bigger one's name.
 _OTHERS = {"laptop", "mobile", "mig", "d", "ti"}
+# What ends the name of a part of a device that NVIDIA's vGPU software lends: GiB and kind, as in "GRID A100-10C".
+_VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
@@ -70,7 +72,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
         FLOP/s, a multiply-add counted as two; None if the device or its rate in this precision is not known.
     """
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
-    if words & _OTHERS:
+    if words & _OTHERS or _VIRTUAL.search(device_name.lower()):
         return None
     for name, peaks in _PEAKS:
         if set(name.lower().split()) <= words:

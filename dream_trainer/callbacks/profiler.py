@@ -19,8 +19,9 @@ class Profiler(Callback):
     """Records some steps with `torch.profiler` and writes `<run_dir>/profiles/step_<first>_rank_<rank>.json.gz`.
 
     Open the files in https://ui.perfetto.dev. Recording slows the steps down, and its end waits for the device; other
-    steps cost nothing. Steps are counted over the whole run, as the loggers count them: a run that resumes behind
-    `first_step` records nothing. What ends early, by a stop or an exception, is written as far as it came.
+    steps cost nothing. Steps are counted over the whole run, as the loggers count them: a run that resumes with
+    `first_step` behind it records nothing, and one that resumes in the warm-up has a shorter one. What ends early, by a
+    stop or an exception, is written as far as it came.
 
     Args:
         first_step: First step to record; far enough from the start of the process, or compilation is what you see.
@@ -106,7 +107,9 @@ class Profiler(Callback):
         self._stop()
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
-        if trainer.global_step != self._steps.start:
+        # A run may resume in the midst of the warm-up, but not of what is recorded.
+        warm_up_steps = self.first_step - 1 - trainer.global_step
+        if not 0 <= warm_up_steps <= self.warm_up_steps:
             return
         rank = trainer.world.rank
         if self.ranks is not None and rank not in self.ranks:
@@ -118,7 +121,7 @@ class Profiler(Callback):
             profile.export_chrome_trace(str(path))
 
         self._profile = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=0, warmup=self.warm_up_steps, active=self.n_steps, repeat=1),
+            schedule=torch.profiler.schedule(wait=0, warmup=warm_up_steps, active=self.n_steps, repeat=1),
             on_trace_ready=write,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,

@@ -2,6 +2,7 @@
 
 local_sums   on this rank's shards, on the device; an element that several ranks hold is divided among them
 combined     one collective and one copy to the host for all groups together
+TensorStats  the options that both take
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_integer
 from dream_trainer.distributed.gradients import copies_of
 from dream_trainer.distributed.torch_compat import local_tensor
 
@@ -31,6 +34,27 @@ class Stats(NamedTuple):
     """Largest magnitude."""
     zero_fraction: float
     """Share of the elements that are zero."""
+
+
+class TensorStats(Callback):
+    """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`.
+
+    Args:
+        every_n_steps: Optimizer steps between two looks.
+        depth: Levels of submodules that are a group each; None for each parameter on its own.
+        histograms: Whether to log a histogram of each tensor too.
+
+    Raises:
+        ConfigError: A number does not work.
+    """
+
+    def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
+        check_integer("every_n_steps", every_n_steps, minimum=1)
+        if depth is not None:
+            check_integer("depth", depth, minimum=0)
+        self.every_n_steps = every_n_steps
+        self.depth = depth
+        self.histograms = histograms
 
 
 def group_of(fqn: str, depth: int | None) -> str:
@@ -70,6 +94,13 @@ def local_sums(
     return sums
 
 
+def together(one: Tensor, other: Tensor) -> Tensor:
+    """The sums of a group whose members were summed up in two parts; each of shape `[4]`, as `local_sums` has them."""
+    both = one + other
+    both[1] = torch.maximum(one[1], other[1])
+    return both
+
+
 def combined(names: Iterable[str], sums: Tensor, world: World) -> dict[str, Stats]:
     """The groups' stats over all ranks; a collective, and waits for the device.
 
@@ -81,7 +112,7 @@ def combined(names: Iterable[str], sums: Tensor, world: World) -> dict[str, Stat
     Returns:
         By name; groups without an element are left out.
     """
-    rows = world.all_gather(sums.double().cpu().flatten()).view(world.world_size, -1, 4)
+    rows = world.all_gather(sums.cpu().double().flatten()).view(world.world_size, -1, 4)
     total, largest = rows.sum(0).tolist(), rows[:, :, 1].amax(0).tolist()
     return {
         name: Stats(math.sqrt(squares), max_abs, zeros / elements)

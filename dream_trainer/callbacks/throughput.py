@@ -25,15 +25,14 @@ class _Mark(NamedTuple):
     """Where an interval begins or ends."""
 
     clock: float
+    """Seconds from any origin, those that checkpoints took left out."""
     samples: int
     waiting: float
     """Seconds waited for data, since the process started."""
-    saving: float
-    """Seconds that checkpoints took, since the process started."""
 
 
 class Throughput(Callback):
-    """Logs how fast training goes, over all ranks and per device, under `throughput/`:
+    """Logs how fast training goes, over all ranks and per device; under `throughput/`, or another name:
 
     - `samples_per_second`, `samples_per_second_per_device`
     - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given
@@ -47,6 +46,7 @@ class Throughput(Callback):
     ahead of it by no more than the logger's flushes let it, which evens out over intervals of `log_every_n_steps`.
 
     Args:
+        name: What the metrics' names begin with; several beside each other need names of their own.
         every_n_steps: Optimizer steps in an interval.
         warm_up_steps: First steps of each process that are not measured.
         tokens_per_sample: Tokens in each sample.
@@ -64,6 +64,7 @@ class Throughput(Callback):
 
     def __init__(
         self,
+        name: str = "throughput",
         *,
         every_n_steps: int = 10,
         warm_up_steps: int = 3,
@@ -82,6 +83,7 @@ class Throughput(Callback):
             raise ConfigError("flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
         if flops_per_token is not None and tokens is None and tokens_per_sample is None:
             raise ConfigError("flops_per_token needs the number of tokens. Pass tokens_per_sample or tokens too.")
+        self.name = name
         self.every_n_steps = every_n_steps
         self.warm_up_steps = warm_up_steps
         self.tokens_per_sample = tokens_per_sample
@@ -92,7 +94,8 @@ class Throughput(Callback):
         self._clock = clock
         self._due = 0
         self._start: _Mark | None = None
-        self._validating = self._validates_since = 0.0
+        self._validating = 0.0
+        self._validates_since: float | None = None
         self._tokens: Tensor | float = 0.0
         self._window_tokens: dict[int, Tensor | float] = {}
         # Share of the peak that one unit of work per second and device amounts to.
@@ -103,6 +106,7 @@ class Throughput(Callback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Begins to warm up."""
+        self._validates_since = None  # a signal may have ended a sanity validation in its midst
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
         peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
         self._use_per_sample = _share(self.flops_per_sample, peak, trainer)
@@ -129,17 +133,24 @@ class Throughput(Callback):
         self._begin(trainer, now)
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
-        """Training pauses; the device has done what it was given."""
-        self._validates_since = self._clock()
+        """Training pauses, unless this validation only begins anew; the device has done what it was given."""
+        if self._validates_since is None:
+            self._validates_since = self._now(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Training goes on."""
-        self._validating += self._clock() - self._validates_since
+        if self._validates_since is not None:
+            self._validating += self._now(trainer) - self._validates_since
+            self._validates_since = None
 
     # -- the interval
 
+    def _now(self, trainer: AbstractTrainer) -> float:
+        """A clock that stands still while a checkpoint holds the step path up."""
+        return self._clock() - trainer._seconds_saving
+
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._clock(), trainer.samples_seen, trainer._feed.seconds_waiting, trainer._seconds_saving)
+        return _Mark(self._now(trainer), trainer.samples_seen, trainer._feed.seconds_waiting)
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating, self._tokens = start, 0.0, 0.0
@@ -147,7 +158,7 @@ class Throughput(Callback):
 
     def _log(self, trainer: AbstractTrainer, start: _Mark, end: _Mark) -> None:
         world = trainer.world
-        seconds = end.clock - start.clock - self._validating - (end.saving - start.saving)
+        seconds = end.clock - start.clock - self._validating
         if seconds <= 0:
             return
         samples = (end.samples - start.samples) / seconds
@@ -170,7 +181,7 @@ class Throughput(Callback):
         elif self._use_per_token is not None and tokens is not None:
             found["mfu"] = tokens / world.world_size * self._use_per_token
         for name, value in found.items():
-            trainer.log(f"throughput/{name}", value, weight=seconds)
+            trainer.log(f"{self.name}/{name}", value, weight=seconds)
 
     def _peak(self, trainer: AbstractTrainer) -> float | None:
         """FLOP/s of one device; None if nobody knows."""

@@ -200,8 +200,8 @@ class WeightAverage(Callback):
                 "a checkpoint would hold the averages as the model's weights here. Save and load it outside of "
                 "averaged_weights() and of validations."
             )
-        if self._has_started:  # else a resume, which asks for them too, would find its tensors written over
-            self._catch_up()
+        # Where they are to be saved, state_dict brings them up before they are copied. A resume asks for them too, and
+        # would find what it has loaded moved on.
         return {f"{name}.{fqn}": tensor for name, own in self._averages.items() for fqn, tensor in own.averages.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.callbacks.tensor_stats import combined, group_of, local_sums, log_stats
+from dream_trainer.callbacks.tensor_stats import TensorStats, combined, group_of, local_sums, log_stats
 from dream_trainer.checkpoint.model_state import parameter_fqns
-from dream_trainer.config.checks import check_integer
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-class WeightStats(Callback):
+class WeightStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of parameters as `weights/<group>/norm`, `max` and `zeros`.
 
     Frozen parameters are among them. Values do not depend on how parameters are sharded. A step that is due reads all
@@ -32,14 +30,6 @@ class WeightStats(Callback):
     Raises:
         ConfigError: A number does not work.
     """
-
-    def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
-        check_integer("every_n_steps", every_n_steps, minimum=1)
-        if depth is not None:
-            check_integer("depth", depth, minimum=0)
-        self.every_n_steps = every_n_steps
-        self.depth = depth
-        self.histograms = histograms
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Logs the weights after the step, if it is time."""

@@ -65,6 +65,7 @@ class WeightTransfer(Callback):
         self.decay = decay
         self.copy_at_start = copy_at_start
         self.buffers = buffers
+        self._trainer: AbstractTrainer | None = None
         self._optimizers: list[Optimizer] = []
         self._pairs = ModelAverage({})
         self._counters: list[tuple[Tensor, Tensor]] = []
@@ -75,6 +76,7 @@ class WeightTransfer(Callback):
         Raises:
             ConfigError: They do not pair, or nothing trains the source.
         """
+        self._trainer = trainer
         source, target = _model(trainer, self.source), _model(trainer, self.target)
         self._optimizers = trainer.get_optimizers_by_model(source)
         if not self._optimizers:
@@ -97,16 +99,26 @@ class WeightTransfer(Callback):
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Transfers, if it is time."""
-        if self._pairs.has_stepped and trainer.global_step % self.every_n_steps == 0:
-            self._transfer(trainer, copies=self.decay == 0.0)
+        self._transfer_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the source has changed since the last transfer."""
+        """Whether the source has changed since the last transfer.
+
+        One that is due is made first: a checkpoint may be asked for before `post_train_step` comes. The target's
+        tensors are not copied yet then.
+        """
+        if self._trainer is not None:
+            self._transfer_if_due(self._trainer)
         return {"has_stepped": self._pairs.will_move()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
         self._pairs.resume(0, has_stepped=state["has_stepped"])
+
+    def _transfer_if_due(self, trainer: AbstractTrainer) -> None:
+        is_due = not trainer._accumulation.is_open and trainer.global_step % self.every_n_steps == 0
+        if is_due and self._pairs.has_stepped:
+            self._transfer(trainer, copies=self.decay == 0.0)
 
     @torch.no_grad()
     def _transfer(self, trainer: AbstractTrainer, *, copies: bool) -> None:

@@ -20,8 +20,8 @@ Record = Mapping[str, float]
 # What is drawn unless it is chosen: titles of panels, and the names that belong there. The first that fits counts.
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("loss", re.compile(r"(.*/)?(\w+_)?loss")),
-    ("learning rate", re.compile(r"(.*/)?(lr|learning_rate)(/.*)?")),
-    ("gradient norm", re.compile(r"(.*/)?grad(ient)?_norm")),
+    ("learning rate", re.compile(r"(.*/)?(\w+_)?(lr|learning_rate)(/.*)?")),
+    ("gradient norm", re.compile(r"(.*/)?(\w+_)?grad(ient)?_norm")),
     ("tokens per second", re.compile(r"(.*/)?tokens_per_second")),
     ("samples per second", re.compile(r"(.*/)?samples_per_second")),
 )
@@ -60,7 +60,8 @@ def read_run(path: Path) -> list[Record]:
         )
     try:
         whole: list[Record] = [record for record in read_jsonl(file) if _is_whole(record)]
-        n_lines = sum(1 for line in file.open("rb") if line.endswith(b"\n"))
+        with file.open("rb") as raw:
+            n_lines = sum(line.endswith(b"\n") for line in raw)
     except (KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is damaged: {error}. Give the metrics.jsonl that a run wrote.") from error
     if not whole:

@@ -78,6 +78,8 @@ class MetricBuffer:
     - "sum", "min" and "max" are over every value whose weight is not zero; the weight does not scale them.
     - "last" is the value added last on the highest rank that added one.
 
+    Of ranks that see the same data (tp, cp) the first counts, but for "min" and "max", which take all.
+
     A value of weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
     A key keeps its reduction for the buffer's life.
     """
@@ -168,9 +170,7 @@ class MetricBuffer:
         Raises:
             ValueError: Ranks added one key with different reductions.
         """
-        mine = flight.land()
-        if not world.counts_data:
-            mine = {name: (reduction, _NOTHING) for name, (reduction, _) in mine.items()}
+        mine = _counted(flight.land(), world)
         over_ranks = (
             _gather(mine, self._agreed, world) if world.world_size > 1 else {k: [t] for k, (_, t) in mine.items()}
         )
@@ -185,14 +185,14 @@ class MetricBuffer:
     def state_dict(self, world: World) -> dict[str, Any]:
         """What was added since the last `begin`, of all ranks. Every rank must call it."""
         flight = self.begin()
-        mine = {name: [reduce, *total] for name, (reduce, total) in flight.land().items()}
+        mine = {name: [reduce, *total] for name, (reduce, total) in _counted(flight.land(), world).items()}
         self._columns = flight.columns
-        return {"ranks": world.all_gather_object(mine)}
+        return {"ranks": world.all_gather_object(mine), "copies": _copies(world)}
 
     def load_state_dict(self, state: dict[str, Any], world: World) -> None:
-        """Puts back what `state_dict` gave. At another world size, rank 0 holds it all."""
+        """Puts back what `state_dict` gave. Where the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
-        if len(ranks) == world.world_size:
+        if len(ranks) == world.world_size and state.get("copies") == _copies(world):
             ranks = [ranks[world.rank]]
         elif not world.is_main:
             ranks = []
@@ -264,6 +264,18 @@ def whole(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _copies(world: World) -> int:
+    """How many ranks see the same data."""
+    return world.mesh_shape.cp * world.mesh_shape.tp
+
+
+def _counted(mine: dict[str, tuple[str, Total]], world: World) -> dict[str, tuple[str, Total]]:
+    """What this rank adds to the totals over all ranks: where another one counts the same data, extremes alone."""
+    if world.counts_data:
+        return mine
+    return {name: (reduce, total if reduce in ("min", "max") else _NOTHING) for name, (reduce, total) in mine.items()}
 
 
 def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:

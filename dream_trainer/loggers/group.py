@@ -67,7 +67,8 @@ class LoggerGroup:
 
     def state_dict(self) -> dict[str, Any]:
         """What the loggers keep in a checkpoint, by class and number within the class."""
-        return {key: state for key, logger in self._numbered() if (state := logger.state_dict())}
+        states = {key: self._guarded(logger, logger.state_dict) for key, logger in self._numbered()}
+        return {key: state for key, state in states.items() if state and state is not _FAILED}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave, as far as the loggers are there."""

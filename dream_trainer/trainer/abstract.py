@@ -66,6 +66,7 @@ class AbstractTrainer(Lifecycle, Cooperation, Recording):
         is_accumulating_gradients: True unless this batch ends its accumulation window.
         is_padding_batch: Whether this validation batch only keeps collectives company and counts for nothing.
         is_sanity_validation: Whether the running validation is the one before training, which logs nothing.
+        is_evaluating: Whether `evaluate()` runs, which is no validation of the training (EvalMixin).
         val_name: Name of the validation loader at work; "" for a single one.
         local_batches: Training batches processed since this process started.
         best: Best value seen of each validation metric asked for (EvalMixin).
@@ -98,6 +99,7 @@ class AbstractTrainer(Lifecycle, Cooperation, Recording):
         self.is_accumulating_gradients = False
         self.is_padding_batch = False
         self.is_sanity_validation = False
+        self.is_evaluating = False
         self.val_name = ""
         self.local_batches = 0
         self._world: World | None = None

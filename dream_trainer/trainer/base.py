@@ -337,6 +337,7 @@ class BaseTrainer(Intermission):
 
     def _run_window(self, window: Window) -> None:
         """Trains one accumulation window and advances the counters."""
+        self._window_started()
         if self.config.training_parameters.nonfinite != "retry":
             self._run_batches(window)
             return

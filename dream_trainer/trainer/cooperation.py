@@ -57,11 +57,17 @@ class Cooperation:
     def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
         """Takes the result of a training micro-batch."""
 
+    def _window_started(self) -> None:
+        """Before each window's first micro-batch; not again when it runs again."""
+
     def _window_dropped(self) -> None:
         """A window's gradients were not finite, and it runs again: forget what it told."""
 
     def _window_finished(self, *, is_last: bool) -> None:
         """After each window and its events: loggers flush when due; `is_last` ends the run."""
+
+    def _land(self) -> None:
+        """Loggers write what is on its way to them; a collective, between windows."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a whole validation."""

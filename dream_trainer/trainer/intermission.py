@@ -77,6 +77,7 @@ class Intermission(AbstractTrainer):
         have. After a signal that only asks for a checkpoint, the validation begins anew.
         """
         self.settle()
+        self._land()
         while True:
             try:
                 metrics = validate(self, self._val_batches, self._cadence.validation_batches, self._agreement)
@@ -86,6 +87,8 @@ class Intermission(AbstractTrainer):
                     batches.close()  # its workers may be at something long
                 stopped = self._agreement.stopped
                 self._agreement.signals.save_asked = False
+                if stopped:
+                    self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
                 if stopped:
                     return False

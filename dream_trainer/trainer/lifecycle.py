@@ -86,7 +86,8 @@ class Lifecycle:
         """The checkpoint at `path` has been loaded."""
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
-        """Metrics were reduced over the window and all ranks, and handed to the loggers."""
+        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        later."""
 
     def teardown(self) -> None:
         """The trainer closes; release what was opened."""

@@ -1,7 +1,8 @@
 """MediaRecording: the part of LoggerMixin that takes images, video, sound, tables, histograms and text.
 
 They go to the host when they are logged, on rank 0, and to the loggers when their window, or their validation, is
-through; so they have the step of its numbers, and a window that runs again writes them once.
+through, after all numbers of earlier steps: W&B takes steps in their order alone. So they have the step of its numbers,
+and a window that runs again writes them once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class MediaRecording(AbstractTrainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # Of the running window and of the running validation, on rank 0.
-        self._media: list[tuple[str, media.Media]] = []
+        # On rank 0: what is to be written, with its step if that is known already; how much of it was logged before the
+        # running window; and that of the running validation.
+        self._media: list[tuple[str, media.Media, Stamp | None]] = []
+        self._media_before_window = 0
         self._val_media: list[tuple[str, media.Media]] = []
 
     def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:
@@ -137,26 +140,24 @@ class MediaRecording(AbstractTrainer):
             own = f"val/{self.val_name}/" if self.val_name else "val/"
             self._val_media.append((own + name.removeprefix("val/"), item))
             return
-        self._media.append((name, item))
-        # Before the first window a resume may yet come, and what it says about the loggers' files.
-        if self.local_batches > 0 and not self._accumulation.is_open:
-            self._write_media()
-
-    def _write_media(self) -> None:
-        for name, item in self._media:
-            self._opened_loggers().log_media(name, item, self._stamp())
-        self._media.clear()
+        is_between_windows = self.local_batches > 0 and not self._accumulation.is_open
+        self._media.append((name, item, self._stamp() if is_between_windows else None))
 
     # -- when it is written
 
-    def _window_dropped(self) -> None:
-        super()._window_dropped()
+    def _land(self) -> None:
+        super()._land()
+        for name, item, stamp in self._media:
+            self._opened_loggers().log_media(name, item, stamp or self._stamp())
         self._media.clear()
 
-    def _window_finished(self, *, is_last: bool) -> None:
-        super()._window_finished(is_last=is_last)
-        if self._media:
-            self._write_media()
+    def _window_started(self) -> None:
+        super()._window_started()
+        self._media_before_window = len(self._media)
+
+    def _window_dropped(self) -> None:
+        super()._window_dropped()
+        del self._media[self._media_before_window :]
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
@@ -167,6 +168,6 @@ class MediaRecording(AbstractTrainer):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        self._media += self._val_media
+        self._media += [(name, item, self._stamp()) for name, item in self._val_media]
         self._val_media.clear()
-        self._write_media()
+        self._land()

@@ -44,6 +44,20 @@ def test_it_calls_when_a_multiple_is_passed(n: int, unit: str, steps: list[int])
     assert steps_of_calls(n, unit) == steps
 
 
+def test_validations_are_those_of_training_and_no_evaluate_within_it() -> None:
+    calls: list[int] = []
+
+    def note(trainer: Any) -> None:
+        calls.append(trainer.global_step)
+        trainer.evaluate()
+
+    evaluates = Every(1, "steps", lambda trainer: trainer.evaluate())
+    config = make_config(n_epochs=4, num_sanity_val_steps=1, callbacks=[Every(2, "validations", note), evaluates])
+    with Noted(config, batches(2), batches(1)) as trainer:
+        trainer.fit()
+    assert calls == [4, 8]
+
+
 class Ticks(dt.Callback):
     """A clock by which each window takes a second."""
 

@@ -97,20 +97,30 @@ def test_a_run_that_fails_writes_what_it_has_and_ends_the_profile() -> None:
     fit(Profiler(1, 1))  # which a profile left running would not let start
 
 
+class Saves(Alone, dt.CheckpointMixin):
+    """Goes on where its last run ended."""
+
+
+def run_until(step: int, profiler: Profiler) -> Saves:
+    config = make_config(callbacks=[profiler], max_steps=step)
+    config.checkpoint_parameters = dt.CheckpointParameters(async_save=False)
+    with Saves(config, batches(8)) as trainer:
+        trainer.fit()
+    return trainer
+
+
 def test_a_run_that_resumes_behind_the_chosen_steps_records_nothing() -> None:
-    class Saves(Alone, dt.CheckpointMixin):
-        pass
-
-    def run(max_steps: int) -> Any:
-        config = make_config(callbacks=[Profiler(3, 2)], max_steps=max_steps)
-        config.checkpoint_parameters = dt.CheckpointParameters(async_save=False)
-        with Saves(config, batches(8)) as trainer:
-            trainer.fit()
-        return trainer
-
-    (path,) = (run(6).run_dir / "profiles").iterdir()
+    (path,) = (run_until(6, Profiler(3, 2)).run_dir / "profiles").iterdir()
     path.unlink()
-    assert traces(run(8)) == {}
+    assert traces(run_until(8, Profiler(3, 2))) == {}
+
+
+@pytest.mark.parametrize("done", [3, 4], ids=["in the warm-up", "right before the first step"])
+def test_a_run_that_resumes_before_the_chosen_steps_records_them(done: int) -> None:
+    assert run_until(done, Profiler(100)).global_step == done
+    ((name, events),) = traces(run_until(8, Profiler(5, 2, warm_up_steps=3))).items()
+    assert name == "step_00000005_rank_0.json.gz"
+    assert steps_in(events) == 2
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Throughput
+from dream_trainer.callbacks import Every, Throughput
 from dream_trainer.callbacks.peak_flops import peak_flops
 from dream_trainer.callbacks.throughput import dtype_at_work
 from dream_trainer.errors import ConfigError
@@ -121,25 +123,62 @@ def test_waiting_for_data_shows_and_is_not_training() -> None:
     assert recorder.values(RATE)[5] < 8 / 0.35
 
 
-def test_time_that_checkpoints_take_is_left_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["the config", "a callback", "the user after a validation"])
+def test_time_that_checkpoints_take_is_left_out(by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    clock, recorder = Clock(), Recorder()
+    monkeypatch.setattr("dream_trainer.trainer.mixins.checkpoint.time", SimpleNamespace(monotonic=clock))
 
     class SlowToSave(dt.Callback):
         def state_dict(self) -> dict[str, Any]:
-            time.sleep(0.3)
+            clock.now += 1e6
             return {}
 
-    class Saves(Logged, dt.CheckpointMixin):
-        pass
+    class Saves(Timed, dt.CheckpointMixin):
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            if by == "the user after a validation":
+                self.save_checkpoint()
 
-    recorder = Recorder()
-    config = make_config(
-        callbacks=[Throughput(every_n_steps=2, warm_up_steps=1), recorder, SlowToSave()], log_every=1, n_epochs=1
+    saves = [Every(2, "steps", lambda trainer: trainer.save_checkpoint())] if by == "a callback" else []
+    callbacks = [Throughput(clock=clock, every_n_steps=2, warm_up_steps=1), recorder, SlowToSave(), *saves]
+    config = make_config(callbacks=callbacks, log_every=1, max_steps=5, val_every_n_steps=2)
+    every = 2 if by == "the config" else None
+    config.checkpoint_parameters = dt.CheckpointParameters(
+        save_every_n_steps=every, save_every_n_epochs=None, save_at_end=False, async_save=False
     )
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2, save_at_end=False, async_save=False)
-    record(Saves(config, batches(5)), recorder)
-    assert set(recorder.values(RATE)) == {3, 5}
-    assert min(recorder.values(RATE).values()) > 4 / 0.3  # 4 samples, and a save, in each interval
+    trainer = Saves(config, batches(6), batches(1))
+    trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0, 2.0, 2.5])
+    record(trainer, recorder)
+    assert clock.now > 100.0 + 2 * 1e6  # a save in each interval
+    assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0, 5: 4 / 4.5}, rel=1e-9)
+
+
+def test_a_validation_that_begins_anew_is_left_out_from_its_first_beginning() -> None:
+    class Asked(Timed):
+        asks = True
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if self.asks:
+                self.asks = False
+                signal.raise_signal(signal.SIGUSR1)
+            return super().validation_step(batch, batch_idx)
+
+    clock, recorder = Clock(), Recorder()
+    throughput = Throughput(clock=clock, every_n_steps=2, warm_up_steps=1)
+    config = make_config(callbacks=[throughput, recorder], log_every=1, max_steps=3, val_every_n_steps=2)
+    trainer = Asked(config, batches(4), batches(2))
+    trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0])
+    record(trainer, recorder)
+    assert clock.now == 100.0 + 13.0 + 3 * 1000.0  # a batch of the first, and the second validation whole
+    assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0}, rel=1e-12)
+
+
+def test_several_have_names_of_their_own() -> None:
+    recorder = Recorder()
+    callbacks = [Throughput(every_n_steps=2), Throughput(name="speed", every_n_steps=3), recorder]
+    record(Logged(make_config(callbacks=callbacks, log_every=1, n_epochs=1), batches(6)), recorder)
+    assert set(recorder.values(RATE)) == {5}
+    assert set(recorder.values("speed/samples_per_second")) == {6}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +218,11 @@ def test_contradictions_are_refused(options: dict[str, Any]) -> None:
         ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, False, None),
+        ("GRID A100-10C", torch.bfloat16, False, None),
+        ("GRID A100-3-20C", torch.bfloat16, False, None),
+        ("NVIDIA A40-48Q", torch.bfloat16, False, None),
+        ("NVIDIA A100-1-5CME", torch.bfloat16, False, None),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, False, 364.2),
         ("Tesla V100-SXM2-16GB", torch.bfloat16, False, None),
         ("Tesla V100-SXM2-16GB", torch.float16, False, 125),
         ("AMD Instinct MI300X", torch.bfloat16, False, 1307.4),

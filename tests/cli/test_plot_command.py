@@ -61,6 +61,17 @@ def test_the_usual_metrics_are_drawn_as_logged(tmp_path: Path) -> None:
     assert found["samples per second"] == {"samples_per_second": [(2, 4.0), (3, 4.0), (4, 4.0)]}
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_names_that_end_in_a_usual_one_are_drawn_with_it(tmp_path: Path) -> None:
+    names = ("my_loss", "my_lr", "lr/adamw/0", "head_learning_rate", "train/my_grad_norm", "train/gradient_norm")
+    found = panels({"one": read_run(write(tmp_path / "one", [record(1, **dict.fromkeys(names, 1.0))]))}, (), "steps")
+    assert {title: [curve.metric for curve in curves] for title, curves in found.items()} == {
+        "loss": ["my_loss"],
+        "learning rate": ["my_lr", "lr/adamw/0", "head_learning_rate"],
+        "gradient norm": ["train/my_grad_norm", "train/gradient_norm"],
+    }
+
+
 @pytest.mark.parametrize(("x", "places"), [("samples", [8, 16, 24, 32]), ("time", [0, 2, 4, 6])])
 def test_the_axis_may_be_samples_or_time(tmp_path: Path, x: str, places: list[float]) -> None:
     figure = draw(panels({"one": read_run(a_run(tmp_path / "one"))}, ("train/loss",), x), x=x)

@@ -303,8 +303,35 @@ def on_a_rank() -> dict[str, Any]:
         rest.add(name, value, weight, reduce)
     resumed = rest.reduce(world)
     state = half.state_dict(world)
+    copies = on_copies(world) if world.world_size == 2 else {}
     world.close()
-    return {"flushes": flushes, "costs": costs, "error": error, "resumed": resumed, "state": state}
+    return {"flushes": flushes, "costs": costs, "error": error, "resumed": resumed, "state": state, "copies": copies}
+
+
+def on_copies(world: World) -> dict[str, Any]:
+    """Two ranks that see the same data, as under tensor parallelism: what they log, save, and load at other layouts."""
+    parallel = World(DeviceParameters(device="cpu", tensor_parallel=2), shard_by_default=False)
+
+    def fill(buffer: MetricBuffer) -> MetricBuffer:
+        for reduce, value in {"mean": 4.0, "sum": 3.0, "max": 5.0 + world.rank, "min": 5.0 - world.rank}.items():
+            buffer.add(reduce, value, 8, reduce)
+        return buffer
+
+    def moved(state: dict[str, Any], where: World) -> dict[str, float]:
+        buffer = MetricBuffer()
+        buffer.load_state_dict(state, where)
+        return buffer.reduce(where)
+
+    state, ranks_state = fill(MetricBuffer()).state_dict(parallel), fill(MetricBuffer()).state_dict(world)
+    found = {
+        "logged": fill(MetricBuffer()).reduce(parallel),
+        "resumed": moved(state, parallel),
+        "with other data": moved(state, world),
+        "from other data": moved(ranks_state, parallel),
+        "state": state,
+    }
+    parallel.close()
+    return found
 
 
 def expected(ranks: list[int]) -> dict[str, float]:
@@ -361,6 +388,18 @@ def test_pending_values_survive_a_change_of_world_size(ranks: list[dict[str, Any
     saved = [record for rank in range(len(ranks)) for record in records(rank)[:4]]
     pairs = [(value, weight) for name, value, weight, _ in saved if name == "loss"]
     assert buffer.reduce(world)["loss"] == pytest.approx(exact_mean(pairs), rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_that_see_the_same_data_count_once_but_for_extremes(ranks: list[dict[str, Any]], world: World) -> None:
+    once = {"mean": 4.0, "sum": 3.0, "max": 6.0, "min": 4.0}
+    for rank in ranks:
+        copies = rank["copies"]
+        assert copies["logged"] == copies["resumed"] == copies["with other data"] == once
+        assert copies["from other data"] == once | {"sum": 6.0}
+    alone = MetricBuffer()
+    alone.load_state_dict(ranks[0]["copies"]["state"], world)
+    assert alone.reduce(world) == once
 
 
 def log_dtensors() -> dict[str, float]:

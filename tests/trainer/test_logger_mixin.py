@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class Memory(Logger):
         self.opened: list[int | None] = []
         self.lines: list[tuple[Stamp, dict[str, float]]] = []
         self.media: list[tuple[int, str, Media]] = []
+        self.steps: list[int] = []  # of everything, in the order in which it came
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         self.opened.append(resumed_step)
@@ -39,8 +41,10 @@ class Memory(Logger):
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         self.lines.append((stamp, dict(metrics)))
+        self.steps.append(stamp.step)
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        self.steps.append(stamp.step)
         self.media.append((stamp.step, name, media))
         return not isinstance(media, Text)
 
@@ -265,6 +269,16 @@ def test_listeners_get_the_same_numbers_as_loggers() -> None:
     assert heard == [(stamp.step, metrics) for stamp, metrics in memory.lines]
 
 
+def test_numbers_that_set_out_before_a_validation_are_written_before_it() -> None:
+    class Looks(Validating):
+        def pre_val_epoch(self) -> None:
+            seen.append((self.global_step, [step for step, _ in self.history_of("train/loss")]))
+
+    seen: list[Any] = []
+    fit(Looks, make_config(every=2, val_every_n_steps=2))
+    assert seen == [(2, [2]), (4, [2, 4])]
+
+
 def test_nothing_logged_writes_nothing() -> None:
     class Silent(Algorithm):
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -312,6 +326,21 @@ def test_a_logger_that_fails_is_reported_once_and_training_goes_on(
     reports = [record.getMessage() for record in caplog.records if "Broken failed" in record.getMessage()]
     assert len(reports) == 1
     assert "no space left" in reports[0]
+
+
+def test_a_logger_that_cannot_say_its_state_is_reported_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Stateless(Memory):
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("no connection")
+
+    config, memory = make_config(ResumableConfig, max_steps=2), Stateless()
+    with Resumable(config, memory) as trainer:
+        trainer.fit()
+    assert memory.column("train/loss").keys() == {1, 2}
+    assert [manifest.step for manifest in trainer.checkpoints()] == [2]
+    assert len([record for record in caplog.records if "no connection" in record.getMessage()]) == 1
 
 
 def test_a_strict_run_ends_with_the_loggers_exception() -> None:
@@ -443,6 +472,17 @@ def test_media_have_the_step_of_their_windows_numbers_and_nothing_is_written_out
     assert memory.column("sanity") == memory.column("predicted") == {}
 
 
+def test_loggers_get_numbers_and_media_in_the_order_of_their_steps() -> None:
+    """W&B drops what has a step before its last."""
+    memory = Memory()
+    with Shows(make_config(ShowsConfig, n_epochs=2), memory) as trainer:
+        trainer.fit()
+    assert memory.steps == sorted(memory.steps)
+    assert memory.column("train/loss").keys() == set(range(1, 9))
+    assert [step for step, name, _ in memory.media if name == "weights"] == list(range(1, 9))
+    assert [step for step, name, _ in memory.media if name == "epoch"] == [4, 8]
+
+
 def test_a_window_that_runs_again_shows_its_media_once() -> None:
     class Retries(Shows):
         failures = 0
@@ -457,6 +497,37 @@ def test_a_window_that_runs_again_shows_its_media_once() -> None:
         trainer.fit()
     assert trainer.failures == 1
     assert [step for step, name, _ in memory.media if name == "sample"] == [1, 2, 3, 4]
+
+
+def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
+    class Retries(Validating):
+        failures = 0
+
+        def backward(self, loss: torch.Tensor, **options: Any) -> None:
+            is_bad = self.global_step == 4 and self.failures == 0
+            super().backward(loss * float("nan") if is_bad else loss, **options)
+            self.failures += is_bad
+
+        def count(self, name: str) -> None:
+            self.log(name, 1.0, reduce="sum")
+            self.log_text(name, "x")
+
+        def pre_fit(self) -> None:
+            self.count("start")
+
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            self.count("validations")
+
+        def post_epoch(self) -> None:
+            self.count("epochs")
+
+    memory = Memory()
+    with Retries(make_config(every=100, nonfinite="retry", n_epochs=2), memory) as trainer:
+        trainer.fit()
+    assert trainer.failures == 1
+    for name, count in {"start": 1, "validations": 2, "epochs": 2}.items():
+        assert sum(metrics.get(name, 0) for _, metrics in memory.lines) == count
+        assert len([True for _, shown, _ in memory.media if shown == name]) == count
 
 
 def test_media_that_no_logger_takes_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -617,6 +688,101 @@ def test_a_killed_and_resumed_run_is_one_curve_in_every_logger_and_in_its_histor
     assert len({path.name.split("-")[-1] for path in run_dir.glob("wandb/offline-run-*/*.wandb")}) == 1
     assert trainer.history == read_jsonl(run_dir / "metrics.jsonl")
     assert trainer.history_of("lowest") == [(step, lowest) for step, _, lowest in curve]
+
+
+class Counting(Resumable, dt.EvalMixin):
+    """Each optimizer step counts 1; something may happen at one of them."""
+
+    disturbed: ClassVar[str | None] = None
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train, _ = super().configure_dataloaders()
+        return train, [torch.ones(2), torch.ones(2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.disturbed == "step" and self.global_step == 7:
+            raise Killed
+        result = super().training_step(batch, batch_idx)
+        self.log("steps", 1.0, reduce="sum")
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.disturbed == "validation" and self.global_step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return {"loss": batch.mean()}
+
+    def post_train_step(self) -> None:
+        if self.disturbed == "kill" and self.global_step == 7:
+            raise KeyboardInterrupt  # is not saved after
+
+    def pre_epoch(self) -> None:
+        if self.disturbed == "start":
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_save(self, path: Path) -> None:
+        if self.disturbed == "save" and self.global_step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@dataclass(kw_only=True)
+class CountingConfig(ResumableConfig, dt.EvalConfigMixin):
+    pass
+
+
+def counting(disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *extra: Logger) -> Counting:
+    """Twelve steps with a line at each fifth, a validation at each fourth, and a checkpoint at each sixth."""
+    monkeypatch.setattr(Counting, "disturbed", disturbed)
+    config = make_config(CountingConfig, every=5, loggers=("jsonl",), val_every_n_steps=4, val_every_n_epochs=None)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=6, async_save=False)
+    return Counting(config, *extra)
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize("runs", [("step",), ("validation",), ("save",), ("kill", "start")], ids=str)
+def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
+    runs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for disturbed in runs:
+        with (
+            pytest.raises((Killed, KeyboardInterrupt, SystemExit)),
+            counting(disturbed, monkeypatch) as trainer,
+        ):
+            trainer.fit()
+    with counting(None, monkeypatch) as trainer:
+        trainer.fit()
+        history = trainer.history
+    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
+    counted = [(line["step"], line["steps"]) for line in lines if "steps" in line]
+    # The tail of what a signal ended is written, unless the checkpoint has it already.
+    edges = [4, 5, 10, 12] if runs == ("validation",) else [5, 10, 12]
+    assert counted == [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
+    assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
+    assert history == lines
+
+
+def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        counting("kill", monkeypatch).fit()
+    before = Path("runs/p/g/e/metrics.jsonl").read_bytes()
+    memory = Memory()
+    with counting(None, monkeypatch, memory) as trainer:
+        trainer.evaluate()
+        assert trainer.global_step == 6
+    assert memory.opened == []
+    assert Path("runs/p/g/e/metrics.jsonl").read_bytes() == before
+
+
+def test_loading_a_checkpoint_forgets_what_was_logged_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    with counting(None, monkeypatch, memory) as trainer:
+        trainer.fit()
+        trainer.log("stray", 1.0)
+        trainer.log("stray, too", 1.0, weight=1.0)
+        trainer.log_text("stray", "x")
+        trainer.load_checkpoint(trainer.checkpoints()[-1].path)
+    assert memory.column("steps").keys() == {5, 10, 12}
+    assert memory.column("stray") == memory.column("stray, too") == {}
+    assert memory.media == []
 
 
 def test_a_run_that_branches_off_from_another_ones_checkpoint_is_another_wandb_run(

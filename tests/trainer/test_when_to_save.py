@@ -328,8 +328,9 @@ def test_what_a_window_logged_before_an_exception_in_it_is_not_counted_twice() -
         config = resumable.make_config(experiment, log_every=4, own=own, max_steps=4, n_epochs=None)
         with contextlib.suppress(KeyError), kind(config) as trainer:
             trainer.fit()
-        lines.append([line for line in resumable.log_lines(config.run_dir) if "train/loss" in line])
-    straight, _, resumed = lines
+        if kind is resumable.Resumable or trainer.global_step == 4:  # what broke off wrote nothing yet
+            lines.append([line for line in resumable.log_lines(config.run_dir) if "train/loss" in line])
+    straight, resumed = lines
     assert [line["step"] for line in straight] == [4]
     assert resumed[-1]["train/loss"] == straight[0]["train/loss"]
     assert resumed[-1]["step"] == 4

@@ -247,11 +247,8 @@ class CheckpointMixin(AbstractTrainer):
         # With nothing left to go on with, a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips()):
-            started = time.monotonic()
             self._finish_save(parameters.on_save_error)
-            self._seconds_saving += time.monotonic() - started
             self._begin_save(on_error)
-            self._seconds_saving += time.monotonic() - self._last_save  # from where the device had done its work
         if is_last:
             self._finish_save(on_error)
             self._warming.collect()
@@ -297,7 +294,7 @@ class CheckpointMixin(AbstractTrainer):
         assert self._save_world is not None  # made with everything else that a run needs
         self._warming.collect()
         self.settle()
-        self._last_save = time.monotonic()
+        self._last_save = time.monotonic()  # the device has done its work: what follows is the save's
         step, owes = self.global_step, self.progress.owed is not None
         if self._saved in ((step, False), (step, owes)):
             return
@@ -311,6 +308,8 @@ class CheckpointMixin(AbstractTrainer):
         except CheckpointError as error:
             self._save_failed(error, on_error)
             return
+        finally:
+            self._seconds_saving += time.monotonic() - self._last_save
         self._saved = step, owes
         self._ranks_writing = 1
         self._copies_are_pending = self._copies is not None
@@ -334,6 +333,7 @@ class CheckpointMixin(AbstractTrainer):
         """Waits for the save that is running, if there is one, and tells of it; on all ranks at the same step."""
         if self._writing.is_collected:
             return
+        started = time.monotonic()
         try:
             with self._patience():
                 path = self._writing.collect()
@@ -341,6 +341,8 @@ class CheckpointMixin(AbstractTrainer):
             self._save_failed(error, on_error)
         else:
             self._notify("on_save", path)
+        finally:
+            self._seconds_saving += time.monotonic() - started
 
     def _save_failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
         self._saved = None

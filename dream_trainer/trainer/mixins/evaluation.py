@@ -98,10 +98,13 @@ class EvalMixin(AbstractTrainer):
             else:
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
                 batches = {name: self._batches_of(loader) for name, loader in named.items()}
+            # A listener to an evaluation's end may evaluate too.
+            was_evaluating, self.is_evaluating = self.is_evaluating, True
             try:
                 metrics = validate(self, batches, limit)
                 self._notify("post_val_epoch", metrics)
             finally:
+                self.is_evaluating = was_evaluating
                 for loader in () if own else batches.values():
                     loader.close()
             return metrics

@@ -53,9 +53,10 @@ class LoggerMixin(MediaRecording):
         self._undecided: list[tuple[str, Tensor | float, str, int]] = []
         self._loggers: LoggerGroup | None = None  # on rank 0; opened with the first line, once a resume is through
         self._history: list[dict[str, float]] = []
-        self._unread_history: int | None = None  # the last step of the history that still is in a file only
         self._resumed_step: int | None = None
         self._flushed_step = 0
+        # Step of the checkpoint, saved or loaded last, that has what was not yet flushed there.
+        self._saved_step: int | None = None
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
         self._run_has_ended = False
 
@@ -66,11 +67,6 @@ class LoggerMixin(MediaRecording):
         The same on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a
         resume the lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
         """
-        if self._unread_history is not None:
-            path = self.run_dir / "metrics.jsonl"
-            if path.exists():
-                self._history[:0] = read_jsonl(path, self._unread_history)
-            self._unread_history = None
         return list(self._history)
 
     def history_of(self, name: str) -> list[tuple[int, float]]:
@@ -139,6 +135,11 @@ class LoggerMixin(MediaRecording):
             self._metrics.add(name, value, size if weight is None else weight, reduce)
         self._undecided.clear()
 
+    def _window_started(self) -> None:
+        super()._window_started()
+        self._decide(None)
+        self._metrics.mark()
+
     def _window_dropped(self) -> None:
         super()._window_dropped()
         self._undecided.clear()
@@ -147,13 +148,17 @@ class LoggerMixin(MediaRecording):
     def _window_finished(self, *, is_last: bool) -> None:
         self._land()
         super()._window_finished(is_last=is_last)
-        self._run_has_ended = is_last
-        self._metrics.mark()
+        self._run_has_ended = is_last and not (self._agreement.stopped and self._pending_is_saved())
         step = self.global_step
-        if (step % self.config.logger_parameters.log_every_n_steps == 0 or is_last) and step != self._flushed_step:
+        is_due = step % self.config.logger_parameters.log_every_n_steps == 0 or self._run_has_ended
+        if is_due and step != self._flushed_step:
             self._flush()
         if is_last:
             self._land()
+
+    def _pending_is_saved(self) -> bool:
+        """Whether a checkpoint has what is not yet flushed; the run that goes on from there writes it."""
+        return self._saved_step == self.global_step and not self._run_has_ended
 
     def _flush(self) -> None:
         """Starts what was logged on its way to the host, stamped with this step; `_land` writes it."""
@@ -162,13 +167,12 @@ class LoggerMixin(MediaRecording):
         self._flight = self._metrics.begin(), self._stamp()
 
     def _land(self) -> None:
-        """Writes what was flushed before, if anything was. A collective."""
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
             self._write(self._metrics.finish(flight, self.world), stamp)
+        super()._land()
 
     def _validated(self, metrics: dict[str, float]) -> None:
-        self._land()
         super()._validated(metrics)
         self._write(metrics, self._stamp())
 
@@ -209,7 +213,9 @@ class LoggerMixin(MediaRecording):
         # `_close`, so they are not saved to be written again.
         self._land()
         self._decide(None)
-        pending = None if self._run_has_ended else self._metrics.state_dict(self.world)
+        pending = None
+        if not self._run_has_ended:
+            pending, self._saved_step = self._metrics.state_dict(self.world), self.global_step
         # Loggers are rank 0's alone, and what is saved is equal on all ranks.
         states = self.world.broadcast_object(None if self._loggers is None else self._loggers.state_dict())
         mine = {
@@ -228,10 +234,16 @@ class LoggerMixin(MediaRecording):
         mine = state["logger"]
         self._close_loggers()
         self._flight = None
-        self._resumed_step, self._flushed_step = step, _ = mine["step"], mine["flushed_step"]
+        self._undecided.clear()
+        self._media.clear()
+        self._run_has_ended = False
+        self._resumed_step = self._saved_step = step = mine["step"]
+        self._flushed_step = mine["flushed_step"]
         self._history = [line for line in self._history if line["step"] <= step]
-        if not self._history:
-            self._unread_history = step
+        path = self.run_dir / "metrics.jsonl"
+        if not self._history and path.exists():
+            self._history = read_jsonl(path, step)
+        self._metrics = MetricBuffer()
         if mine["pending"] is not None:
             self._metrics.load_state_dict(mine["pending"], self.world)
         # The checkpoint may be another run's, which this one branches off from.
@@ -240,9 +252,11 @@ class LoggerMixin(MediaRecording):
             self._loggers.load_state_dict(mine["loggers"])
 
     def _close(self) -> None:
-        self._land()
-        self._flush()
-        self._land()
+        if self.local_batches > 0:  # evaluate and predict alone write nothing
+            self._land()
+            if not self._pending_is_saved():
+                self._flush()
+                self._land()
         self._close_loggers()
         if self._loggers is not None:
             self._loggers = LoggerGroup([], self._say_once, strict=False)  # what is logged from here on goes nowhere
