@@ -85,6 +85,7 @@ def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(two_ranks: Run, 
     assert list(metric(tmp_path, "train/loss")) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_half_precision_reaches_the_loss_of_float32(tmp_path: Path) -> None:
     """Within 2%, on one rank and sharded over two, where all have learned something."""
     losses = {}

@@ -88,6 +88,7 @@ def test_what_cannot_be_split_is_refused_before_any_process_waits(parity: Any) -
     assert change(2, seq_len=15, tensor_parallel_parameters=layers_alone).seq_len == 15
 
 
+@pytest.mark.slow
 def test_a_split_model_writes_text_and_exports_what_it_learned(tmp_path: Path) -> None:
     """By the command line, as a reader would: config alone divides the work."""
     common = (

@@ -396,6 +396,7 @@ def interrupted_main() -> None:
     assert trainer.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_under_torchrun_workers_exit_0_after_a_signal_and_the_same_command_goes_on(tmp_path: Path) -> None:
     code = "from tests.trainer.test_checkpoint_mixin import interrupted_main\ninterrupted_main()\n"
     (tmp_path / "train.py").write_text(code)

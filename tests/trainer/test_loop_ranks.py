@@ -458,7 +458,7 @@ def test_a_stop_asked_for_after_a_validation_by_one_rank_trains_no_further_step(
 def test_a_limit_that_one_ranks_clock_sees_ends_all_at_the_same_step(two: list[dict[str, Any]]) -> None:
     first, second = (found["clock"] for found in two)
     assert first == second
-    assert 2 <= first <= 7
+    assert 1 <= first <= 7  # a busy machine does one step in that time, and no machine all of them
 
 
 def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(two: list[dict[str, Any]]) -> None:

@@ -248,6 +248,7 @@ def test_three_ranks_take_it(two_ranks: list[dict[str, Any]], directory: Path) -
         assert_loaded_and_ended_alike(rank["three"], two_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall(35)
 @pytest.mark.pitfall(39)
 def test_four_ranks_take_it_sharded_and_as_two_replicas_of_two_shards(
