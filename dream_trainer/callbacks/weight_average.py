@@ -153,8 +153,8 @@ class WeightAverage(Callback):
         lacking = [name for name in chosen if name not in trained]
         if lacking or not chosen:
             raise ConfigError(
-                f"{type(self).__name__}(models={self.models}): {lacking or 'no model'} has parameters that an "
-                f"optimizer trains. Trained are {list(trained)}."
+                f"{type(self).__name__}(models={self.models}): no optimizer trains "
+                f"{', '.join(map(repr, lacking)) or 'any model'}. Trained are {list(trained)}."
             )
         self._averages = {name: ModelAverage(trained[name]) for name in chosen}
         self._refuse_two_validating(trainer)

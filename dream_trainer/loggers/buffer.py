@@ -211,10 +211,15 @@ class MetricBuffer:
                 f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
                 "Use one of them, or two names."
             )
-        if reduce not in REDUCTIONS:
-            raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
+        check_reduction(name, reduce)
         column = self._columns[name] = _Column(reduce)
         return column
+
+
+def check_reduction(name: str, reduce: str) -> None:
+    """Raises ValueError unless `reduce` is a way to reduce."""
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce={reduce!r} of metric {name!r} is not known. Use one of {', '.join(REDUCTIONS)}.")
 
 
 def is_scalar(value: Any) -> bool:

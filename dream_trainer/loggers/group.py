@@ -55,8 +55,8 @@ class LoggerGroup:
             kind = type(media).__name__
             self._report(
                 f"media {kind}",
-                f'{name!r} is written nowhere: no logger takes what is {kind}. Add "tensorboard", "wandb" or "images" '
-                "(images and videos) to loggers.",
+                f'{name!r} is written nowhere: no logger takes what is {kind}. Add "tensorboard" or "wandb" to '
+                'loggers, "jsonl" for text, tables and histograms, or "images" for images and videos.',
             )
 
     def close(self) -> None:

@@ -125,8 +125,7 @@ class Agreement:
     def _stop(self, flags: Flags) -> None:
         trainer = self._trainer
         if not self.stopped and trainer.world.is_main:
-            level = logging.WARNING if flags.terminate or flags.interrupt else logging.INFO
-            logger.log(level, "stopping at step %d: %s", trainer.global_step, _reason(flags, trainer._stop_reason))
+            logger.warning("stopping at step %d: %s", trainer.global_step, _reason(flags, trainer._stop_reason))
         self.stopped = True
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT

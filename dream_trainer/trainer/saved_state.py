@@ -199,7 +199,7 @@ def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Pa
             raise CheckpointError(
                 f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of "
                 "each step would "
-                f"no longer be the same. Set {name} back, or start another experiment."
+                f"no longer be the same. Set {name}={shared[name]}, or start another experiment."
             )
 
 

@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_names_the_file
 
 def test_another_seed_is_refused() -> None:
     run()
-    with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed back"):
+    with pytest.raises(CheckpointError, match=r"seed=42, and this run has 43.*Set seed=42"):
         run(seed=43, training={"n_epochs": 2})
 
 

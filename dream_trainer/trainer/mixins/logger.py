@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dream_trainer.config.logger import LoggerParameters, WandbParameters, check_packages
 from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.loggers.buffer import Flight, MetricBuffer, keep
+from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.media import MediaRecording
@@ -114,6 +114,7 @@ class LoggerMixin(MediaRecording):
         if weight is None and self._is_ready and self._batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
+                check_reduction(name, reduce)
                 self._undecided.append((name, keep(name, value), reduce, self._samples_in_batch()))
                 return
         self._metrics.add(name, value, 1.0 if weight is None else weight, reduce)
