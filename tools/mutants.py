@@ -258,13 +258,6 @@ MUTANTS = [
         "tests/trainer/test_tensor_parallel.py",
     ),
     Mutant(
-        "autocast keeps cast weights between forwards",
-        "dream_trainer/trainer/precision.py",
-        "dtype, cache_enabled=False)",
-        "dtype)",
-        "tests/trainer/test_precision.py",
-    ),
-    Mutant(
         "backward runs under autocast",
         "dream_trainer/trainer/accumulation.py",
         "self._backward_context = without_autocast(devices, self._world.device)",

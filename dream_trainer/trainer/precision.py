@@ -32,8 +32,7 @@ def half_dtype(parameters: DeviceParameters) -> torch.dtype | None:
 def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a step: `torch.autocast` to the configured type, or nothing.
 
-    Without autocast's cache of cast parameters: what a forward under `no_grad` puts there has no gradient for the next
-    one, and what is there when an optimizer steps is stale (both silently, PyTorch 2.13).
+    Without autocast's cache of cast parameters, which is stale once an optimizer has stepped (PyTorch 2.13).
     """
     dtype = half_dtype(parameters)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
