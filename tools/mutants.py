@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "gradients scaled up to the clipping limit",
         f"{TRAINER}/accumulation.py",
-        ".clamp_(max=1.0)",
-        "",
+        "self._constant(norm, 1.0)",
+        "self._constant(norm, 1e9)",
         "tests/trainer/test_accumulation.py",
     ),
     Mutant(
@@ -245,9 +245,9 @@ MUTANTS = [
     ),
     Mutant(
         "averages start from random weights",
-        "dream_trainer/callbacks/ema.py",
-        "self._has_started = True",
-        "self._has_started = False",
+        "dream_trainer/callbacks/weight_average.py",
+        "        self._has_started = True\n",
+        "        self._has_started = False\n",
         "tests/callbacks/test_ema.py",
     ),
     Mutant(
@@ -291,6 +291,77 @@ MUTANTS = [
         "param_dtype=dtype, reduce_dtype=torch.float32 if reduce is None else reduce)",
         "param_dtype=dtype, reduce_dtype=dtype if reduce is None else reduce)",
         "tests/trainer/test_precision.py",
+    ),
+    Mutant(
+        "a value of no weight counts",
+        "dream_trainer/loggers/buffer.py",
+        "        if new_weight == 0:\n            continue\n",
+        "",
+        "tests/loggers/test_buffer.py",
+    ),
+    Mutant(
+        "a window that runs again is logged twice",
+        "dream_trainer/loggers/buffer.py",
+        "            del column.values[-1], column.weights[-1]\n",
+        "            pass\n",
+        "tests/loggers/test_buffer.py tests/trainer/test_logger_mixin.py",
+    ),
+    Mutant(
+        "lines after the resumed step stay",
+        "dream_trainer/loggers/files.py",
+        'if record["step"] <= resumed_step',
+        'if record["step"] <= resumed_step + 1',
+        "tests/loggers/test_jsonl.py",
+    ),
+    Mutant(
+        "TensorBoard forgets one step too many",
+        "dream_trainer/loggers/tensorboard.py",
+        "step=resumed_step + 1",
+        "step=resumed_step",
+        "tests/loggers/test_tensorboard.py",
+    ),
+    Mutant(
+        "a resumed W&B run is a new one",
+        "dream_trainer/loggers/weights_and_biases.py",
+        "id=self._id",
+        "id=None",
+        "tests/loggers/test_weights_and_biases.py",
+    ),
+    Mutant(
+        "the weights do not come back after a validation on averages",
+        "dream_trainer/callbacks/weight_average.py",
+        "                average.set_weights(own)\n",
+        "                pass\n",
+        "tests/callbacks/test_ema.py",
+    ),
+    Mutant(
+        "any improvement is enough to go on",
+        "dream_trainer/callbacks/early_stopping.py",
+        "value < self.best - self.min_delta",
+        "value < self.best",
+        "tests/callbacks/test_early_stopping.py",
+    ),
+    Mutant(
+        "throughput counts validations",
+        "dream_trainer/callbacks/throughput.py",
+        "seconds = end.clock - start.clock - self._validating",
+        "seconds = end.clock - start.clock",
+        "tests/callbacks/test_throughput.py",
+    ),
+    Mutant(
+        "the collector stays off after training",
+        "dream_trainer/callbacks/garbage_collection.py",
+        "        if self._turned_off:\n            gc.enable()\n",
+        "",
+        "tests/callbacks/test_garbage_collection.py",
+    ),
+    Mutant(
+        "the rate logged is the next step's",
+        "dream_trainer/trainer/accumulation.py",
+        "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
+        "        for scheduler in schedulers:\n            scheduler.step()\n        schedulers = ()\n"
+        "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
+        "tests/callbacks/test_learning_rate.py",
     ),
 ]
 

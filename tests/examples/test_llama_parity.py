@@ -24,14 +24,12 @@ def parity() -> Iterator[Any]:
 def spanning(cell: Any) -> list[Any]:
     """Few cells in which every kind of mesh and every option appears, most of them together."""
     return [
-        cell(1, 1, 2, accumulation=2, recompute="full"),
-        cell(1, 2, 1, accumulation=2),
+        cell(1, 1, 2, accumulation=2, recompute="full", loss_parallel=True),
+        cell(1, 2, 1, accumulation=2, dtype="float32"),
         cell(2, 1, 1, recompute="selective"),
         cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True),
         cell(2, 1, 2, accumulation=2, sequence_parallel=False),
         cell(2, 2, 1, recompute="full"),
-        cell(1, 1, 4, loss_parallel=True),
-        cell(1, 2, 2, accumulation=2, dtype="float32"),
     ]
 
 

@@ -7,7 +7,6 @@ that was started by itself: a session of its own, its own standard error, torchr
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -16,10 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.faults.job import Job, main
-from tests.worlds import free_port, rank_environment
-
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.faults.job"])
+from tests.worlds import SERVER, free_port, rank_environment
 
 
 def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path) -> None:
@@ -55,7 +51,7 @@ class Attempt:
         self.directory = attempt_directory(directory, number)
         port = free_port()
         self.processes: list[ForkServerProcess] = [
-            _server.Process(target=_enter, args=(rank, port, job, number, directory)) for rank in range(job.ranks)
+            SERVER.Process(target=_enter, args=(rank, port, job, number, directory)) for rank in range(job.ranks)
         ]
         for process in self.processes:
             process.start()
