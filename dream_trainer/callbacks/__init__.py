@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "ActivationStats": "activation_stats",
     "Callback": "base",
     "CallbackCollection": "base",
+    "CompileReport": "compile_report",
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
     "Every": "every",
@@ -15,6 +17,7 @@ _HOMES = {
     "GradientStats": "gradient_stats",
     "ImageFiles": "image_files",
     "LearningRate": "learning_rate",
+    "LoggingCallback": "base",
     "Memory": "memory",
     "ModelSummary": "summary",
     "NonFiniteReport": "nonfinite_report",

@@ -11,6 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.errors import ConfigError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -159,21 +161,42 @@ class TimedCallback(Callback):
         return trainer._agreement.callback_is_due(self)
 
 
+class LoggingCallback(Callback):
+    """A callback that logs metrics of its own: an interface.
+
+    Args:
+        name: What the metrics' names begin with; no two callbacks of a run may have the same, since what is logged
+            under one name is reduced together.
+
+    Raises:
+        ConfigError: The name is not one.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"name={name!r} names nothing. Use a string, such as name='mine'.")
+        self.name = name
+
+
 class CallbackCollection:
-    """The callbacks of a run, in order. Several of one class are fine.
+    """The callbacks of a run, in order. Several of one class are fine; if they log, under names of their own.
 
     Args:
         callbacks: The callbacks.
 
     Raises:
-        TypeError: Something in it is not a Callback.
+        ConfigError: Two of them would log under one name.
+        TypeError: Something in it is not a Callback, or it is a callback and no list.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        if isinstance(callbacks, Callback):
+            raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
+        _refuse_one_name(self._callbacks)
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._callbacks)
@@ -199,3 +222,16 @@ class CallbackCollection:
     def in_order(self) -> list[Callback]:
         """The callbacks by `order`, then position."""
         return sorted(self._callbacks, key=lambda callback: callback.order)
+
+
+def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
+    named: dict[str, str] = {}
+    for callback in callbacks:
+        if isinstance(callback, LoggingCallback):
+            kind, name = type(callback).__name__, callback.name
+            if name in named:
+                raise ConfigError(
+                    f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "
+                    f"Give one of them a name of its own: {kind}(name='{name}_2')."
+                )
+            named[name] = kind

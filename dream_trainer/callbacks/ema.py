@@ -36,8 +36,8 @@ class EMA(WeightAverage):
         every_n_steps: Optimizer steps (`global_step`) between two updates. `decay` is per update.
         warm_up: Whether update n = 0, 1, ... keeps only `min(decay, (1 + n) / (10 + n))`, as TensorFlow's
             `ExponentialMovingAverage` does with `num_updates`, so that the first weights are soon forgotten.
-        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights. They need
-            memory for the weights meanwhile.
+        validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights, so that
+            `val/*` metrics are theirs. They need memory for the weights meanwhile.
 
     Raises:
         ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two

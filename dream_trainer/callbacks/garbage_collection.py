@@ -16,11 +16,13 @@ class GarbageCollection(Callback):
     """Turns automatic garbage collection off while training and collects at chosen steps, on all ranks alike.
 
     Python collects when a process has made enough objects, so each rank pauses at a step of its own and all the others
-    wait for it there. On a schedule they pause together. What exists when training starts is left out (`gc.freeze`), so
-    that a collection looks at what training made. When training ends, however it ends, the collector is as it was.
+    wait for it there. On a schedule they pause together. What exists when training starts, or is still there after the
+    first collection (modules imported in the first steps, caches), is left out from then on (`gc.freeze`), so that a
+    collection looks at what training made. When training ends, however it ends, the collector is as it was.
 
     Args:
-        every_n_steps: Optimizer steps between collections of the two young generations, which are quick.
+        every_n_steps: Optimizer steps between collections of the two young generations, which are quick; the first
+            one of each `fit` is of everything.
         full_every_n_steps: Optimizer steps between collections of everything: only these free cycles that have lived
             long.
 
@@ -34,6 +36,7 @@ class GarbageCollection(Callback):
         self.every_n_steps = every_n_steps
         self.full_every_n_steps = full_every_n_steps
         self._turned_off = self._has_frozen = False
+        self._is_first = True
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Collects what setup left and turns automatic collection off, if it is on."""
@@ -42,12 +45,17 @@ class GarbageCollection(Callback):
         self._has_frozen |= gc.get_freeze_count() == 0
         gc.disable()
         gc.freeze()
+        self._is_first = True
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Collects, if it is time."""
         step = trainer.global_step
         if step % self.full_every_n_steps == 0:
             gc.collect()
+        elif step % self.every_n_steps == 0 and self._is_first:
+            gc.collect()
+            gc.freeze()
+            self._is_first = False
         elif step % self.every_n_steps == 0:
             gc.collect(1)
 

@@ -32,13 +32,21 @@ class GradientStats(TensorStats):
             parameter on its own.
         histograms: Whether to log a histogram of each parameter's gradient too, as `gradients/<parameter>`; they are
             gathered for it, one at a time.
+        name: What the metrics' names begin with.
 
     Raises:
         ConfigError: A number does not work.
     """
 
-    def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
-        super().__init__(every_n_steps, depth=depth, histograms=histograms)
+    def __init__(
+        self,
+        every_n_steps: int = 100,
+        *,
+        depth: int | None = 2,
+        histograms: bool = False,
+        name: str = "gradients",
+    ) -> None:
+        super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
         self._found: dict[Optimizer, dict[str, Tensor]] = {}
 
@@ -55,7 +63,7 @@ class GradientStats(TensorStats):
             if parameter.grad is not None:
                 members.append((parameter, parameter.grad))
                 if self.histograms:
-                    trainer.log_histogram(f"gradients/{name}", parameter.grad)
+                    trainer.log_histogram(f"{self.name}/{name}", parameter.grad)
         sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
         self._found[optimizer] = dict(zip(groups, sums, strict=True))
 
@@ -68,4 +76,4 @@ class GradientStats(TensorStats):
             for name, row in part.items():
                 rows[name] = together(rows[name], row) if name in rows else row
         self._found.clear()
-        log_stats(trainer, "gradients", combined(rows, torch.stack(list(rows.values())), trainer.world))
+        log_stats(trainer, self.name, combined(rows, torch.stack(list(rows.values())), trainer.world))

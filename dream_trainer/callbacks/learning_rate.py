@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.base import LoggingCallback
+from dream_trainer.errors import HookError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-class LearningRate(Callback):
-    """Logs the rate with which each parameter group was stepped: `lr`, or `lr/<optimizer>/<group>` where there are
-    several groups.
+class _Curves(NamedTuple):
+    """What one optimizer's rates are logged as."""
 
-    A group is called by its `"name"` if it has one, else by its number. The value logged at a step is the one that
-    this step used, before the scheduler moved on; after a step that was skipped on the host there is none. Nothing
-    waits for the device, also where rates are tensors.
+    n_groups: int
+    names: list[str]
+    """One for all groups, or one for each."""
+
+
+class LearningRate(LoggingCallback):
+    """Logs the rate with which parameters were stepped: `lr`, or `lr/<optimizer>` where there are several optimizers.
+
+    Groups of one optimizer that have one rate are one curve. Where their rates differ, or from the step at which they
+    part, each group has its own, `lr/<optimizer>/<group>`, by its `"name"` if it has one, else by its number. Tensors
+    are one rate if they are one tensor, since comparing them would wait for the device.
+
+    The value logged at a step is the one that this step used, before the scheduler moved on; after a step that was
+    skipped on the host there is none. Nothing waits for the device.
 
     Args:
         name: What the metrics' names begin with.
     """
 
     def __init__(self, name: str = "lr") -> None:
-        self.name = name
-        self._names: dict[Optimizer, list[str]] = {}
+        super().__init__(name)
+        self._curves: dict[Optimizer, _Curves] = {}
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Logs the rates of one optimizer."""
         groups = optimizer.param_groups
-        names = self._names.get(optimizer)
-        if names is None or len(names) != len(groups):
-            names = self._name_all(trainer)[optimizer]
-        for name, group in zip(names, groups, strict=True):
+        curves = self._curves.get(optimizer)
+        if (
+            curves is None
+            or curves.n_groups != len(groups)
+            or (len(curves.names) < len(groups) and not _have_one_rate(groups))
+        ):
+            curves = self._curves[optimizer] = self._named(trainer, optimizer, curves)
+        for name, group in zip(curves.names, groups, strict=False):  # one name goes with the first group
             trainer.log(name, group["lr"], weight=1.0, reduce="last")
 
-    def _name_all(self, trainer: AbstractTrainer) -> dict[Optimizer, list[str]]:
-        optimizers = trainer.named_optimizers()
-        is_only = sum(len(optimizer.param_groups) for optimizer in optimizers.values()) == 1
-        self._names = {
-            optimizer: [
-                self.name if is_only else f"{self.name}/{name}/{group.get('name', index)}"
-                for index, group in enumerate(optimizer.param_groups)
-            ]
-            for name, optimizer in optimizers.items()
-        }
-        return self._names
+    def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, before: _Curves | None) -> _Curves:
+        optimizers, groups = trainer.named_optimizers(), optimizer.param_groups
+        own = next((name for name, one in optimizers.items() if one is optimizer), None)
+        if own is None:
+            raise HookError(
+                f"an optimizer of type {type(optimizer).__name__} stepped that is no public attribute of the trainer, "
+                "so it has no name and is not saved either. Give it a public name, such as self.optimizer."
+            )
+        have_parted = before is not None and len(before.names) > 1
+        if _have_one_rate(groups) and not have_parted:
+            return _Curves(len(groups), [self.name if len(optimizers) == 1 else f"{self.name}/{own}"])
+        labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
+        if len(set(labels)) < len(labels):
+            labels = [f"{label}.{index}" for index, label in enumerate(labels)]
+        return _Curves(len(groups), [f"{self.name}/{own}/{label}" for label in labels])
+
+
+def _have_one_rate(groups: list[dict[str, Any]]) -> bool:
+    return len(groups) == 1 or len({_rate(group) for group in groups}) == 1
+
+
+def _rate(group: dict[str, Any]) -> Any:
+    """What is equal for groups that have one rate: the rate, and the one that schedulers start from, since in a warm-up
+    from zero all rates are zero at first."""
+    rate = group["lr"]
+    return id(rate) if isinstance(rate, Tensor) else (rate, group.get("initial_lr"))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn as nn
+from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.base import LoggingCallback
+from dream_trainer.callbacks.memory_estimate import Bytes, estimate, held_gradient_bytes, in_words, measured
+from dream_trainer.callbacks.tables import print_table
 from dream_trainer.config.checks import check_integer
 from dream_trainer.distributed.torch_compat import record_memory_history, write_memory_snapshot
 from dream_trainer.errors import HookError
+from dream_trainer.loggers.formatting import format_bytes
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 GIB = 2.0**30
 
 
-class Memory(Callback):
+class Memory(LoggingCallback):
     """Logs memory of the rank that needs most, in GiB, under `memory/`:
 
     - `resident`, `peak_resident`: the process's own on its host, now and at most so far
@@ -28,23 +35,32 @@ class Memory(Callback):
     - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and the last warning
     - `allocated`, `reserved`: on MPS, which keeps no peaks
 
+    Once all optimizers have stepped twice, rank 0 prints what parameters, gradients and optimizer state take there,
+    beside what was to be expected before the first step, and on a CUDA device what all else took at the peak:
+    activations, gathered weights, temporaries. Twice, since the peak of the first step is that without optimizer state.
+
     When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
 
     Args:
         every_n_steps: Optimizer steps between two looks. A look takes some 100 microseconds and waits for nothing.
         history: Allocations and releases that a CUDA device's snapshot tells of, with their stacks; 0 for none, which
             leaves what is allocated without where. Keeping them costs some microseconds for each allocation.
+        name: What the metrics' names begin with.
 
     Raises:
         ConfigError: A number does not work.
     """
 
-    def __init__(self, every_n_steps: int = 50, *, history: int = 0) -> None:
+    def __init__(self, every_n_steps: int = 50, *, history: int = 0, name: str = "memory") -> None:
+        super().__init__(name)
         check_integer("every_n_steps", every_n_steps, minimum=1)
         check_integer("history", history, minimum=0)
         self.every_n_steps = every_n_steps
         self.history = history
         self._trainer: AbstractTrainer | None = None
+        self._estimate: dict[str, Bytes | None] | None = None
+        self._gradients: dict[Optimizer, Bytes] = {}
+        self._have_stepped_twice: set[Optimizer] = set()
 
     def snapshot(self) -> Path:
         """Writes this rank's memory as it is now into `<run_dir>/memory`; any rank may call it, at any time.
@@ -76,11 +92,28 @@ class Memory(Callback):
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(self.history)
 
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Estimates, before anything is there."""
+        if trainer.world.is_main and not self._gradients:
+            self._estimate = estimate(trainer)
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Counts the gradients of the first steps; they are gone when `step` returns."""
+        if self._estimate is None or optimizer in self._have_stepped_twice:
+            return
+        if optimizer in self._gradients:
+            self._have_stepped_twice.add(optimizer)
+        self._gradients[optimizer] = held_gradient_bytes(optimizer)
+
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs, if it is time."""
+        """Logs, if it is time; compares, once."""
+        if self._estimate is not None and len(self._have_stepped_twice) == len(trainer.named_optimizers()):
+            gradients = sum(self._gradients.values(), Counter())
+            _print_beside(trainer, self._estimate, measured(trainer, gradients))
+            self._estimate = None
         if trainer.global_step % self.every_n_steps == 0:
             for name, value in memory_numbers(trainer.world.device).items():
-                trainer.log(f"memory/{name}", value, weight=1.0, reduce="max")
+                trainer.log(f"{self.name}/{name}", value, weight=1.0, reduce="max")
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         """Writes a snapshot, if memory ran out."""
@@ -92,6 +125,15 @@ class Memory(Callback):
         """Stops recording."""
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(0)
+
+
+def _print_beside(trainer: AbstractTrainer, expected: Mapping[str, Bytes | None], found: Mapping[str, Bytes]) -> None:
+    rows = [(part, in_words(expected[part]), in_words(own)) for part, own in found.items()]
+    world = trainer.world
+    if world.device.type == "cuda" and world.parameter_device == world.device:
+        rest = torch.cuda.max_memory_allocated(world.device) - sum(own.total() for own in found.values())
+        rows.append(("all else at the peak", "", format_bytes(rest)))
+    print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "expected", "measured"), rows)
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:
@@ -119,15 +161,14 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 
 def host_memory() -> dict[str, float]:
     """What this process holds of its host's memory in GiB, where the system tells."""
+    if sys.platform == "win32":
+        return {}
+    import resource
+
     found = {}
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        import resource
-
-        found["resident"] = int(statm.read_text().split()[1]) * resource.getpagesize() / GIB
-    if sys.platform != "win32":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
-        found["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    if sys.platform == "linux":
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            found["resident"] = int(statm.read().split()[1]) * resource.getpagesize() / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    found["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
     return found

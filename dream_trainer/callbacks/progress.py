@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from dream_trainer.callbacks.base import Callback
+from dream_trainer.config.checks import check_names
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 # Steps that tell nothing of the pace: compilation, allocation, first touches of the data.
 WARM_UP_STEPS = 3
+# Share of the time spent waiting for data that is worth telling.
+NOTABLE_WAIT = 0.1
 
 
 class Pace:
@@ -31,39 +36,40 @@ class Pace:
         step: Optimizer steps completed at the start.
         samples: Samples consumed at the start.
         now: Seconds from any origin.
+        idle: Seconds until now, from any origin, that were not spent on training.
         remembered: Looks that rates are taken over.
+
+    Attributes:
+        is_warming_up: Whether the steps so far tell nothing of the pace.
     """
 
-    def __init__(self, step: int, samples: int, now: float, remembered: int = 50) -> None:
+    def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, remembered: int = 50) -> None:
         self._first_step = step
         self._origin: tuple[float, int] | None = None
-        self._paused = 0.0
-        # (seconds of training, step, samples); the first one serves until warm-up is through.
-        self._looks = deque([(now, step, samples)], maxlen=remembered)
+        self.is_warming_up = True
+        # (seconds of training, step, samples, seconds waited for data); the first one serves until warm-up is through.
+        self._looks = deque([(now - idle, step, samples, 0.0)], maxlen=remembered)
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether the steps so far tell nothing of the pace."""
-        return self._origin is None
-
-    def look(self, step: int, samples: int, now: float) -> None:
-        """Takes note of where training is."""
+    def look(self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0) -> None:
+        """Takes note of where training is, now that `idle` seconds were not spent on it and `waiting` ones on data."""
         if self._origin is None and step - self._first_step >= WARM_UP_STEPS:
             self._origin = (now, step)
+            self.is_warming_up = False
             self._looks.clear()
-        self._looks.append((now - self._paused, step, samples))
-
-    def paused(self, seconds: float) -> None:
-        """Takes note of time that was not spent on training."""
-        self._paused += seconds
+        self._looks.append((now - idle, step, samples, waiting))
 
     def rates(self) -> tuple[float, float]:
         """Steps and samples per second; zeros as long as there is nothing to tell."""
-        (before, first_step, first_samples), (now, step, samples) = self._looks[0], self._looks[-1]
+        (before, first_step, first_samples, _), (now, step, samples, _) = self._looks[0], self._looks[-1]
         seconds = now - before
         if seconds <= 0:
             return 0.0, 0.0
         return (step - first_step) / seconds, (samples - first_samples) / seconds
+
+    def share_waiting(self) -> float:
+        """Share of the time of training, after warm-up, in which it waited for data."""
+        (before, _, _, first), (now, _, _, waiting) = self._looks[0], self._looks[-1]
+        return (waiting - first) / (now - before) if now > before and not self.is_warming_up else 0.0
 
     def seconds_left(self, total_steps: int | None, step: int, now: float) -> float | None:
         """Seconds until `total_steps`; None as long as nobody can tell."""
@@ -76,10 +82,13 @@ class Pace:
 
 
 class Progress(Callback):
-    """Shows epoch, step, chosen metrics, rates and the time left, on rank 0.
+    """Shows epoch, step, chosen metrics, rates and the time left, on rank 0; validations, saves and resumes, too.
+
+    Where training waits for data for a tenth of its time or more, the share is shown.
 
     In a terminal it is a live bar; into pipes, files and CI logs go plain lines without control codes. Metrics appear
-    as LoggerMixin flushes them: this callback never waits for the device. A step costs it a look at the clock.
+    as LoggerMixin flushes them: this callback never waits for the device. A step costs it a look at the clock. The
+    console logger would show the metrics once more: leave it out of `loggers`.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
@@ -88,6 +97,9 @@ class Progress(Callback):
         line_seconds: Least time between two plain lines.
         file: Where to; None is standard output as it is when training starts.
         clock: Seconds from any origin; tests pass their own.
+
+    Raises:
+        ConfigError: `metrics` is no tuple or list of names.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -102,6 +114,7 @@ class Progress(Callback):
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_names("metrics", metrics, example="train/loss")
         self.metrics = tuple(metrics)
         self.tokens_per_sample = tokens_per_sample
         self.refresh_seconds = refresh_seconds
@@ -111,7 +124,10 @@ class Progress(Callback):
         self._pace = Pace(0, 0, 0.0)
         self._shown: dict[str, float] = {}
         self._due = 0.0
-        self._validation_started: float | None = None
+        # When the validation and the evaluation that are running began, by a clock that stands still during saves;
+        # and the seconds of those that are over.
+        self._running: dict[str, float] = {}
+        self._validating = 0.0
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
 
@@ -120,8 +136,8 @@ class Progress(Callback):
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Starts the bar."""
         now = self._clock()
-        self._pace = Pace(trainer.global_step, trainer.samples_seen, now)
-        self._shown, self._validation_started = {}, None
+        self._shown, self._running = {}, {}  # a signal may have ended a validation in its midst
+        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now))
         self._start_bar(trainer)
         # The first line comes with the first step, so that one sees that it runs.
         self._due = now
@@ -133,7 +149,7 @@ class Progress(Callback):
             self._show(trainer, now)
         elif self._pace.is_warming_up:
             # Else the first rates would wait for the second line after warm-up, which may be a long time.
-            self._pace.look(trainer.global_step, trainer.samples_seen, now)
+            self._look(trainer, now)
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
         """Takes the chosen metrics."""
@@ -143,19 +159,27 @@ class Progress(Callback):
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
         """Notes that training pauses."""
-        self._validation_started = self._clock()
+        # It is there if a signal made one begin anew, with a save in between.
+        self._running.setdefault(_kind(trainer), self._clock() - trainer._seconds_saving)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description="validating", refresh=True)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
-        """Shows a validation's result."""
-        if self._validation_started is None:
-            return
-        seconds = self._clock() - self._validation_started
-        self._validation_started = None
-        self._pace.paused(seconds)
+        """Shows a validation's result, or an evaluation's."""
+        kind, now = _kind(trainer), self._clock() - trainer._seconds_saving
+        seconds = now - self._running.pop(kind, now)
+        if not self._running:  # else it was evaluated within a validation
+            self._validating += seconds
         found = format_metrics(metrics) or "no metrics"
-        self._print(f"validation | step {trainer.global_step} | {found} | took {seconds:.1f} s")
+        self._print(f"{kind} | step {trainer.global_step} | {found} | took {seconds:.1f} s")
+
+    def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
+        """Says where the checkpoint is."""
+        self._print(f"checkpoint | {path}")
+
+    def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
+        """Says where training goes on."""
+        self._print(f"resumed at step {trainer.global_step} from {path}")
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
         """Shows the end."""
@@ -184,13 +208,16 @@ class Progress(Callback):
             unit = "samples/s" if per_sample is None else "tokens/s"
             parts.append(f"{format_count(steps)} steps/s")
             parts.append(f"{format_count(samples * (per_sample or 1))} {unit}")
+        waiting = self._pace.share_waiting()
+        if waiting >= NOTABLE_WAIT:
+            parts.append(f"waits for data {waiting:.0%}")
         left = self._pace.seconds_left(trainer.total_steps, trainer.global_step, now)
         if left is not None:
             parts.append(f"eta {format_duration(left)}")
         return " | ".join(parts)
 
     def _show(self, trainer: AbstractTrainer, now: float) -> None:
-        self._pace.look(trainer.global_step, trainer.samples_seen, now)
+        self._look(trainer, now)
         status = self.status(trainer, now)
         if self._bar is None or self._task is None:
             self._due = now + self.line_seconds
@@ -206,9 +233,20 @@ class Progress(Callback):
             refresh=True,
         )
 
+    def _look(self, trainer: AbstractTrainer, now: float) -> None:
+        waiting = trainer._feed.seconds_waiting
+        self._pace.look(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now), waiting)
+
+    def _idle(self, trainer: AbstractTrainer, now: float) -> float:
+        """Seconds until now that validations took, and what saves held training up."""
+        saving = trainer._seconds_saving
+        running = max((now - saving - began for began in self._running.values()), default=0.0)
+        return saving + self._validating + running
+
     def _print(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
+            # Not folded at the terminal's width, so that paths can be copied.
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=self._file or sys.stdout, flush=True)
 
@@ -241,3 +279,7 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
+
+
+def _kind(trainer: AbstractTrainer) -> str:
+    return "evaluation" if trainer.is_evaluating else "validation"

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.memory_estimate import estimate, in_words
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.nested import map_tensors
@@ -175,6 +176,7 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         *_data_rows(trainer),
         ("limits", ", ".join(set_limits) or "one epoch"),
         ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
+        ("memory of rank 0", " + ".join(f"{part} {in_words(own)}" for part, own in estimate(trainer).items())),
     ]
     if trainer.global_step:
         rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
@@ -183,9 +185,9 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     rows += [
         (field.name.removesuffix("_parameters"), spelled)
         for field in fields(trainer.config)
-        if is_dataclass(value := vars(trainer.config)[field.name])
+        if _is_nested(value := vars(trainer.config)[field.name])
         and not isinstance(value, told)
-        and (spelled := _spelled(value))
+        and (spelled := ", ".join(_spelled("", value)))
     ]
     return rows
 
@@ -211,15 +213,25 @@ def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
     ]
 
 
-def _spelled(parameters: Any) -> str:
-    """Fields and values: of a user's own class all, of ours those that are not what they would be anyway."""
-    is_ours = type(parameters).__module__.startswith("dream_trainer.")
-    values = vars(parameters)
-    return ", ".join(
-        f"{field.name}={values[field.name]!r}"
-        for field in fields(parameters)
-        if not (is_ours and values[field.name] == _default(field))
-    )
+def _spelled(name: str, value: Any) -> Iterator[str]:
+    """Names and values, nested ones as `wandb.entity='team'` or `groups.0.lr=0.1`: of a user's own class all fields, of
+    ours those that are not what they would be anyway, and which optimizer or schedule it is."""
+    prefix = f"{name}." if name else ""
+    if _is_nested(value):
+        is_ours = type(value).__module__.startswith("dream_trainer.")
+        for field in fields(value):
+            own = vars(value)[field.name]
+            if not is_ours or own != _default(field) or (field.name == "name" and own is not None):
+                yield from _spelled(f"{prefix}{field.name}", own)
+    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
+        for index, item in enumerate(value):
+            yield from _spelled(f"{prefix}{index}", item)
+    else:
+        yield f"{name}={value!r}"
+
+
+def _is_nested(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def _default(field: Field[Any]) -> Any:

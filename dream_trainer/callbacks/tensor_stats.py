@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.config.checks import check_integer
 from dream_trainer.distributed.gradients import copies_of
 from dream_trainer.distributed.torch_compat import local_tensor
@@ -36,11 +36,12 @@ class Stats(NamedTuple):
     """Share of the elements that are zero."""
 
 
-class TensorStats(Callback):
+class TensorStats(LoggingCallback):
     """A callback that looks at groups of tensors every n steps: an interface. Use `GradientStats` or `WeightStats`.
 
     Args:
         every_n_steps: Optimizer steps between two looks.
+        name: What the metrics' names begin with.
         depth: Levels of submodules that are a group each; None for each parameter on its own.
         histograms: Whether to log a histogram of each tensor too.
 
@@ -48,7 +49,8 @@ class TensorStats(Callback):
         ConfigError: A number does not work.
     """
 
-    def __init__(self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False) -> None:
+    def __init__(self, every_n_steps: int, *, name: str, depth: int | None, histograms: bool) -> None:
+        super().__init__(name)
         check_integer("every_n_steps", every_n_steps, minimum=1)
         if depth is not None:
             check_integer("depth", depth, minimum=0)
@@ -77,21 +79,28 @@ def local_sums(
     Returns:
         Shape `[n_groups, 4]`: sum of squares, largest magnitude, zeros, elements. Nothing is waited for.
     """
-    # MPS has no float64.
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    sums = torch.zeros(len(groups), 4, dtype=wide, device=device)
+    sums = no_sums(len(groups), device)
     for row, members in zip(sums, groups.values(), strict=True):
         for parameter, tensor in members:
-            shard, copies = local_tensor(tensor), copies_of(parameter, world_size)
-            if not shard.numel():  # a rank may hold nothing of a small tensor
-                continue
-            # A norm of half-precision values is no half-precision number.
-            norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
-            row[0] += norm.to(wide).square() / copies
-            row[1] = torch.maximum(row[1], torch.linalg.vector_norm(shard, math.inf).to(wide))
-            row[2] += (shard.numel() - shard.count_nonzero()) / copies
-            row[3] += shard.numel() / copies
+            add_sums(row, local_tensor(tensor), copies_of(parameter, world_size))
     return sums
+
+
+def no_sums(n_groups: int, device: torch.device) -> Tensor:
+    """Zeros of shape `[n_groups, 4]`, in float64 where the device has it."""
+    return torch.zeros(n_groups, 4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def add_sums(row: Tensor, tensor: Tensor, copies: int = 1) -> None:
+    """Adds a plain tensor's sums to a group's, in place; each of its elements counts `1 / copies`."""
+    if not tensor.numel():  # a rank may hold nothing of a small tensor
+        return
+    # A norm of half-precision values is no half-precision number.
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    row[0] += norm.to(row.dtype).square() / copies
+    row[1] = torch.maximum(row[1], torch.linalg.vector_norm(tensor, math.inf).to(row.dtype))
+    row[2] += (tensor.numel() - tensor.count_nonzero()) / copies
+    row[3] += tensor.numel() / copies
 
 
 def together(one: Tensor, other: Tensor) -> Tensor:

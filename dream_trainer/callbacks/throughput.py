@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.callbacks.base import Callback
+from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.callbacks.peak_flops import peak_flops
 from dream_trainer.config.checks import check_integer
 from dream_trainer.distributed.torch_compat import tf32_is_allowed
@@ -31,7 +31,7 @@ class _Mark(NamedTuple):
     """Seconds waited for data, since the process started."""
 
 
-class Throughput(Callback):
+class Throughput(LoggingCallback):
     """Logs how fast training goes, over all ranks and per device; under `throughput/`, or another name:
 
     - `samples_per_second`, `samples_per_second_per_device`
@@ -40,13 +40,14 @@ class Throughput(Callback):
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
-    Counted is what was trained, in the time that training took: without the first steps (compilation, allocation), and
-    without validations and what checkpoints hold the step path up. The values of one interval carry its seconds as
-    their weight, so a logged mean is exact over any number of intervals. Nothing waits for the device: the host runs
-    ahead of it by no more than the logger's flushes let it, which evens out over intervals of `log_every_n_steps`.
+    Counted is what was trained, in the time that training took: without the first steps (compilation, allocation,
+    opening the loggers), and without validations and what checkpoints hold the step path up. The values of one interval
+    carry its seconds as their weight, so a logged mean is exact over any number of intervals. Nothing waits for the
+    device: the host runs ahead of it by no more than the logger's flushes let it, which evens out over intervals of
+    `log_every_n_steps`.
 
     Args:
-        name: What the metrics' names begin with; several beside each other need names of their own.
+        name: What the metrics' names begin with.
         every_n_steps: Optimizer steps in an interval.
         warm_up_steps: First steps of each process that are not measured.
         tokens_per_sample: Tokens in each sample.
@@ -75,6 +76,7 @@ class Throughput(Callback):
         device_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(name)
         check_integer("every_n_steps", every_n_steps, minimum=1)
         check_integer("warm_up_steps", warm_up_steps, minimum=0)
         if tokens is not None and tokens_per_sample is not None:
@@ -83,7 +85,6 @@ class Throughput(Callback):
             raise ConfigError("flops_per_sample and flops_per_token both say what a step costs. Pass one of them.")
         if flops_per_token is not None and tokens is None and tokens_per_sample is None:
             raise ConfigError("flops_per_token needs the number of tokens. Pass tokens_per_sample or tokens too.")
-        self.name = name
         self.every_n_steps = every_n_steps
         self.warm_up_steps = warm_up_steps
         self.tokens_per_sample = tokens_per_sample
@@ -122,9 +123,9 @@ class Throughput(Callback):
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Logs the interval that ends here, if one does."""
-        for tokens in self._window_tokens.values():
-            self._tokens = self._tokens + tokens
-        self._window_tokens.clear()
+        if self._window_tokens:
+            self._tokens = sum(self._window_tokens.values(), start=self._tokens)
+            self._window_tokens.clear()
         if trainer.global_step < self._due:
             return
         now = self._mark(trainer)

@@ -26,10 +26,16 @@ class WeightStats(TensorStats):
             parameter on its own.
         histograms: Whether to log a histogram of each parameter too, as `weights/<parameter>`; they are gathered for
             it, one at a time.
+        name: What the metrics' names begin with.
 
     Raises:
         ConfigError: A number does not work.
     """
+
+    def __init__(
+        self, every_n_steps: int = 100, *, depth: int | None = 2, histograms: bool = False, name: str = "weights"
+    ) -> None:
+        super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Logs the weights after the step, if it is time."""
@@ -40,6 +46,6 @@ class WeightStats(TensorStats):
             if isinstance(tensor, nn.Parameter):
                 groups.setdefault(group_of(name, self.depth), []).append((tensor, tensor.detach()))
                 if self.histograms:
-                    trainer.log_histogram(f"weights/{name}", tensor.detach())
+                    trainer.log_histogram(f"{self.name}/{name}", tensor.detach())
         sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
-        log_stats(trainer, "weights", combined(groups, sums, trainer.world))
+        log_stats(trainer, self.name, combined(groups, sums, trainer.world))

@@ -298,7 +298,7 @@ def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
     try:
         state = typed_json.loads(content)
         if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__} where a dict was written")
+            raise ValueError(f"it holds an object of type {type(state).__name__} where a dict was written")
     except ValueError as error:
         raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
     return state

@@ -212,8 +212,8 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(
-                f"{name} in {path} is a {type(value).__name__} of layout {value.layout}, of which no block can be "
-                "read. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
+                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, of which no block can "
+                "be read. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
             )
     return {name: value.detach() for name, value in tensors.items()}
 

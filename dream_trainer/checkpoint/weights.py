@@ -20,7 +20,8 @@ from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.checkpoint.weight_files import Box, WeightFiles, open_weights
 from dream_trainer.checkpoint.weight_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.checkpoint.world import Alone, CheckpointWorld, from_all_ranks, on_all_ranks
-from dream_trainer.distributed.torch_compat import compiled_original, local_tensor, shard_dim
+from dream_trainer.distributed.compiler_compat import compiled_original
+from dream_trainer.distributed.torch_compat import local_tensor, shard_dim
 from dream_trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,21 @@ def _set_scales(axes: Axes, curves: Sequence[Curve], *, log_y: bool) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if log_y and all(value > 0 or value != value for curve in curves for value in curve.y):
         axes.set_yscale("log")
+        _label_logarithmic(axes)
         return
     plain = ScalarFormatter(useOffset=False)  # an offset in the corner is easily overlooked
     plain.set_powerlimits((-3, 5))
     axes.yaxis.set_major_formatter(plain)
+
+
+def _label_logarithmic(axes: Axes) -> None:
+    """Ticks with plain numbers where powers of ten are too few to read values from; beyond, they stay."""
+    from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    if decades >= 3:
+        return
+    axes.yaxis.set_major_locator(AutoLocator() if decades < 1 else LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -14,6 +14,7 @@ from typing import Any
 
 from dream_trainer.cli.checkpoints import Checkpoints
 from dream_trainer.cli.plot import Plot
+from dream_trainer.config.checks import spell
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "plot": Plot}
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> Any:
     import tyro
 
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] not in GROUPS and not words[0].startswith("-"):  # of which tyro says "unrecognized option"
+        raise ConfigError(f"there is no command {words[0]!r}. Use {spell(GROUPS)}; --help says what they do.")
     return tyro.extras.subcommand_cli_from_dict(
         GROUPS,
         prog="dream-trainer",

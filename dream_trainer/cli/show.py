@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.checkpoint.stored_tensors import StoredTensors
 from dream_trainer.cli.output import age_cell, described, mesh_cell, number_cell, print_json
 from dream_trainer.cli.runs import directory_size, find_checkpoint
+from dream_trainer.config.serialize import leaves
 from dream_trainer.loggers.formatting import format_bytes, format_count
 
 
@@ -45,7 +46,7 @@ def show(path: Path, step: int | None, *, tensors: bool, as_json: bool) -> int:
     if tensors:
         listed = [[name, str(list(spec.shape)), _dtype(spec)] for name, spec in stored.specs.items()]
         print_table("tensors", ["name", "shape", "dtype"], listed)
-    config = [[name, str(value)] for name, value in _leaves(manifest.config)]
+    config = [[name, str(value)] for name, value in leaves(manifest.config)]
     if config:
         print_table("config", [], config)
     return 0
@@ -94,11 +95,3 @@ def _bytes(specs: Mapping[str, TensorSpec]) -> int:
 
 def _dtype(spec: TensorSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
-
-
-def _leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

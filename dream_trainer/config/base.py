@@ -116,7 +116,7 @@ def _check_complete(config: BaseTrainerConfig) -> None:
             continue
         value = vars(config)[f.name]
         if not isinstance(value, nested):
-            raise ConfigError(f"{f.name}={value!r} is a {type(value).__name__}. Use {nested.__name__}(...).")
+            raise ConfigError(f"{f.name}={value!r} is of type {type(value).__name__}. Use {nested.__name__}(...).")
 
 
 def _check_base(config: BaseTrainerConfig) -> None:
@@ -125,10 +125,11 @@ def _check_base(config: BaseTrainerConfig) -> None:
     for name, expected in (("training_parameters", TrainingParameters), ("device_parameters", DeviceParameters)):
         value = getattr(config, name)
         if not isinstance(value, expected):
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Use {expected.__name__}(...).")
+            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {expected.__name__}(...).")
     if not isinstance(config.callbacks, CallbackCollection):
         raise ConfigError(
-            f"callbacks={config.callbacks!r} is a {type(config.callbacks).__name__}. Use CallbackCollection([...])."
+            f"callbacks={config.callbacks!r} is of type {type(config.callbacks).__name__}. "
+            "Use CallbackCollection([...])."
         )
     check_integer("seed", config.seed, minimum=0)
     if config.seed > LARGEST_SEED:

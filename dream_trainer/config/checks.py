@@ -22,17 +22,38 @@ def check_positive(name: str, value: object, *, hint: str = "") -> None:
         raise ConfigError(f"{name}={value!r} is not a number above zero. Use a positive number.{hint}")
 
 
+def check_between(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
+    """Raises ConfigError unless `value` is a number from `low` to `high`, `high` itself not if `below`."""
+    is_inside = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (low <= value < high or (value == high and not below))
+    )
+    if is_inside:
+        return
+    span = f"from {low} to {'below ' if below else ''}{high}" if high < math.inf else f"of at least {low}"
+    raise ConfigError(f"{name}={value!r} is not a number {span}. Use one that is.")
+
+
 def check_boolean(name: str, value: object) -> None:
     """Raises ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not a boolean. Use True or False.")
 
 
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
     """Raises ConfigError unless `value` is one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is not known. Use {spell(repr(choice) for choice in choices)}.")
+
+
+def check_names(name: str, value: object, *, example: str) -> None:
+    """Raises ConfigError unless `value` is a tuple or list of strings; a string would be taken letter by letter."""
+    if isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).")
+    if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{name}={value!r} is no tuple of strings. Use such as {name}=({example!r},).")
 
 
 def spell(values: Iterable[object]) -> str:

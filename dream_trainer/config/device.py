@@ -17,6 +17,9 @@ ReduceType = Literal["fp32", "bf16", "fp16"]
 class DeviceParameters:
     """Device and parallelism of a run. The default fits one process and any `torchrun`.
 
+    `single_device()`, `ddp()`, `fsdp()` and `hsdp()` set `dp_replicate` and `dp_shard` and leave every other field at
+    its default; `dataclasses.replace(DeviceParameters.fsdp(), precision="bf16")` sets more.
+
     Raises:
         ConfigError: a value cannot work on any machine; what does not fit this world is found by `resolve_mesh`.
     """
@@ -57,8 +60,7 @@ class DeviceParameters:
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(DeviceType))
         check_choice("precision", self.precision, get_args(Precision))
-        if self.reduce_dtype is not None:
-            check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceType))
+        check_choice("reduce_dtype", self.reduce_dtype, (*get_args(ReduceType), None))
         check_boolean("cpu_offload", self.cpu_offload)
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
             if value != "auto":
@@ -78,22 +80,27 @@ class DeviceParameters:
 
     @classmethod
     def single_device(cls) -> Self:
-        """One process and one device; more ranks are an error."""
+        """One process and one device; more ranks are an error. `dp_replicate=1, dp_shard=1`."""
         return cls(dp_replicate=1, dp_shard=1)
 
     @classmethod
     def ddp(cls) -> Self:
-        """Every rank has the whole model; gradients are averaged."""
+        """Every rank has the whole model; gradients are averaged. `dp_replicate="auto", dp_shard=1`."""
         return cls(dp_replicate="auto", dp_shard=1)
 
     @classmethod
     def fsdp(cls) -> Self:
-        """One copy of the model, sharded over all ranks."""
+        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`."""
         return cls(dp_replicate=1, dp_shard="auto")
 
     @classmethod
     def hsdp(cls, dp_shard: int = 8) -> Self:
-        """Groups of `dp_shard` ranks shard a copy each; 8 is the number of GPUs in a common host."""
+        """Groups of ranks share a copy of the model each (FSDPMixin); gradients are averaged between the groups.
+
+        Args:
+            dp_shard: Ranks of a group; it must divide the number of data-parallel ranks. 8 is the number of GPUs in a
+                common host.
+        """
         return cls(dp_replicate="auto", dp_shard=dp_shard)
 
 

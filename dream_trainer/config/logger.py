@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-from dream_trainer.config.checks import check_boolean, check_choice, check_integer
+from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_names
 from dream_trainer.errors import ConfigError
 
 LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "images"]
@@ -21,7 +21,7 @@ class WandbParameters:
     """What Weights & Biases shows a run as. Project and group are the run's own.
 
     Raises:
-        ConfigError: The mode is not known.
+        ConfigError: The mode is not known, or the tags are no tuple of strings.
     """
 
     entity: str | None = None
@@ -35,8 +35,8 @@ class WandbParameters:
     to the environment variable WANDB_MODE, and is online without it."""
 
     def __post_init__(self) -> None:
-        if self.mode is not None:
-            check_choice("mode", self.mode, get_args(WandbMode))
+        check_names("tags", self.tags, example="baseline")
+        check_choice("mode", self.mode, (*get_args(WandbMode), None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class LoggerParameters:
     """What Weights & Biases shows the run as."""
 
     def __post_init__(self) -> None:
+        check_names("loggers", self.loggers, example="jsonl")
         for name in self.loggers:
             check_choice("loggers", name, get_args(LoggerName))
         if len(set(self.loggers)) != len(self.loggers):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import cache
@@ -30,7 +31,8 @@ def to_dict(config: Any) -> dict[str, Any]:
     """A dataclass instance as a dict of plain values.
 
     Durations become seconds, enums their values, paths and dtypes their names. Functions and classes are recorded by
-    name, callbacks by name together with their plain public attributes.
+    name, callbacks by name together with those arguments of their constructors that are plain and that they keep as
+    public attributes of the same names: what the user configured, and not what changes while they run.
 
     Raises:
         ConfigError: a value is of a type that has no plain form.
@@ -59,7 +61,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed between two results of `to_dict`, one line a field: `training_parameters.n_epochs: 3 -> 5`."""
-    before, after = dict(_leaves(old)), dict(_leaves(new))
+    before, after = ({name: repr(value) for name, value in leaves(data)} for data in (old, new))
     return [
         f"{name}: {before.get(name, _ABSENT)} -> {after.get(name, _ABSENT)}"
         for name in dict.fromkeys([*before, *after])
@@ -67,13 +69,30 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values as text, which is equal for a tuple and the list that JSON made of it."""
+def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a result of `to_dict`; tuples are the lists that JSON makes of them.
+
+    Callbacks go by class and their order within it, as their state is restored: `callbacks.EMA.decay`, and of a second
+    one `callbacks.EMA 2.decay`.
+    """
     for key, value in data.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(element, Mapping) for element in value):
+            value = _named(value)
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", repr(list(value) if isinstance(value, tuple) else value)
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _named(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Records of a list by name: callbacks by class and number, so that one more shifts no other; else by position."""
+    counts: Counter[str] = Counter()
+    named: dict[str, Mapping[str, Any]] = {}
+    for position, record in enumerate(records):
+        name = str(record.get("class", position)).rpartition(".")[2]
+        counts[name] += 1
+        named[name if counts[name] == 1 else f"{name} {counts[name]}"] = record
+    return named
 
 
 @cache
@@ -92,9 +111,9 @@ def _converter() -> Converter:
         return [converter.unstructure(value) for value in values]
 
     def callback_record(callback: Callback) -> dict[str, Any]:
-        # What a callback keeps for itself changes while it runs and would make a resumed config differ.
-        public = {k: v for k, v in vars(callback).items() if not k.startswith("_") and _is_plain(v)}
-        return {"class": _qualified_name(type(callback)), **public}
+        kept = vars(callback)
+        names = [name for name in _arguments(type(callback)) if name in kept and _is_plain(kept[name])]
+        return {"class": _qualified_name(type(callback))} | {name: converter.unstructure(kept[name]) for name in names}
 
     # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
     converter.register_unstructure_hook_func(is_dataclass, fields_of)
@@ -120,14 +139,10 @@ def _strictly(cls: type, *others: type) -> Callable[[Any, Any], Any]:
 
     def structure(value: Any, _: Any) -> Any:
         if type(value) is not cls and type(value) not in others:
-            raise TypeError(f"{value!r} is a {type(value).__name__}, not {_article(cls)}")
+            raise TypeError(f"{value!r} is of type {type(value).__name__}, not {cls.__name__}")
         return value
 
     return structure
-
-
-def _article(cls: type) -> str:
-    return f"an {cls.__name__}" if cls is int else f"a {cls.__name__}"
 
 
 def _dtype(value: Any, _: Any) -> torch.dtype:
@@ -146,6 +161,12 @@ def _describe(error: BaseException, expected: type | None) -> str:
     return format_exception(error, expected)
 
 
+def _arguments(cls: type) -> list[str]:
+    """Names of what the constructor of `cls` takes, and those it inherits from."""
+    constructors = [vars(part)["__init__"] for part in cls.__mro__[:-1] if "__init__" in vars(part)]
+    return list(dict.fromkeys(name for init in constructors for name in inspect.signature(init).parameters))
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -156,7 +177,7 @@ def _is_code(cls: type) -> bool:
 
 def _refuse(value: Any) -> Any:
     raise ConfigError(
-        f"{value!r} in a config is a {type(value).__name__}, which has no plain form to record. "
+        f"{value!r} in a config is of type {type(value).__name__}, which has no plain form to record. "
         "Use numbers, strings, booleans, enums, paths, durations, dtypes, dataclasses or containers of them."
     )
 

@@ -139,7 +139,8 @@ class PerRankLoader:
             )
         if not isinstance(loader, Iterable):
             raise DataError(
-                f"PerRankLoader got a {type(loader).__name__}, which cannot be iterated. Give an iterable of batches."
+                f"PerRankLoader got an object of type {type(loader).__name__}, which cannot be iterated. Give an "
+                "iterable of batches."
             )
         self.loader = loader
 

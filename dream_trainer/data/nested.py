@@ -100,7 +100,7 @@ def batch_size(tree: Any) -> int:
         first = first[0]
     if type(first) is Tensor and first.ndim > 0:  # most batches: 4 us less on the step path
         return first.shape[0]
-    for part in _leaves(tree):
+    for part in leaves(tree):
         if isinstance(part, PackedSequence):
             return int(part.batch_sizes[0])
         if isinstance(part, Tensor) and part.ndim > 0:
@@ -178,18 +178,18 @@ def _with_fields(record: Any, changed: dict[str, Any]) -> Any:
     return result
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> Iterator[Any]:
     """The parts of `tree` that are no container, in order."""
     if isinstance(tree, PackedSequence):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _leaves(value)
+            yield from leaves(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from _leaves(value)
+            yield from leaves(value)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from _leaves(attrgetter(field.name)(tree))
+            yield from leaves(attrgetter(field.name)(tree))
     else:
         yield tree

@@ -263,9 +263,8 @@ class ForeignStream(TrainStream):
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
-                f"The data loader is a {type(self._source).__name__}, an iterator that was read already and cannot "
-                "go back. "
-                "Give an object whose `__iter__` begins anew."
+                f"The data loader is of type {type(self._source).__name__}, an iterator that was read already and "
+                "cannot go back. Give an object whose `__iter__` begins anew."
             )
         self._iterator = None
         self._is_exhausted = False
@@ -346,7 +345,7 @@ class ForeignStream(TrainStream):
         name, epoch = type(self._source).__name__, self._position.epoch
         if isinstance(self._source, Iterator):
             return DataError(
-                f"The data loader is a {name}, an iterator that can be read once, and pass {epoch} over it found "
+                f"The data loader is of type {name}, an iterator that can be read once, and pass {epoch} over it found "
                 "nothing. "
                 "Give an object whose `__iter__` begins anew, e.g. a class with a generator method `__iter__`."
             )

@@ -55,9 +55,8 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
     source = foreign_iterable(loader, dp_size)
     if isinstance(source, Iterator):
         raise DataError(
-            f"The validation loader is a {type(source).__name__}, an iterator that can be read once, and validation "
-            "runs many "
-            "times. Give an object whose `__iter__` begins anew."
+            f"The validation loader is of type {type(source).__name__}, an iterator that can be read once, and "
+            "validation runs many times. Give an object whose `__iter__` begins anew."
         )
     return ForeignValidation(source, dp_rank, seed)
 

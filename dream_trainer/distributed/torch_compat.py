@@ -1,7 +1,7 @@
 """Every private or moving PyTorch name that Dream Trainer leans on, each behind a function of ours.
 
 `tests/distributed/test_torch_compat.py` exercises each one, so a PyTorch release that moves a name fails there
-first and is mended here alone.
+first and is mended here alone. The compiler's are in compiler_compat.py.
 """
 
 from __future__ import annotations
@@ -159,14 +159,6 @@ def begin_root(module: FSDPModule) -> None:
     """Makes `module` the root of its FSDP states now; else the first of them to run a forward becomes one, and a block
     that is called on its own would take its model's place."""
     module._get_fsdp_state()._lazy_init()
-
-
-def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside `torch.compile(module)`, or None if `module` is no such wrapper. Imports no compiler."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
-        return None
-    return module._orig_mod
 
 
 def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
@@ -351,3 +343,8 @@ def write_memory_snapshot(path: Path) -> None:
     """Writes what is allocated on this process's CUDA devices, with the history kept of it: for
     https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward, where checkpointed activations are computed again."""
+    return torch._C._current_graph_task_id() != -1

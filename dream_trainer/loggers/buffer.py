@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -66,7 +67,7 @@ class Flight(NamedTuple):
             values, weights = _filled(column.values, numbers), _filled(column.weights, numbers)
             if column.reduce == "mean":
                 values = [value * weight for value, weight in zip(values, weights, strict=True)]
-            column.total = _combined(column.reduce, [column.total, *map(Total, values, weights)])
+            column.total = _combined(column.reduce, chain([column.total], zip(values, weights, strict=True)))
             column.values, column.weights = [], []
         return {name: (column.reduce, column.total) for name, column in self.columns.items()}
 
@@ -90,7 +91,8 @@ class MetricBuffer:
         self._agreed: dict[str, str] = {}
         # Of keys that have set out and not yet arrived.
         self._setting_out: dict[str, str] = {}
-        self._marks: dict[str, int] = {}
+        # The columns that values went to since the last `mark` or `begin`, in order.
+        self._since_mark: list[_Column] = []
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
         """Adds one value. Nothing is computed or waited for.
@@ -117,6 +119,7 @@ class MetricBuffer:
             raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
         column.values.append(value)
         column.weights.append(weight)
+        self._since_mark.append(column)
 
     def add_result(self, result: Mapping[str, Any], weight: Scalar, prefix: str = "") -> None:
         """Adds the scalars of a step's result as means; nested dicts as `outer/inner`.
@@ -129,20 +132,26 @@ class MetricBuffer:
             prefix: Put before each name as it is.
         """
         for key, value in result.items():
-            if type(value) is float or is_scalar(value):
+            kind = type(value)
+            is_plain = kind is float or (kind is Tensor and value.dim() == 0 and value.is_floating_point())
+            if is_plain or is_scalar(value):
                 self.add(f"{prefix}{key}", value, weight)
             elif isinstance(value, Mapping):
                 self.add_result(value, weight, f"{prefix}{key}/")
 
+    def has_values(self) -> bool:
+        """Whether anything was added since the last `begin`."""
+        return any(column.values for column in self._columns.values())
+
     def mark(self) -> None:
         """Remembers this point, to which `rewind` goes back."""
-        self._marks = {name: len(column.values) for name, column in self._columns.items()}
+        self._since_mark.clear()
 
     def rewind(self) -> None:
-        """Forgets what was added since the last `mark` or `reduce`."""
-        for name, column in self._columns.items():
-            kept = self._marks.get(name, 0)
-            del column.values[kept:], column.weights[kept:]
+        """Forgets what was added since the last `mark` or `begin`."""
+        for column in self._since_mark:
+            del column.values[-1], column.weights[-1]
+        self._since_mark.clear()
 
     def reduce(self, world: World) -> dict[str, float]:
         """`finish(begin())`: waits for the device once."""
@@ -150,7 +159,8 @@ class MetricBuffer:
 
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
-        columns, self._columns, self._marks = self._columns, {}, {}
+        columns, self._columns = self._columns, {}
+        self._since_mark.clear()
         self._setting_out = {name: column.reduce for name, column in columns.items()}
         waiting = [item for c in columns.values() for item in (*c.values, *c.weights) if isinstance(item, Tensor)]
         return Flight(columns, start_copy(waiting))
@@ -197,6 +207,7 @@ class MetricBuffer:
         elif not world.is_main:
             ranks = []
         self._columns.clear()
+        self._since_mark.clear()
         for records in ranks:
             for name, (reduce, value, weight) in records.items():
                 column = self._columns.get(name) or self._new_column(name, reduce)
@@ -240,7 +251,9 @@ def keep(name: str, value: Any) -> Scalar:
     """
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
-            raise TypeError(f"metric {name!r} is a {type(value).__name__}. Log a number or a tensor of one element.")
+            raise TypeError(
+                f"metric {name!r} is of type {type(value).__name__}. Log a number or a tensor of one element."
+            )
         return float(value)
     if type(value) is not Tensor:
         value = whole(value)
@@ -287,7 +300,7 @@ def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:
     return [next(numbers) if isinstance(item, Tensor) else item for item in items]
 
 
-def _combined(reduce: str, totals: list[Total]) -> Total:
+def _combined(reduce: str, totals: Iterable[tuple[float, float]]) -> Total:
     """Totals in order, as one. From left to right, so that it is the same bits however often it was interrupted."""
     value, weight = _NOTHING
     for new_value, new_weight in totals:

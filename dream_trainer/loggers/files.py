@@ -34,7 +34,11 @@ class LineFile:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except ValueError:  # rare, and looking for it in each line costs as much as the line
+            line = json.dumps(_plain(record), allow_nan=False)
+        self._file.write(line + "\n")
 
     def close(self) -> None:
         """Closes the file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,41 +17,39 @@ _FAILED = object()
 
 
 class LoggerGroup:
-    """Several loggers, opened with the first line.
+    """Several loggers, opened when there is something to write.
 
     Args:
         loggers: The loggers.
         report: Says a message once for a key.
         strict: Whether an exception of a logger goes on to the caller; else it is reported once.
+
+    Attributes:
+        is_open: Whether `open` was called since the last `close`.
     """
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
         self._loggers = loggers
-        self._open: list[Logger] | None = None
+        self._open: list[Logger] = []
+        self.is_open = False
         self._report = report
         self._strict = strict
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `open` was called since the last `close`."""
-        return self._open is not None
-
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Opens every logger; one that fails gets nothing."""
-        self._open = [
-            logger
-            for logger in self._loggers
-            if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED
-        ]
+        self.is_open, self._open = True, []
+        for logger in self._loggers:
+            if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED:
+                self._open.append(logger)
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Writes numbers to every logger."""
-        for logger in self._open or ():
+        for logger in self._open:
             self._guarded(logger, partial(logger.log, metrics, stamp))
 
     def log_media(self, name: str, media: Media, stamp: Stamp) -> None:
         """Writes media to the loggers that can show it; says so once if none can."""
-        shown = [self._guarded(logger, partial(logger.log_media, name, media, stamp)) for logger in self._open or ()]
+        shown = [self._guarded(logger, partial(logger.log_media, name, media, stamp)) for logger in self._open]
         if all(answer is False for answer in shown):
             kind = type(media).__name__
             self._report(
@@ -60,10 +59,11 @@ class LoggerGroup:
             )
 
     def close(self) -> None:
-        """Closes every logger that is open."""
-        for logger in self._open or ():
-            self._guarded(logger, logger.close)
-        self._open = None
+        """Closes every logger that is open, though one of them raises."""
+        loggers, self._open, self.is_open = self._open, [], False
+        with ExitStack() as stack:
+            for logger in reversed(loggers):
+                stack.callback(self._guarded, logger, logger.close)
 
     def state_dict(self) -> dict[str, Any]:
         """What the loggers keep in a checkpoint, by class and number within the class."""

@@ -91,7 +91,7 @@ def gathered(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name!r} is a {type(value).__name__}. Log a tensor or an array of numbers.") from error
+        raise TypeError(f"{name!r} is of type {type(value).__name__}. Log a tensor or an array of numbers.") from error
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
@@ -156,10 +156,17 @@ def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> T
 
     Raises:
         ValueError: A row has more or fewer cells than there are columns.
+        TypeError: The columns are a string, or the rows or one of them are no sequence.
     """
+    if isinstance(columns, str):
+        raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise TypeError(f"the rows of {name!r} are {rows!r}. Log a list of rows, each a list of cells.")
     found = []
     for number, row in enumerate(rows):
-        cells = list(row.values()) if isinstance(row, Mapping) else list(row)
+        cells = _cells(row)
+        if cells is None:
+            raise TypeError(f"row {number} of {name!r} is {row!r}. Log each row as a list of its cells: [{row!r}].")
         if len(cells) != len(columns):
             raise ValueError(
                 f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
@@ -174,6 +181,16 @@ def markdown(shown: Table) -> str:
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
     )
+
+
+def _cells(row: Any) -> list[Any] | None:
+    """The cells of a row; None of what is no row, such as a string, whose letters are no cells."""
+    if isinstance(row, str):
+        return None
+    try:
+        return list(row.values() if isinstance(row, Mapping) else row)
+    except TypeError:
+        return None
 
 
 def _cell(value: Any) -> Cell:

@@ -15,6 +15,7 @@ from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard import RecordWriter
 
 
 class TensorBoardLogger(Logger):
@@ -27,10 +28,12 @@ class TensorBoardLogger(Logger):
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
+        self._records: RecordWriter | None = None
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Starts a new event file."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard import RecordWriter
 
         self.close()
         directory = run_dir / "tensorboard"
@@ -41,6 +44,7 @@ class TensorBoardLogger(Logger):
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("ab")
+        self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         if resumed_step is not None:
             start = SessionLog(status=SessionLog.START)
@@ -62,7 +66,7 @@ class TensorBoardLogger(Logger):
         """Closes the event file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+            self._file = self._records = None
 
     def _write_summary(self, summary: Summary, stamp: Stamp) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -72,11 +76,9 @@ class TensorBoardLogger(Logger):
     def _write(self, event: Event) -> None:
         """Appends one event. In this thread: torch's SummaryWriter has one of its own, and to wait for it costs more
         (500 us for a line of six metrics, not 50)."""
-        from torch.utils.tensorboard import RecordWriter
-
-        if self._file is None:
+        if self._file is None or self._records is None:
             raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
-        RecordWriter(self._file).write(event.SerializeToString())
+        self._records.write(event.SerializeToString())
         self._file.flush()
 
 

@@ -57,6 +57,7 @@ class Placed:
         parameter: The parameter.
         group: The first pattern group that matches, or None.
         decays: Whether it is of a kind that decays.
+        depth: Its layer under `layer_decay`: 0 below the first block, then its block's number; None without.
         scale: Factor of the learning rate by depth.
         is_hidden_matrix: Whether it is a matrix inside a block, no embedding and no normalisation weight.
     """
@@ -65,6 +66,7 @@ class Placed:
     parameter: nn.Parameter
     group: GroupParameters | None
     decays: bool
+    depth: int | None
     scale: float
     is_hidden_matrix: bool
 
@@ -140,7 +142,9 @@ def parameter_groups(
         blocks: The repeated blocks, lowest first; by default those that sharding finds.
 
     Returns:
-        Dicts of named `params`, `lr` and `weight_decay`, in the model's order.
+        Dicts of named `params`, `lr`, `weight_decay` and a `name` that no other has, in the model's order: "decay" or
+        "no_decay", after "layer_3_" with `layer_decay` (0: below the first block, L + 1: above the last one), and after
+        the pattern of a pattern group.
 
     Raises:
         ConfigError: A pattern matches nothing (left to match), nothing is trainable, or there are no blocks to decay
@@ -176,7 +180,9 @@ def place(
     chosen = _choose(groups, [names for names, _ in trainable], [names for names, _ in named])
     vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
     embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
-    scales = _scales([parameter for _, parameter in named], embeddings, blocks, layer_decay)
+    depths = _depths([parameter for _, parameter in named], embeddings, blocks, layer_decay)
+    factor = 1.0 if layer_decay is None else layer_decay
+    scales = {key: factor ** (len(blocks) + 1 - depth) for key, depth in depths.items()}
     inside = {id(p) for block in blocks for p in block.parameters()}
     return [
         Placed(
@@ -185,7 +191,8 @@ def place(
             group=own,
             decays=(decay_vectors or id(parameter) not in vectors)
             and (decay_embeddings or id(parameter) not in embeddings),
-            scale=scales[id(parameter)],
+            depth=depths.get(id(parameter)),
+            scale=scales.get(id(parameter), 1.0),
             is_hidden_matrix=parameter.ndim == 2 and id(parameter) in inside - vectors - embeddings,
         )
         for (names, parameter), own in zip(trainable, chosen, strict=True)
@@ -193,16 +200,20 @@ def place(
 
 
 def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Joins parameters of one pattern group, rate and decay."""
-    joined: dict[tuple[int, float, float], dict[str, Any]] = {}
+    """Joins parameters of one pattern group, layer and decay."""
+    joined: dict[str, dict[str, Any]] = {}
     for one in placed:
-        own = one.group
+        own, depth = one.group, one.depth
         rate, decay = lr * one.scale, weight_decay
         if own is not None:
             rate = own.lr if own.lr is not None else rate * (1.0 if own.lr_scale is None else own.lr_scale)
             decay = decay if own.weight_decay is None else own.weight_decay
+            depth = depth if own.lr is None else None
         decay = decay if one.decays else 0.0
-        members = joined.setdefault((id(own), rate, decay), {"params": [], "lr": rate, "weight_decay": decay})
+        name = "decay" if decay else "no_decay"
+        name = name if depth is None else f"layer_{depth}_{name}"
+        name = name if own is None else f"{own.pattern} {name}"
+        members = joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": decay})
         members["params"].append((one.names[0], one.parameter))
     return list(joined.values())
 
@@ -246,12 +257,12 @@ def _choose(
     return chosen
 
 
-def _scales(
+def _depths(
     parameters: Sequence[nn.Parameter], embeddings: set[int], blocks: Sequence[nn.Module], layer_decay: float | None
-) -> dict[int, float]:
-    """Factor of the learning rate by depth, by the parameter's id; see `parameter_groups`."""
+) -> dict[int, int]:
+    """Layers by the parameter's id, nothing without `layer_decay`; see `parameter_groups`."""
     if layer_decay is None:
-        return {id(parameter): 1.0 for parameter in parameters}
+        return {}
     if not blocks:
         raise ConfigError(
             f"layer_decay={layer_decay} needs repeated blocks, and the model has no ModuleList or Sequential of two or "
@@ -259,18 +270,17 @@ def _scales(
         )
     last = len(blocks)
     block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
-    scales: dict[int, float] = {}
+    depths: dict[int, int] = {}
     passed = 0
     for parameter in parameters:
         key = id(parameter)
         if key in block_of:
-            depth = passed = block_of[key]
+            depths[key] = passed = block_of[key]
         elif key in embeddings:
-            depth = 0
+            depths[key] = 0
         else:
-            depth = last + 1 if passed == last else passed
-        scales[key] = layer_decay ** (last + 1 - depth)
-    return scales
+            depths[key] = last + 1 if passed == last else passed
+    return depths
 
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:

@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive, spell
+from dream_trainer.config.checks import (
+    check_between,
+    check_boolean,
+    check_choice,
+    check_integer,
+    check_names,
+    check_positive,
+    spell,
+)
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.groups import GroupParameters, check_pattern
 
@@ -96,6 +104,8 @@ class OptimizerParameters:
             raise ConfigError(f'fused=True: {self.name!r} has no fused implementation. Use fused="auto", or {names}.')
         check_boolean("decay_vectors", self.decay_vectors)
         check_boolean("decay_embeddings", self.decay_embeddings)
+        if not isinstance(self.groups, tuple | list):
+            raise ConfigError(f"groups={self.groups!r} is no tuple. Use (GroupParameters(pattern=..., lr_scale=...),).")
         for group in self.groups:
             if not isinstance(group, GroupParameters):
                 raise ConfigError(f"groups has {group!r}. Use GroupParameters(pattern=..., lr_scale=...).")
@@ -150,25 +160,12 @@ class OptimizerParameters:
             check_integer("ns_steps", self.ns_steps, minimum=1)
             if self.ns_steps >= 100:
                 raise ConfigError(f"ns_steps={self.ns_steps} is too many. Use 5.")
-        if self.adjust_lr_fn is not None:
-            check_choice("adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original"))
+        check_choice("adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original", None))
         if self.adjust_lr_fn == "original" and self.adamw_lr is None:
             raise ConfigError(
                 f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then wants a rate some fifty times '
                 'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".'
             )
+        check_names("hidden", self.hidden, example="blocks")
         for pattern in self.hidden:
             check_pattern("hidden", pattern)
-
-
-def check_between(name: str, value: object, low: float, high: float, *, below: bool = False) -> None:
-    """Raises ConfigError unless `value` is a number from `low` to `high`, `high` itself not if `below`."""
-    is_inside = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (low <= value < high or (value == high and not below))
-    )
-    if is_inside:
-        return
-    span = f"from {low} to {'below ' if below else ''}{high}" if high < math.inf else f"of at least {low}"
-    raise ConfigError(f"{name}={value!r} is not a number {span}. Use one that is.")

@@ -7,17 +7,20 @@ what is left of it, and a WSD run goes on from before its decay.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from dream_trainer.config.checks import check_choice, check_integer, spell
+from dream_trainer.config.checks import check_between, check_choice, check_integer, spell
 from dream_trainer.errors import ConfigError
-from dream_trainer.optim.parameters import check_between
+
+logger = logging.getLogger("dream_trainer")
 
 ScheduleName = Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "plateau"]
 DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
@@ -48,8 +51,8 @@ class ScheduleParameters:
     - "inverse_sqrt": `max(m, sqrt((W + 1) / (s + 1)))` (Vaswani et al. 2017, arXiv 1706.03762);
     - from step T on, where there is a decay: m.
 
-    "plateau" is PyTorch's ReduceLROnPlateau, which the user steps with a metric. A warm-up longer than the run is cut
-    off by its end.
+    "plateau" is PyTorch's ReduceLROnPlateau, which the user steps with a metric. A warm-up as long as the run or longer
+    is cut off by its end: rank 0 warns of it, and it is no error, since short runs try out the config of long ones.
 
     Raises:
         ConfigError: a value cannot work, or the named schedule does not take it.
@@ -89,8 +92,7 @@ class ScheduleParameters:
             _check_length("decay_steps", self.decay_steps, zero=False)
         if self.min_lr_ratio is not None:
             check_between("min_lr_ratio", self.min_lr_ratio, 0, 1)
-        if self.decay_shape is not None:
-            check_choice("decay_shape", self.decay_shape, get_args(DecayShape))
+        check_choice("decay_shape", self.decay_shape, (*get_args(DecayShape), None))
         if self.decay_shape == "exponential" and not self.min_lr_ratio:
             raise ConfigError(
                 'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use '
@@ -106,8 +108,7 @@ class ScheduleParameters:
             )
         if self.unit != "step":
             raise ConfigError('unit="epoch": "plateau" is stepped by validations, not epochs. Leave unit out.')
-        if self.mode is not None:
-            check_choice("mode", self.mode, ("min", "max"))
+        check_choice("mode", self.mode, ("min", "max", None))
         if self.factor is not None:
             check_between("factor", self.factor, 0, 1, below=True)
         for name in ("patience", "cooldown"):
@@ -136,15 +137,8 @@ def build_schedule(
     Raises:
         ConfigError: The schedule needs a total that is not known.
     """
-    if parameters.name == "plateau":
-        smallest = parameters.min_lr_ratio or 0.0
-        given = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
-        return ReduceLROnPlateau(
-            optimizer,
-            min_lr=[smallest * group["lr"] for group in optimizer.param_groups],
-            **{name: value for name, value in given.items() if value is not None},
-        )
-    return LambdaLR(optimizer, rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch))
+    (schedule,) = build_schedules(parameters, [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    return schedule
 
 
 def build_schedules(
@@ -155,10 +149,35 @@ def build_schedules(
     steps_per_epoch: int | None = None,
 ) -> list[LambdaLR | ReduceLROnPlateau]:
     """One schedule for each of several optimizers, in their order; arguments and errors of `build_schedule`."""
-    return [
-        build_schedule(parameters, optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        for optimizer in optimizers
-    ]
+    if parameters.name == "plateau":
+        return [_plateau(parameters, optimizer) for optimizer in optimizers]
+    factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
+    return [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+
+def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
+    warmup = _length(parameters.warmup_steps, total)
+    is_main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if is_main and total is not None and 0 < total <= warmup:
+        logger.warning(
+            "the warm-up of %d %ss (warmup_steps=%s) does not end within the run's %d: the learning rate never reaches "
+            "its peak. Use a shorter one, or a fraction of the run, such as warmup_steps=0.05.",
+            warmup,
+            parameters.unit,
+            parameters.warmup_steps,
+            total,
+        )
+
+
+def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROnPlateau:
+    smallest = parameters.min_lr_ratio or 0.0
+    given = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
+    return ReduceLROnPlateau(
+        optimizer,
+        min_lr=[smallest * group["lr"] for group in optimizer.param_groups],
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def rate_factor(
@@ -209,7 +228,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Units of the whole run."""
+    """Units of the whole run, where they are needed; None where not."""
     is_fraction = isinstance(parameters.warmup_steps, float) and parameters.warmup_steps > 0
     what = repr(parameters.name) if parameters.name in _NEEDS_TOTAL else f"warmup_steps={parameters.warmup_steps}"
     if parameters.name not in _NEEDS_TOTAL and not is_fraction:
@@ -219,14 +238,20 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
             f"total_steps=None, and {what} needs the run's length. Set max_steps or n_epochs, or use a schedule "
             'without an end ("constant", "inverse_sqrt") with warmup_steps as a number of steps.'
         )
-    if parameters.unit == "step":
-        return total_steps
-    if not steps_per_epoch:
+    total = _units(parameters, total_steps, steps_per_epoch)
+    if total is None:
         raise ConfigError(
             f'steps_per_epoch={steps_per_epoch}, and unit="epoch" needs it to count {what} in epochs. '
             'Pass the optimizer steps of one epoch, or use unit="step".'
         )
-    return math.ceil(total_steps / steps_per_epoch)
+    return total
+
+
+def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    """Units of the whole run; None if nobody can tell."""
+    if total_steps is None or parameters.unit == "step":
+        return total_steps
+    return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
 
 
 def _length(value: int | float, total: int | None) -> int:

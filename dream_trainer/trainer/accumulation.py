@@ -266,10 +266,11 @@ class Accumulation:
                 "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "
                 "Call backward for every batch; weight=0 where there is nothing to learn."
             )
-        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
-            raise StepError(
-                "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
-            )
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise StepError(
+                    "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
+                )
 
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)

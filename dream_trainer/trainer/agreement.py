@@ -46,6 +46,7 @@ class Agreement:
     def begin(self) -> None:
         """The world is there."""
         self._pulse = Pulse(self._trainer.world)
+        self._is_main = self._trainer.world.is_main
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
@@ -61,25 +62,28 @@ class Agreement:
             short: Whether this rank cannot fill a window.
             waiting: Whether it speaks from within its wait for data.
         """
-        trainer, signals = self._trainer, self.signals
+        trainer, signals, cadence = self._trainer, self.signals, self._cadence
+        goes_by_the_clock = cadence.goes_by_the_clock
         due, saving, save_failed = trainer._saving_flags()
         self.exchanges += 1
-        flags = self._pulse.exchange(
-            Flags(
-                stop=trainer._stop_reason is not None,
-                terminate=signals.terminated,
-                interrupt=signals.interrupted,
-                timeout=self._cadence.time_is_up(),
-                save=trainer._save_requested or signals.save_asked or due,
-                saving=saving,
-                save_failed=save_failed,
-                validate=trainer.world.is_main and self._cadence.validation_is_due_by_the_clock(),
-                waiting=waiting,
-                short=short,
-                clocks=self._due_callbacks() if trainer.world.is_main else 0,
-                samples=samples,
+        # Not Flags(stop=...): in each step, names would cost more than all that they hold.
+        mine = Flags._make(
+            (
+                trainer._stop_reason is not None,
+                signals.terminated,
+                signals.interrupted,
+                goes_by_the_clock and cadence.time_is_up(),
+                trainer._save_requested or signals.save_asked or due,
+                saving,
+                save_failed,
+                goes_by_the_clock and self._is_main and cadence.validation_is_due_by_the_clock(),
+                waiting,
+                short,
+                self._due_callbacks() if self._timed and self._is_main else 0,
+                samples,
             )
         )
+        flags = self._pulse.exchange(mine)
         self._clocks = flags.clocks
         if flags.save:
             trainer._save_requested = signals.save_asked = False

@@ -11,8 +11,7 @@ by the clock, the last window) is decided between windows, from numbers that are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,22 +23,18 @@ from dream_trainer.config.base import BaseTrainerConfig
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.signals import exit_code
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.trainer.accumulation import Accumulation
-from dream_trainer.trainer.dataflow import connect_data, steps_in_epoch
-from dream_trainer.trainer.describe import describe
+from dream_trainer.trainer.dataflow import steps_in_epoch
 from dream_trainer.trainer.determinism import deterministic
-from dream_trainer.trainer.feed import WindowFeed
-from dream_trainer.trainer.intermission import Intermission
-from dream_trainer.trainer.launch import launch
+from dream_trainer.trainer.intermission import WINDOWS_WITHOUT_STEP
 from dream_trainer.trainer.nonfinite import RetryWindow
 from dream_trainer.trainer.precision import float32_products
+from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.watch import watched
 
 
-class BaseTrainer(Intermission):
+class BaseTrainer(Session):
     """The training loop: accumulation, validation, limits, events, and agreement between ranks.
 
     Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
@@ -73,19 +68,19 @@ class BaseTrainer(Intermission):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._gradients_sync = True
+        self._epoch_ends = False  # with the window just completed
         self._is_first_window = True
-        self._first_batch_idx = 0
         self._window_samples = 0
         self._sizes: list[int] | None = None
-        self._steps_per_epoch = steps_in_epoch(config.training_parameters, None)
-        self._is_closed = self._has_failed = self._is_training = False
+        # Optimizer steps that end an epoch whatever the data holds; None: the data's end does.
+        self._epoch_limit = steps_in_epoch(config.training_parameters, None)
 
     # -- what the user calls
 
     def fit(self) -> None:
         """Trains until the first limit is reached, a stop is requested, or a signal comes.
 
-        Launches and sets up on the first call. A finished run returns at once.
+        Launches and sets up on the first call. A finished run returns at once, and says so.
 
         Raises:
             SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code.
@@ -165,87 +160,6 @@ class BaseTrainer(Intermission):
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         return self._accumulation.step(model, optimizers, schedulers)
 
-    def describe(self) -> str:
-        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
-        launch."""
-        text = describe(self)
-        print(text)
-        return text
-
-    def close(self) -> None:
-        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it."""
-        if self._is_closed or self._world is None:
-            return
-        self._is_closed = True
-        self._notify("teardown")
-        self._close()
-        if self._train_stream is not None:
-            self._train_stream.close()
-        for batches in self._val_batches.values():
-            batches.close()
-        self._world.close()
-
-    def __enter__(self) -> BaseTrainer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or (self._world is not None and self._world.world_size == 1):
-            self.close()
-
-    # -- launch and setup
-
-    def _start(self) -> None:
-        """Launches, builds and resumes, once."""
-        if self._is_closed or self._has_failed:
-            state = "closed" if self._is_closed else "left in the middle of a step by an exception"
-            raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
-        if self._is_ready:
-            return
-        self._notify("pre_launch")
-        launch(self)
-        self._notify("post_launch")
-        self._notify("pre_configure")
-        self.configure()
-        self._notify("post_configure")
-        self._notify("pre_setup")
-        self.setup()
-        if self._train_stream is None:
-            for model in self.named_models().values():
-                model.to(self.world.device)
-            connect_data(self)
-        assert self._train_stream is not None  # connect_data sets it
-        self._ranks_are_even = self._train_stream.is_even
-        self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
-        self._accumulation = Accumulation(self)
-        self._agreement.begin()
-        self._training_step = self._wrap_step(self.training_step)
-        self._validation_step = self._wrap_step(self.validation_step)
-        self._is_ready = True
-        self._finish_setup()
-        self._notify("post_setup")
-        # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
-        seed_everything(hash_seed(b"rank", self.config.seed, self.world.dp_rank))
-        self._resume()
-
-    @contextmanager
-    def _failing_for_all(self) -> Iterator[None]:
-        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised."""
-        try:
-            yield
-        except BaseException as exc:
-            self._has_failed = True
-            try:
-                self._notify("on_exception", exc)
-            finally:
-                if self._world is not None and self._world.world_size > 1:
-                    self._world.fail(exc)
-                if self._is_training and isinstance(exc, Exception):
-                    if self._accumulation.is_open:
-                        self.progress.batch_idx = self._first_batch_idx
-                        self._window_dropped()
-                    self._save_after_exception()
-            raise
-
     # -- the loop
 
     def _train(self) -> None:
@@ -256,6 +170,8 @@ class BaseTrainer(Intermission):
             if agreement.ended_by is not None:
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
+            elif not agreement.stopped:
+                self._say_that_it_is_finished()
             self._cadence.stop()
             return
         with deterministic(self.config.training_parameters.deterministic), float32_products(self):
@@ -275,7 +191,7 @@ class BaseTrainer(Intermission):
 
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
-        is_over = self._steps_per_epoch == 0
+        is_over = self._epoch_limit == 0
         if is_over:
             self._end_epoch()
         while not is_over:
@@ -287,7 +203,7 @@ class BaseTrainer(Intermission):
             if window is None:  # a pass without a window; two in a row are an error
                 continue
             self._run_window(window)
-            is_over = self._epoch_is_over()
+            is_over = self._epoch_ends
             if self._between_windows(epoch_ended=is_over):
                 return
 
@@ -394,15 +310,20 @@ class BaseTrainer(Intermission):
         samples = self._window_samples if self._ranks_are_even else self._flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
-        self._note_what_follows(epoch_ended=self._epoch_is_over())
-        if self._is_first_window:
-            self._is_first_window = False
-            self.world.first_step_is_done()
+        self._epoch_ends = self._epoch_is_over()
+        self._note_what_follows(epoch_ended=self._epoch_ends)
+        if not self._has_stepped:
+            if self._is_first_window:
+                self._is_first_window = False
+                self.world.first_step_is_done()
+            self._has_stepped = stepped
+            if self.progress.epoch_steps == WINDOWS_WITHOUT_STEP:
+                self._say_if_nothing_is_trained()
 
     # -- when training ends
 
     def _epoch_is_over(self) -> bool:
-        steps = self._steps_per_epoch
+        steps = self._epoch_limit
         return self._feed.is_pass_over if steps is None else self.progress.epoch_steps >= steps
 
     def _is_done(self) -> bool:

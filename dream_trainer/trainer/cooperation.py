@@ -23,8 +23,11 @@ class Cooperation:
     _feed: WindowFeed
     _accumulation: Accumulation
     _agreement: Agreement
+    _is_training: bool  # whether `fit` is at its loop
+    _has_failed: bool  # whether an exception ended it
     _start: Callable[[], None]
     _failing_for_all: Callable[[], AbstractContextManager[None]]
+    _last_window_is_done: Callable[[], bool]
     settle: Callable[[], None]
     _validation_step: Callable[[Any, int], Any]
     # Seconds that checkpoints have held the step path up in this process; CheckpointMixin counts them.
@@ -97,6 +100,9 @@ class Cooperation:
 
     def _saving_heard(self, saving: int, failed: int) -> None:
         """Takes on how many ranks a save is being written, and on how many it failed; between windows, on all ranks."""
+
+    def _save_was_lost(self) -> None:
+        """The save begun last did not get to the disk, and nobody has its state."""
 
     def _before_update(self) -> None:
         """Right before an optimizer changes parameters in place."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def connect_data(trainer: AbstractTrainer) -> None:
-    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and `total_steps`.
+    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps.
 
     Raises:
         HookError: The hook returned something other than `(train, val)`, or validation data without a step.
@@ -52,6 +52,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         stream.close()
         stream = _stream(trainer, PerRankLoader(batches))
     trainer._train_stream = stream
+    trainer.steps_per_epoch = steps_in_epoch(parameters, stream.steps_per_epoch)
     trainer.total_steps = planned_steps(parameters, stream.steps_per_epoch, global_batch_size(trainer))
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._val_batches = {
@@ -120,7 +121,7 @@ def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, A
     from dream_trainer.trainer.abstract import AbstractTrainer
 
     has_step = type(trainer).validation_step is not AbstractTrainer.validation_step
-    if val is None:
+    if val is None or (isinstance(val, Mapping) and not val):
         if has_step:
             trainer._say_once(
                 "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."

@@ -14,6 +14,9 @@ from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.schedule import Cadence, limits
 from dream_trainer.trainer.validation import validate
 
+WINDOWS_WITHOUT_STEP = 100
+"""Windows of an epoch after which it is said that none has stepped yet; the end of the epoch says it sooner."""
+
 
 class Intermission(AbstractTrainer):
     """The part of BaseTrainer's loop that is no window."""
@@ -25,6 +28,7 @@ class Intermission(AbstractTrainer):
         self._limits = limits(config.training_parameters)
         self._flags = Flags()  # what all ranks said before the last window
         self._validates = False  # whether a validation follows it
+        self._has_stepped = False  # whether any window of this process counted as an optimizer step
 
     def _between_windows(self, *, epoch_ended: bool) -> bool:
         """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
@@ -32,8 +36,13 @@ class Intermission(AbstractTrainer):
         Returns:
             Whether this window was the last of the run.
         """
-        self._window_finished(is_last=self._limit_reached(epochs=self.progress.current_epoch + epoch_ended))
-        return self._conclude(stepped=self._accumulation.stepped, epoch_ended=epoch_ended, validates=self._validates)
+        is_last = self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
+        self._window_finished(is_last=is_last)
+        stepped = self._accumulation.stepped
+        if is_last or epoch_ended or self._validates:
+            return self._conclude(stepped=stepped, epoch_ended=epoch_ended, validates=self._validates)
+        self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
+        return False
 
     def _note_what_follows(self, *, epoch_ended: bool) -> None:
         """Writes into the counters what is to be done after the window just completed, for a checkpoint of before."""
@@ -50,20 +59,31 @@ class Intermission(AbstractTrainer):
         )
 
     def _conclude(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> bool:
+        """After a window that is not like most: it ends the run or an epoch, or a validation follows it."""
         is_last = self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
-        requested = False
         if validates and not self._validate(stepped=stepped, epoch_ended=epoch_ended):
             return True
         if epoch_ended:
             self._end_epoch()
-        if validates or epoch_ended or is_last:
-            # What their events ask for (early stopping) counts here and now; and after the last window, what it asked.
-            requested = bool(self._agreement.exchange().save)
-            if self._agreement.stopped and not is_last:
-                is_last = True
-                self._window_finished(is_last=True)
+        self._say_if_nothing_is_trained()
+        # What their events ask for (early stopping) counts here and now; and after the last window, what it asked.
+        requested = bool(self._agreement.exchange().save)
+        if self._agreement.stopped and not is_last:
+            is_last = True
+            self._window_finished(is_last=True)
         self._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
         return is_last
+
+    def _say_if_nothing_is_trained(self) -> None:
+        """Warns and raises nothing: training without gradients, or a late first step, may be meant."""
+        if self._has_stepped or self.local_batches == 0:
+            return
+        self._say_once(
+            "no step",
+            "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
+            "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "
+            "`not self.is_accumulating_gradients`.",
+        )
 
     def _end_epoch(self) -> None:
         self.progress.finish_epoch()
@@ -130,6 +150,33 @@ class Intermission(AbstractTrainer):
         if self._is_ready:
             self._cadence.update(self.progress)
             self._accumulation.settle()
+
+    def _say_that_it_is_finished(self) -> None:
+        progress, parameters = self.progress, self.config.training_parameters
+        counted = (
+            ("n_epochs", "epochs", progress.current_epoch),
+            ("max_steps", "steps", progress.global_step),
+            ("max_samples", "samples", progress.samples_seen),
+        )
+        reached = [
+            (name, f"{done} of {limit} {unit}")
+            for (name, unit, done), limit in zip(counted, self._limits, strict=True)
+            if done >= limit
+        ]
+        remedy = "Raise " + " and ".join(name for name, _ in reached)
+        if parameters.fast_dev_run:
+            remedy = "Use fast_dev_run=False"
+        done = " and ".join(text for _, text in reached)
+        self._say_once(
+            "finished",
+            f"nothing to train at step {progress.global_step}: {done} are done. {remedy} to go on, or use another "
+            "experiment name.",
+        )
+
+    def _last_window_is_done(self) -> bool:
+        """Whether a limit of the run is reached with the window just completed, its epoch's end included."""
+        owed = self.progress.owed
+        return self._limit_reached(epochs=self.progress.current_epoch + bool(owed and owed["epoch_ended"]))
 
     def _limit_reached(self, *, epochs: int) -> bool:
         n_epochs, max_steps, max_samples = self._limits

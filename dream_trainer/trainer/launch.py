@@ -14,10 +14,10 @@ from dream_trainer.trainer.checks import uncalled_hooks
 from dream_trainer.trainer.events import event_table
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.base import BaseTrainer
+    from dream_trainer.trainer.session import Session
 
 
-def launch(trainer: BaseTrainer) -> None:
+def launch(trainer: Session) -> None:
     """Gives `trainer` its world and the event table of its rank, and seeds all generators alike on all ranks.
 
     Raises:
@@ -43,7 +43,7 @@ def launch(trainer: BaseTrainer) -> None:
     seed_everything(hash_seed(b"setup", trainer.config.seed))
 
 
-def _record_collectives(trainer: BaseTrainer) -> None:
+def _record_collectives(trainer: Session) -> None:
     """Has NCCL write down its last collectives when one times out; its groups read that as they are made."""
     _, local_rank, world_size = environment_ranks()
     device = trainer.config.device_parameters.device
@@ -51,7 +51,7 @@ def _record_collectives(trainer: BaseTrainer) -> None:
         enable_flight_recorder(trainer.run_dir / "flight_recorder")
 
 
-def _close_if_alive(reference: weakref.ref[BaseTrainer]) -> None:
+def _close_if_alive(reference: weakref.ref[Session]) -> None:
     trainer = reference()
     if trainer is not None:
         trainer.close()

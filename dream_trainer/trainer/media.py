@@ -44,8 +44,9 @@ class MediaRecording(AbstractTrainer):
         Args:
             name: As the loggers will show it.
             images: Tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or `[height, width]`, on any
-                device: floating point from 0 to 1 (values beyond are clamped, which is said once), uint8, or bool.
-            captions: One for each image.
+                device: floating point from 0 to 1 (values beyond are clamped, which is said once; NaN is 0), uint8
+                from 0 to 255, or bool, where True is white. Other integers are an error.
+            captions: One text for each image, or None for it; where the logger can show them.
 
         Raises:
             ValueError: A shape is no image's, or there are more or fewer captions than images.
@@ -102,6 +103,7 @@ class MediaRecording(AbstractTrainer):
 
         Raises:
             ValueError: A row has more or fewer cells than there are columns.
+            TypeError: The columns are a string, or the rows or one of them are no sequence.
         """
         found = media.table(name, columns, rows)
         if self._takes_media():

@@ -28,7 +28,14 @@ class Recording:
                 self.log(name, value, weight=weight, reduce=reduce)
 
     def log_image(self, name: str, image: Any, caption: str | None = None) -> None:
-        """Logs an image `[channels, height, width]` (LoggerMixin)."""
+        """Logs an image (LoggerMixin); `log_images` says when it is written and what it raises.
+
+        Args:
+            name: As the loggers will show it.
+            image: Tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or `[height, width]`, on any
+                device: floating point from 0 to 1, uint8 from 0 to 255, or bool.
+            caption: Text beside the image, where the logger can show it.
+        """
         self.log_images(name, [image], [caption])
 
     def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:

@@ -56,7 +56,7 @@ def _refuse_hidden_modules(name: str, container: Any) -> None:
         if isinstance(item, nn.Module) and not is_metric(item) and _has_state(item):
             kind = "nn.ModuleDict" if isinstance(container, dict) else "nn.ModuleList"
             raise HookError(
-                f"self.{name} is a plain {type(container).__name__} that holds a {type(item).__name__}: the "
+                f"self.{name} is a plain {type(container).__name__} that holds a module ({type(item).__name__}): the "
                 "trainer would "
                 f"neither shard nor save it. Use {kind}."
             )
@@ -67,7 +67,7 @@ def refuse_private_models(attributes: Mapping[str, Any]) -> None:
     for name, value in attributes.items():
         if name.startswith("_") and isinstance(value, nn.Module) and not is_metric(value) and _has_state(value):
             raise HookError(
-                f"self.{name} holds a {type(value).__name__}: under a private name the trainer would neither "
+                f"self.{name} holds a module ({type(value).__name__}): under a private name the trainer would neither "
                 "shard nor save "
                 f"it. Call it self.{name.lstrip('_')}."
             )

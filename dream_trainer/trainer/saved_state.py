@@ -256,8 +256,9 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
         data = None
     if not same_device and world.is_main:
         logger.warning(
-            "resumed at another layout or device than the checkpoint's: weights, optimizers and sample order are "
-            "exact; random layers go on from a new seed."
+            "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
+            "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
+            "several ranks drop; random layers go on from a new seed."
         )
     trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)
     # Last, so that nothing above moves the streams.

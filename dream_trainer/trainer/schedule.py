@@ -25,6 +25,9 @@ class Cadence:
     Args:
         parameters: The schedule.
         clock: Seconds from any origin; tests pass their own.
+
+    Attributes:
+        goes_by_the_clock: Whether anything is due by the clock.
     """
 
     def __init__(self, parameters: TrainingParameters, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,6 +37,8 @@ class Cadence:
         self._before = 0.0
         self._is_running = False
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
+        self.goes_by_the_clock = parameters.max_time is not None or parameters.val_every_minutes is not None
+        self._validates = self.validation_batches != 0
 
     @property
     def validation_batches(self) -> int | None:
@@ -77,7 +82,7 @@ class Cadence:
             epoch_ended: Whether this window ended an epoch.
             by_the_clock: Whether rank 0's clock says so.
         """
-        if self.validation_batches == 0:
+        if not self._validates:
             return False
         parameters = self._parameters
         if parameters.fast_dev_run or by_the_clock:

@@ -10,7 +10,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DataParallel, DistributedDataParallel
     from torch.optim.swa_utils import AveragedModel
 
-    from dream_trainer.distributed.torch_compat import compiled_original
+    from dream_trainer.distributed.compiler_compat import compiled_original
 
     while True:
         original = compiled_original(model)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dream_trainer.distributed.pulse import Flags
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_everything
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.trainer.precision import float32_products
@@ -76,7 +76,7 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
             float32_products(trainer),
             ExitStack() as contexts,
         ):
-            seed_everything(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank))
+            seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank), trainer.world.device)
             for module, _ in modes:
                 module.training = False
             for callback in trainer.callbacks.in_order():
@@ -140,6 +140,13 @@ def in_step(
             fetch = partial(next, source, _NOTHING)
             fresh = fetch() if agreement is None else agreement.wait_for_batch(fetch)
         if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
+            if count == 0 and max_batches != 0:
+                name = f" {trainer.val_name!r}" if trainer.val_name else ""
+                trainer._say_once(
+                    f"no batch{name}",
+                    f"the loader{name} gave no batch on any rank, so nothing comes of it. Check its dataset, "
+                    "batch_size and drop_last.",
+                )
             return
         if fresh is not _NOTHING:
             batch = fresh

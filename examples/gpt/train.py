@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -115,17 +114,6 @@ class GPTTrainer(DreamTrainer):
     def post_launch(self) -> None:
         if self.world.is_main:
             self.describe()
-
-    def on_load(self, path: Path) -> None:
-        self.say(f"resumed at step {self.global_step} from {path}")
-
-    def on_save(self, path: Path) -> None:
-        self.say(f"checkpoint | {path}")
-
-    def say(self, line: str) -> None:
-        """Prints a line, once for all ranks."""
-        if self.world.is_main:
-            print(line, flush=True)
 
 
 def report(trainer: GPTTrainer, text: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dream_trainer import callbacks as cb
 
 FACTORIES: dict[str, Callable[[], cb.Callback]] = {
+    "ActivationStats": lambda: cb.ActivationStats(4),
+    "CompileReport": lambda: cb.CompileReport(file=io.StringIO()),
     "EMA": lambda: cb.EMA(),
     "EarlyStopping": lambda: cb.EarlyStopping(patience=9),
     "Every": lambda: cb.Every(5, "samples", lambda trainer: None),
@@ -33,6 +35,12 @@ FACTORIES: dict[str, Callable[[], cb.Callback]] = {
 }
 
 SECOND: dict[str, Callable[[], cb.Callback]] = {
+    "ActivationStats": lambda: cb.ActivationStats(2, name="more_activations"),
     "EMA": lambda: cb.EMA(validate=False),
+    "GradientStats": lambda: cb.GradientStats(2, name="more_gradients"),
+    "LearningRate": lambda: cb.LearningRate("rate"),
+    "Memory": lambda: cb.Memory(2, name="more_memory"),
     "Profiler": lambda: cb.Profiler(8, 2),
+    "Throughput": lambda: cb.Throughput("speed", every_n_steps=3),
+    "WeightStats": lambda: cb.WeightStats(2, name="more_weights"),
 }

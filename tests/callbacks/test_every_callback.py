@@ -5,6 +5,7 @@ That it does so on two ranks is tested in test_on_ranks.py, which starts them.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -20,11 +21,23 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer import callbacks as shipped
+from dream_trainer.config import to_dict
+from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.events import EVENTS
 from tests.callbacks.factories import FACTORIES, SECOND
 from tests.trainer.small import assert_same_weights, weights
 
-INTERFACES = {"Callback", "CallbackCollection", "TimedCallback"}
+INTERFACES = {"Callback", "CallbackCollection", "LoggingCallback", "TimedCallback"}
+
+
+class Listens(shipped.Callback):
+    """Keeps the names of what is logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[str] = []
+
+    def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
+        self.logged.extend(metrics)
 
 
 class Student(dt.DreamTrainer):
@@ -79,7 +92,9 @@ def trained(callbacks: Sequence[dt.Callback], directory: Path, **options: Any) -
     os.chdir(directory)
     try:
         with make(callbacks, **options) as trainer:
+            configured = to_dict(trainer.config)
             trainer.fit()
+            assert to_dict(trainer.config) == configured  # what a callback counts is no part of it
             return weights(trainer.model)
     finally:
         os.chdir(before)
@@ -95,6 +110,13 @@ def test_every_shipped_callback_is_in_the_table() -> None:
     assert set(FACTORIES) == set(shipped.__all__) - INTERFACES
 
 
+def test_what_a_callback_was_given_is_in_the_record_of_the_config() -> None:
+    callbacks = [factory() for factory in FACTORIES.values()]
+    for callback, record in zip(callbacks, to_dict(make(callbacks).config)["callbacks"], strict=True):
+        arguments = set(inspect.signature(type(callback)).parameters)
+        assert record.keys() - {"class"} == arguments - {"clock", "file", "function", "inputs", "tokens"}, record
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_run_with_it_stopped_and_resumed_ends_where_one_without_it_ends(
     name: str, untouched: dict[str, Tensor], tmp_path: Path
@@ -106,8 +128,28 @@ def test_a_run_with_it_stopped_and_resumed_ends_where_one_without_it_ends(
 @pytest.mark.pitfall(50)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_two_of_it_run_beside_each_other(name: str, untouched: dict[str, Tensor], tmp_path: Path) -> None:
+    listener = Listens()
     pair = [FACTORIES[name](), SECOND.get(name, FACTORIES[name])()]
-    assert_same_weights(trained(pair, tmp_path), untouched)
+    assert_same_weights(trained([*pair, listener], tmp_path), untouched)
+    if isinstance(pair[0], shipped.LoggingCallback):  # each under its own name, and as if the other were not there
+        first, second = (callback.name for callback in pair if isinstance(callback, shipped.LoggingCallback))
+        starts = {metric.split("/")[0] for metric in listener.logged} - {"train", "val"}
+        assert starts == {first, second}
+    else:
+        assert {metric.split("/")[0] for metric in listener.logged} == {"train", "val"}
+
+
+@pytest.mark.pitfall(50)
+def test_two_that_would_log_under_one_name_are_refused_when_put_together() -> None:
+    for name, factory in FACTORIES.items():
+        one, other = factory(), factory()
+        if isinstance(one, shipped.LoggingCallback):
+            with pytest.raises(ConfigError, match=f"{name} and {name} would both log under name='{one.name}'"):
+                dt.CallbackCollection([one, Listens(), other])
+    with pytest.raises(ConfigError, match=r"LearningRate and Memory would both .* Memory\(name='lr_2'\)"):
+        dt.CallbackCollection([shipped.LearningRate(), shipped.Memory(name="lr")])
+    with pytest.raises(ConfigError, match="name=10 names nothing"):
+        shipped.Throughput(10)  # type: ignore[arg-type]
 
 
 @pytest.mark.pitfall(51)
@@ -128,15 +170,10 @@ def test_only_what_it_overrides_is_dispatched_and_described(
 def all_together(directory: str) -> tuple[dict[str, Tensor], list[str]]:
     """On each of two ranks: a sharded run with one of each, stopped and resumed; its weights, and names of what was
     logged."""
-    logged: list[str] = []
-
-    class Listens(shipped.Callback):
-        def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
-            logged.extend(metrics)
-
+    listener = Listens()
     trained([make_one() for make_one in FACTORIES.values()], Path(directory), batch_size=4, max_steps=6)
-    everything = [*(make_one() for make_one in FACTORIES.values()), Listens()]
-    return trained(everything, Path(directory), batch_size=4), logged
+    everything = [*(make_one() for make_one in FACTORIES.values()), listener]
+    return trained(everything, Path(directory), batch_size=4), listener.logged
 
 
 @pytest.mark.pitfall(51)

@@ -53,7 +53,7 @@ def test_it_collects_at_the_chosen_steps_and_at_no_other_time() -> None:
     trainer = Watches(make_config(n_epochs=1, callbacks=[GarbageCollection(2, 6)]), batches(8))
     with trainer:
         trainer.fit()
-    assert trainer.collected == [(2, 1), (4, 1), (6, 2), (8, 1)]
+    assert trainer.collected == [(2, 2), (4, 1), (6, 2), (8, 1)]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -10,6 +10,8 @@ import torch.nn as nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dream_trainer.callbacks import LearningRate
+from dream_trainer.errors import HookError
+from dream_trainer.optim import OptimizerParameters, build_optimizer
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, batches, make_config
 
@@ -52,6 +54,88 @@ def test_rates_may_be_tensors_that_the_scheduler_changes_in_place() -> None:
 
     record(Scheduled(config, batches(4), make_optimizer=optimizer), recorder)
     assert recorder.values("lr") == pytest.approx({4: 0.025}, rel=1e-15)
+
+
+def by_decay(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(OptimizerParameters(name="sgd", lr=0.1, weight_decay=0.5), model)
+
+
+def test_groups_that_have_one_rate_are_one_curve() -> None:
+    recorder = Recorder()
+    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
+    trainer = Scheduled(config, batches(3), make_optimizer=by_decay)
+    record(trainer, recorder)
+    assert [group["name"] for group in trainer.optimizer.param_groups] == ["decay", "no_decay"]
+    assert names(recorder, "lr") == ["lr"]
+    assert recorder.values("lr") == pytest.approx({n: 0.1 / n for n in range(1, 4)}, rel=1e-15)
+
+
+def test_groups_whose_rates_part_have_a_curve_each_from_there_on() -> None:
+    class Parts(Logged):
+        def post_train_step(self) -> None:
+            self.optimizer.param_groups[1]["lr"] = {2: 0.2, 3: 0.1}.get(self.global_step, 0.1)
+
+    recorder = Recorder()
+    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
+    record(Parts(config, batches(4), make_optimizer=by_decay), recorder)
+    assert recorder.values("lr") == {1: 0.1, 2: 0.1}
+    assert recorder.values("lr/optimizer/decay") == {3: 0.1, 4: 0.1}
+    assert recorder.values("lr/optimizer/no_decay") == {3: 0.2, 4: 0.1}
+
+
+def test_rates_that_are_only_at_first_alike_are_curves_from_the_first_step() -> None:
+    class FromZero(Scheduled):
+        def setup(self) -> None:
+            super().setup()
+            self.scheduler = LambdaLR(self.optimizer, lambda done: done / 10)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": [first], "lr": 0.5, "name": "a"}, {"params": rest, "name": "a"}], lr=0.25)
+
+    recorder = Recorder()
+    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
+    record(FromZero(config, batches(2), make_optimizer=optimizer), recorder)
+    assert recorder.values("lr/optimizer/a.0") == pytest.approx({1: 0.0, 2: 0.05})
+    assert recorder.values("lr/optimizer/a.1") == pytest.approx({1: 0.0, 2: 0.025})
+    assert len(names(recorder, "lr")) == 2
+
+
+def test_several_optimizers_have_a_curve_each() -> None:
+    class Two(Logged):
+        def setup(self) -> None:
+            super().setup()
+            first, *rest = self.model.parameters()
+            self.optimizer = torch.optim.SGD([first], lr=0.5)
+            self.other = torch.optim.SGD(rest, lr=0.25)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0]).square().mean())
+            if not self.is_accumulating_gradients:
+                self.step(self.model, [self.optimizer, self.other])
+            return {}
+
+    recorder = Recorder()
+    config = make_config(callbacks=[LearningRate(), recorder], log_every=1, n_epochs=1)
+    record(Two(config, batches(1)), recorder)
+    assert recorder.steps == {1: {"lr/optimizer": 0.5, "lr/other": 0.25}}
+
+
+def test_an_optimizer_that_the_trainer_does_not_know_is_refused_in_words() -> None:
+    class Hides(Logged):
+        def setup(self) -> None:
+            super().setup()
+            self._hidden = self.optimizer
+            del self.optimizer
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0]).square().mean())
+            self.step(self.model, self._hidden)
+            return {}
+
+    trainer = Hides(make_config(callbacks=[LearningRate()], n_epochs=1), batches(1))
+    with pytest.raises(HookError, match=r"of type SGD stepped that is no public attribute .* self\.optimizer"):
+        trainer.fit()
 
 
 def test_several_groups_have_names_of_their_own_also_those_added_later() -> None:

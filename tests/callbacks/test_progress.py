@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 import timeit
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,8 @@ def test_a_pipe_gets_plain_lines_without_control_codes(tmp_path: Path, monkeypat
     assert "\r" not in file.getvalue()
     assert lines[0].startswith("epoch 0 | step 1/12")
     assert re.fullmatch(
-        r"epoch 0 \| step 12/12 \| train/loss \S+ \| \S+( K| M)? steps/s \| \S+( K| M)? samples/s \| eta 0:00",
+        r"epoch 0 \| step 12/12 \| train/loss \S+ \| \S+( K| M)? steps/s \| \S+( K| M)? samples/s"
+        r"( \| waits for data \d+%)? \| eta 0:00",  # so small a model may
         lines[11],
     )
     assert re.fullmatch(r"validation \| step 12 \| val/loss \S+ \| took \d+\.\d s", lines[12])
@@ -205,6 +207,125 @@ def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.Mo
     assert all("step 12/12" in file.getvalue() for file in files)
 
 
+# -- validations, saves and resumes
+
+
+class Saving(Regression, dt.CheckpointMixin, dt.EvalMixin):
+    """Its steps take 10 ms, its validations 100 ms and its saves 200 ms."""
+
+    naps = True
+
+    def nap(self, seconds: float) -> None:
+        if self.naps:
+            time.sleep(seconds)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.nap(0.01)
+        return super().training_step(batch, batch_idx)
+
+    def pre_val_batch(self, batch: Any, batch_idx: int) -> None:
+        self.nap(0.1 if batch_idx == 0 else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.nap(0.2 if self.global_step else 0.0)
+        return super().state_dict()
+
+
+@dataclass(kw_only=True)
+class SavingConfig(Config, dt.CheckpointConfigMixin, dt.EvalConfigMixin):
+    pass
+
+
+def make_saving(callback: Progress, save_every: int, cls: type[Saving] = Saving, **training: Any) -> Saving:
+    config = make(callback, **training).config
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    saves = dt.CheckpointParameters(save_every_n_steps=save_every, save_every_n_epochs=None, async_save=False)
+    return cls(SavingConfig(**fields, checkpoint_parameters=saves))
+
+
+class Quick(Saving):
+    naps = False
+
+
+def test_saves_resumes_and_evaluations_are_told_in_lines_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = io.StringIO(), io.StringIO()
+    with make_saving(Progress(file=first), 6, Quick, n_epochs=1) as trainer:
+        trainer.fit()
+        trainer.evaluate({"test": trainer.val_dataloaders[""]})
+    with make_saving(Progress(file=second), 6, Quick, n_epochs=2) as trainer:
+        trainer.fit()
+    told = [line for line in first.getvalue().splitlines() if not line.startswith("epoch")]
+    assert told[0] == "checkpoint | runs/p/g/e/checkpoints/step_00000006"
+    assert re.fullmatch(r"validation \| step 12 \| val/loss \S+ \| took \d+\.\d s", told[1])
+    assert told[2] == "checkpoint | runs/p/g/e/checkpoints/step_00000012"
+    assert re.fullmatch(r"evaluation \| step 12 \| val/test/loss \S+ \| took \d+\.\d s", told[3])
+    assert len(told) == 4
+    assert second.getvalue().startswith(
+        "resumed at step 12 from runs/p/g/e/checkpoints/step_00000012\nepoch 1 | step 13/24"
+    )
+
+
+def test_a_live_bar_has_them_above_itself_and_breaks_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.chdir(tmp_path)
+    file = Terminal()
+    with make_saving(Progress(file=file), 6, Quick, n_epochs=1) as trainer:
+        trainer.fit()
+    text = file.getvalue()
+    assert "checkpoint | runs/p/g/e/checkpoints/step_00000006\n" in text
+    assert "checkpoint | runs/p/g/e/checkpoints/step_00000012\n" in text
+    assert text.index("\x1b[?25l") < text.index("checkpoint |") < text.rindex("\x1b[?25h")
+
+
+def test_a_validation_within_which_is_evaluated_has_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tests(Quick):
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            if not self.is_evaluating:
+                self.evaluate({"test": self.val_dataloaders[""]})
+
+    monkeypatch.chdir(tmp_path)
+    file = io.StringIO()
+    with make_saving(Progress(file=file), 100, Tests, n_epochs=1) as trainer:
+        trainer.fit()
+    told = [line.split(" | ") for line in file.getvalue().splitlines()]
+    assert [(kind, rest[1].split()[0]) for kind, *rest in told if kind in ("validation", "evaluation")] == [
+        ("evaluation", "val/test/loss"),
+        ("validation", "val/loss"),
+    ]
+
+
+def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[tuple[float, float]] = []
+
+    class Looks(dt.Callback):
+        order = 1
+
+        def post_train_step(self, trainer: Any) -> None:
+            if trainer.global_step == 10:  # as a line at this step would say
+                progress._show(trainer, time.monotonic())
+                rate = progress._pace.rates()[0]
+                looks.append((rate, progress._pace.seconds_left(12, 10, time.monotonic())))
+
+    monkeypatch.chdir(tmp_path)
+    progress = Progress(file=io.StringIO(), line_seconds=3600)
+    trainer = make_saving(progress, 3, max_steps=10, val_every_n_steps=3, val_every_n_epochs=None)
+    trainer.config.callbacks = dt.CallbackCollection([*trainer.config.callbacks, Looks()])
+    with Saving(trainer.config) as trainer:
+        trainer.fit()
+    ((rate, left),) = looks
+    # From step 3 to 10 there were three validations and saves, which would make it 7 steps in 0.97 s.
+    assert 15 < rate < 100
+    assert left > 2 * 0.97 / 7
+
+
 def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(), io.StringIO()
 
@@ -227,16 +348,45 @@ def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypat
 
 
 def test_rates_are_of_training_alone_and_the_time_left_counts_validation_in() -> None:
-    pace, now = Pace(100, 3200, 0.0), 0.0
+    idle = 7.0  # in an earlier fit
+    pace, now = Pace(100, 3200, 0.0, idle), 0.0
     for step in range(101, 113):
         now += 60.0 if step <= 103 else 0.5  # compilation in the first three steps
         if step == 108:
             now += 8.0
-            pace.paused(8.0)
-        pace.look(step, step * 32, now)
+            idle += 8.0
+        pace.look(step, step * 32, now, idle)
     assert pace.rates() == pytest.approx((2.0, 64.0))
     # Nine steps since warm-up took 4.5 s of training and 8 s of validation.
     assert pace.seconds_left(1012, 112, now) == pytest.approx(900 * 12.5 / 9)
+
+
+def test_the_wait_for_data_is_a_share_of_training_after_warm_up() -> None:
+    pace = Pace(0, 0, 0.0)
+    pace.look(1, 32, 50.0, waiting=40.0)
+    assert pace.share_waiting() == 0
+    pace.look(3, 96, 60.0, waiting=45.0)
+    pace.look(4, 128, 64.0, waiting=46.0)
+    pace.look(5, 160, 80.0, idle=12.0, waiting=47.0)  # 8 s of training in all
+    assert pace.share_waiting() == pytest.approx(2 / 8)
+
+
+def test_training_that_waits_for_its_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(torch.utils.data.TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    class SlowRegression(Regression):
+        def configure_dataloaders(self) -> tuple[Any, Any]:
+            return torch.utils.data.DataLoader(Slow(torch.ones(24, 2), torch.ones(24, 1)), batch_size=2), None
+
+    monkeypatch.chdir(tmp_path)
+    file = io.StringIO()
+    with SlowRegression(make(Progress(file=file), n_epochs=1).config) as trainer:
+        trainer.fit()
+    (share,) = re.findall(r"waits for data (\d+)%", file.getvalue().splitlines()[-1])
+    assert 50 < int(share) <= 100
 
 
 def test_the_time_left_is_unknown_before_warm_up_and_without_an_end() -> None:

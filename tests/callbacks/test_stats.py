@@ -12,7 +12,15 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
-from dream_trainer.callbacks import GarbageCollection, GradientStats, LearningRate, Memory, Profiler, WeightStats
+from dream_trainer.callbacks import (
+    ActivationStats,
+    GarbageCollection,
+    GradientStats,
+    LearningRate,
+    Memory,
+    Profiler,
+    WeightStats,
+)
 from dream_trainer.callbacks.tensor_stats import combined, group_of
 from dream_trainer.errors import ConfigError
 from tests.callbacks.recording import Logged, Recorder, names, record
@@ -193,13 +201,20 @@ class Counts(TorchDispatchMode):
 
 
 def test_steps_that_are_not_due_run_no_operation_for_them() -> None:
+    class FromTheFirstStep(Logged):
+        def pre_epoch(self) -> None:
+            counts.operations = 0
+
+    counts = Counts()
+
     def operations(callbacks: list[dt.Callback]) -> int:
-        trainer = Logged(make_config(callbacks=callbacks, n_epochs=1, log_every=100), batches(5))
-        with trainer, Counts() as counts:
+        trainer = FromTheFirstStep(make_config(callbacks=callbacks, n_epochs=1, log_every=100), batches(5))
+        with trainer, counts:
             trainer.fit()
         return counts.operations
 
-    idle = [GradientStats(), WeightStats(), Memory(), Profiler(), GarbageCollection(), LearningRate()]
+    stats = [GradientStats(), WeightStats(), ActivationStats()]
+    idle = [*stats, Memory(), Profiler(), GarbageCollection(), LearningRate()]
     assert operations(idle) == operations([])
 
 

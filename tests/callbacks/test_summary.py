@@ -16,6 +16,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from dream_trainer.callbacks import ModelSummary, TrainerSummary
 from dream_trainer.callbacks.summary import forward_flops, size_of
+from dream_trainer.optim import GroupParameters, OptimizerParameters, ScheduleParameters
 from tests.worlds import run_world
 
 
@@ -84,6 +85,48 @@ def test_summaries_tell_parameters_and_batch_arithmetic(tmp_path: Path, monkeypa
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert {"total steps 3", "steps per pass over the data 4", "validation none"} <= lines
     assert "\x1b" not in text
+
+
+@dataclass(kw_only=True)
+class Mine:
+    width: int = 3
+    kind: type = nn.Linear
+
+
+@dataclass(kw_only=True)
+class Named(dt.DreamTrainerConfig):
+    optimizer: OptimizerParameters
+    schedule: ScheduleParameters
+    plain: OptimizerParameters
+    mine: Mine
+    layer: type = Mine
+
+
+def test_nested_parameters_are_spelled_as_one_would_set_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = io.StringIO()
+    config = Named(
+        project="p",
+        group="g",
+        experiment="e",
+        training_parameters=dt.TrainingParameters(max_steps=1),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        logger_parameters=dt.LoggerParameters(loggers=("jsonl",), wandb=dt.WandbParameters(entity="team", tags=("a",))),
+        callbacks=dt.CallbackCollection([TrainerSummary(file=file)]),
+        optimizer=OptimizerParameters(lr=0.1, groups=(GroupParameters(pattern="^head", lr_scale=2.0),)),
+        schedule=ScheduleParameters(name="cosine"),
+        plain=OptimizerParameters(),
+        mine=Mine(),
+    )
+    with Trainer(config) as trainer:
+        trainer.fit()
+    rows = dict(line.split(maxsplit=1) for line in file.getvalue().splitlines()[1:])
+    assert rows["optimizer"] == "name='adamw', lr=0.1, groups.0.pattern='^head', groups.0.lr_scale=2.0"
+    assert rows["schedule"] == "name='cosine'"
+    assert rows["plain"] == "name='adamw'"
+    assert rows["logger"] == "loggers=('jsonl',), wandb.entity='team', wandb.tags=('a',)"
+    assert rows["mine"] == "width=3, kind=<class 'torch.nn.modules.linear.Linear'>"
+    assert not {"layer", "checkpoint", "training"} & rows.keys()
 
 
 def on_a_rank(directory: str) -> str:

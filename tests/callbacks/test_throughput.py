@@ -16,6 +16,7 @@ from dream_trainer.callbacks import Every, Throughput
 from dream_trainer.callbacks.peak_flops import peak_flops
 from dream_trainer.callbacks.throughput import dtype_at_work
 from dream_trainer.errors import ConfigError
+from dream_trainer.loggers.base import Logger, Stamp
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 
@@ -67,6 +68,30 @@ def test_rates_leave_out_the_first_steps_and_validations() -> None:
 def test_the_mean_over_several_intervals_is_all_samples_over_all_seconds() -> None:
     found = measured([50.0, 1.0, 3.0, 0.5, 0.5], every_n_steps=1, warm_up_steps=1, log_every=5)
     assert found.values(RATE) == pytest.approx({5: 16 / 5.0}, rel=1e-12)
+
+
+def test_opening_the_loggers_is_left_out(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    clock, recorder = Clock(), Recorder()
+
+    class Slow(Logger):
+        def open(self, run_dir: Any, config: dict[str, Any], resumed_step: int | None) -> None:
+            clock.now += 1e6
+
+        def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+            pass
+
+    class Opens(Timed):
+        def configure_loggers(self) -> list[Logger]:
+            return [Slow()]
+
+    throughput = Throughput(clock=clock, every_n_steps=2, warm_up_steps=1)
+    config = make_config(callbacks=[throughput, recorder], log_every=3, n_epochs=1)
+    trainer = Opens(config, batches(5), batches(1))
+    trainer.clock, trainer.seconds = clock, iter([9.0, 1.0, 3.0, 2.0, 2.5])
+    record(trainer, recorder)
+    assert clock.now > 1e6
+    assert recorder.values(RATE) == pytest.approx({3: 4 / 4.0, 5: 4 / 4.5}, rel=1e-9)
 
 
 def test_a_clock_that_stands_still_divides_nothing() -> None:

@@ -101,9 +101,12 @@ def test_without_a_stream_there_is_nothing_to_wait_for() -> None:
     copies = HostCopies(CPU)
     copies.wait()
     copies.wait_before_update()
-    copies.copy({"a": torch.ones(2)}, at_once=())
+    original = torch.arange(3.0)
+    found = copies.copy({"a": original}, at_once=())
+    original.zero_()  # at once: the copy is whole when `copy` returns
     copies.wait()
     copies.wait_before_update()
+    assert found["a"].tolist() == [0.0, 1.0, 2.0]
 
 
 def copy_shards() -> dict[str, Any]:

@@ -417,6 +417,13 @@ def test_wrong_usage_exits_2_and_says_so(arguments: list[str], capsys: pytest.Ca
     assert "Traceback" not in printed.err
 
 
+def test_a_command_that_is_not_there_is_answered_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plt", "runs/a"]) == 2
+    assert capsys.readouterr().err == (
+        "error: there is no command 'plt'. Use checkpoints or plot; --help says what they do.\n"
+    )
+
+
 @pytest.mark.parametrize("name", ["ls", "show", "verify", "diff", "prune", "export"])
 def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", name, "--help"]) == 0

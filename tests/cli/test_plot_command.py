@@ -117,6 +117,30 @@ def test_axes_are_logarithmic_only_where_asked_and_possible(tmp_path: Path) -> N
     assert [axes.get_yscale() for axes in draw(chosen, x="steps", log_y=True).axes] == ["linear", "log"]
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ((2.2, 3.1), {"2.2", "2.6", "3"}),
+        ((0.3, 8.0), {"0.5", "1", "2", "5"}),
+        ((1e-6, 1.0), {"$\\mathdefault{10^{-5}}$", "$\\mathdefault{10^{-3}}$"}),
+    ],
+    ids=["part of a decade", "more than one", "six"],
+)
+def test_a_logarithmic_axis_can_be_read_however_few_decades_it_has(
+    tmp_path: Path, values: tuple[float, float], shown: set[str]
+) -> None:
+    run = write(tmp_path / "one", [record(s, **{"train/loss": value}) for s, value in enumerate(values)])
+    figure = draw(panels({"one": read_run(run)}, ("train/loss",), "steps"), x="steps", log_y=True)
+    figure.savefig(tmp_path / "plot.png")  # ticks are placed when it is drawn
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    labels = [label.get_text() for place, label in ticks if low <= place <= high]
+    assert shown <= set(labels)
+    assert 3 <= len(labels) <= 9
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+
+
 def test_nan_is_a_gap_and_a_step_logged_again_counts_once(tmp_path: Path) -> None:
     records = [record(1, **{"train/loss": 9.0}), record(1, **{"train/loss": 1.0}), record(2, **{"train/loss": "NaN"})]
     records.append(record(3, **{"train/loss": "Infinity"}))

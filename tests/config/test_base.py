@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.callbacks.base import CallbackCollection
+from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, check_config
 from dream_trainer.errors import ConfigError
 
@@ -70,7 +70,7 @@ def test_seed_zero_is_a_seed() -> None:
         ({"seed": 2**64}, "63 bits"),
         ({"training_parameters": {"n_epochs": 3}}, r"Use TrainingParameters\("),
         ({"device_parameters": TrainingParameters()}, r"Use DeviceParameters\("),
-        ({"callbacks": []}, r"Use CallbackCollection\("),
+        ({"callbacks": []}, r"of type list\. Use CallbackCollection\("),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
@@ -79,6 +79,14 @@ def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.pitfall(67)
+@pytest.mark.parametrize(
+    ("given", "message"), [(Callback(), r"Use a list: CallbackCollection\(\[\.\.\.\]\)"), ([1], "1 is not")]
+)
+def test_callbacks_are_a_list_of_callbacks(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        CallbackCollection(given)
+
+
 def test_a_post_init_without_super_does_not_switch_validation_off() -> None:
     @dataclass
     class Careless(BaseTrainerConfig):

@@ -129,8 +129,8 @@ def test_a_value_without_a_plain_form_is_an_error() -> None:
     [
         ({"learning_rat": 1}, "unknown keys learning_rat"),
         ({"training_parameters": {"n_epoch": 1}}, "unknown keys n_epoch.*training_parameters"),
-        ({"seed": "3"}, "'3' is a str, not an int.*seed"),
-        ({"training_parameters": {"fast_dev_run": "False"}}, "not a bool"),
+        ({"seed": "3"}, "'3' is of type str, not int.*seed"),
+        ({"training_parameters": {"fast_dev_run": "False"}}, "of type str, not bool"),
         ({"training_parameters": {"n_epochs": -1}}, "n_epochs=-1 is too small"),
         ({"dtype": "float99"}, "not a dtype"),
         ({"project": ""}, "names nothing"),
@@ -148,14 +148,44 @@ def test_the_difference_names_changed_fields_by_their_path() -> None:
     assert difference(old, new) == ["training_parameters.n_epochs: 3 -> 5", "learning_rate: 0.001 -> 0.0001"]
 
 
-def test_what_a_callback_keeps_for_itself_is_not_part_of_the_record() -> None:
-    class Clock(Callback):
-        def __init__(self) -> None:
-            self.unit = "s"
-            self._due = 1.5
+class Counts(Callback):
+    def __init__(self, unit: str, limits: tuple[int, ...] = (1, 2), function: Callable[..., Any] | None = None) -> None:
+        self.unit = unit
+        self.limits = limits
+        self.function = function  # has no plain form
+        self.seen = 0
+        self._due = 1.5
 
-    (record,) = to_dict(rich(callbacks=CallbackCollection([Clock()])))["callbacks"]
-    assert record.keys() == {"class", "unit"}
+
+class CountsMore(Counts):
+    def __init__(self, more: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.more = more
+
+
+@pytest.mark.pitfall(56)
+def test_of_a_callback_only_what_the_user_configured_is_part_of_the_record() -> None:
+    callback = CountsMore(unit="s", function=math.sqrt)
+    before = to_dict(rich(callbacks=CallbackCollection([callback])))
+    (record,) = before["callbacks"]
+    assert record == {"class": f"{__name__}.CountsMore", "more": True, "unit": "s", "limits": [1, 2]}
+    callback.seen, callback._due = 7, 2.5
+    assert difference(before, to_dict(rich(callbacks=CallbackCollection([callback])))) == []
+
+
+@pytest.mark.pitfall(56)
+def test_the_record_of_a_callback_survives_json_and_one_more_shifts_no_other() -> None:
+    old = json.loads(json.dumps(to_dict(rich(callbacks=CallbackCollection([Counts("s"), Counts("s")])))))
+    new = to_dict(rich(callbacks=CallbackCollection([Watcher(3), Counts("s"), Counts("ms", (1, 3))])))
+    assert difference(old, new) == [
+        "callbacks.Counts 2.unit: 's' -> 'ms'",
+        "callbacks.Counts 2.limits: [1, 2] -> [1, 3]",
+        f"callbacks.Watcher.class: (absent) -> '{__name__}.Watcher'",
+        "callbacks.Watcher.every: (absent) -> 3",
+    ]
+    assert difference({"groups": ({"lr": 1.0}, {"lr": 2.0})}, {"groups": [{"lr": 1.0}, {"lr": 3.0}]}) == [
+        "groups.1.lr: 2.0 -> 3.0"
+    ]
 
 
 def test_the_difference_names_fields_that_only_one_side_has() -> None:

@@ -311,3 +311,17 @@ def test_nothing_keeps_a_mesh_and_with_it_its_connections_once_it_is_forgotten()
     forget_meshes()
     gc.collect()
     assert left() is None
+
+
+def test_a_backward_is_told_from_a_forward() -> None:
+    import torch
+
+    from dream_trainer.distributed.torch_compat import in_backward
+
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(in_backward()))
+    assert not in_backward()
+    x.sum().backward()
+    assert seen == [True]
+    assert not in_backward()

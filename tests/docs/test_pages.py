@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dream_trainer import DreamTrainer
 from dream_trainer.trainer.mixins.setup import STAGES
 from tests.docs.pages import PAGES, ROOT, links, name
 
@@ -39,6 +40,15 @@ def test_every_room_of_the_package_is_in_the_architecture() -> None:
 def test_the_architecture_shows_the_setup_order_as_it_is() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     assert "\n".join(f"| {stage} | {reason} |" for stage, reason in STAGES) in text
+
+
+def test_the_api_page_names_everything_public_of_a_trainer() -> None:
+    text = (ROOT / "docs/api/base_trainer.md").read_text()
+    listed = [cls.__doc__.partition("Attributes:")[2] for cls in DreamTrainer.__mro__ if cls.__doc__]
+    attributes = {found for block in listed for found in re.findall(r"^ +(\w+): ", block, re.MULTILINE)}
+    assert {"world", "global_step", "best"} <= attributes | set(dir(DreamTrainer))
+    public = {name for name in dir(DreamTrainer) if not name.startswith("_")} | attributes
+    assert not [found for found in sorted(public) if not re.search(rf"`[^`]*\b{found}\b[^`]*`|### {found}\b", text)]
 
 
 def test_the_readme_opens_with_a_trainer_of_about_thirty_lines() -> None:

@@ -36,6 +36,35 @@ def test_only_matrices_decay_and_every_parameter_has_one_group() -> None:
     assert {id(p) for group in groups for _, p in group["params"]} == {id(p) for p in module.parameters()}
 
 
+def test_groups_have_names_that_tell_them_apart() -> None:
+    plain = parameter_groups(model(), lr=0.1, weight_decay=0.5)
+    assert {group["name"]: group["weight_decay"] for group in plain} == {"decay": 0.5, "no_decay": 0.0}
+    (one,) = parameter_groups(model(), lr=0.1, weight_decay=0.0)
+    assert one["name"] == "no_decay"
+    several = parameter_groups(
+        model(),
+        lr=1.0,
+        weight_decay=0.5,
+        layer_decay=0.5,
+        groups=(GroupParameters(pattern="^head", lr=3.0), GroupParameters(pattern=r"\.up\.", lr_scale=4.0)),
+    )
+    assert {group["name"]: (group["lr"], group["weight_decay"]) for group in several} == {
+        "layer_0_decay": (0.125, 0.5),
+        "layer_1_no_decay": (0.25, 0.0),
+        r"\.up\. layer_1_decay": (1.0, 0.5),
+        r"\.up\. layer_1_no_decay": (1.0, 0.0),
+        "layer_1_decay": (0.25, 0.5),
+        "layer_2_no_decay": (0.5, 0.0),
+        r"\.up\. layer_2_decay": (2.0, 0.5),
+        r"\.up\. layer_2_no_decay": (2.0, 0.0),
+        "layer_2_decay": (0.5, 0.5),
+        "layer_3_no_decay": (1.0, 0.0),
+        "^head decay": (3.0, 0.5),
+        "^head no_decay": (3.0, 0.0),
+    }
+    assert len(several) == 12
+
+
 def test_embeddings_may_be_left_out_of_the_decay_and_vectors_taken_in() -> None:
     groups = parameter_groups(model(), lr=0.1, weight_decay=0.5, decay_embeddings=False)
     assert {name for name, decay in values(groups, "weight_decay").items() if decay} == MATRICES - {"embedding.weight"}

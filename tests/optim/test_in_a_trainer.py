@@ -128,6 +128,23 @@ def test_a_run_stopped_and_resumed_has_the_same_weights_and_rates(config: Config
         assert torch.equal(mine, theirs)
 
 
+def test_a_run_whose_groups_had_no_names_yet_goes_on_in_named_ones(config: Config) -> None:
+    class Unnamed(Trainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    del group["name"]
+
+    with Unnamed(replace(config, experiment="parts", stop_at=5)) as before:
+        before.fit()
+    resumed = run(replace(config, experiment="parts"))
+    assert before.steps + resumed.steps == run(config).steps
+    names = [group["name"] for optimizer in resumed.optimizers for group in optimizer.param_groups]
+    assert "^head layer_3_decay" in names
+    assert "layer_0_decay" in names
+
+
 def test_a_frozen_base_trains_its_head_alone(config: Config) -> None:
     frozen = replace(config, optimizer=OptimizerParameters(lr=0.1), frozen=(r"^(?!head\.)",))
     trainer = run(frozen)

@@ -126,6 +126,31 @@ def test_a_run_shorter_than_its_schedule_builds_one() -> None:
         assert factor(total) == 0.0
 
 
+def warmed_up(caplog: pytest.LogCaptureFixture, warmup_steps: float, **options: Any) -> tuple[list[float], list[str]]:
+    """The factors of 10 steps of a run of 10, two optimizers beside each other, and what is said."""
+    caplog.clear()
+    parameters = ScheduleParameters(warmup_steps=warmup_steps, **options)
+    schedules = build_schedules(parameters, [optimizer(), optimizer()], total_steps=10, steps_per_epoch=2)
+    found = [group[0] / RATES[0] for group in rates(schedules[0], 9)]
+    return found, [record.getMessage() for record in caplog.records]
+
+
+def test_a_warmup_that_the_run_does_not_outlast_is_said_once_with_both_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("constant", "cosine", "inverse_sqrt"):
+        found, said = warmed_up(caplog, 9, name=name)
+        assert max(found) == 1.0
+        assert said == []
+        found, said = warmed_up(caplog, 10, name=name)
+        assert max(found) < 1.0
+        assert len(said) == 1
+        assert "warm-up of 10 steps (warmup_steps=10) does not end within the run's 10" in said[0]
+    assert warmed_up(caplog, 4, unit="epoch")[1] == []
+    (said_of_epochs,) = warmed_up(caplog, 5, unit="epoch")[1]
+    assert "warm-up of 5 epochs (warmup_steps=5) does not end within the run's 5" in said_of_epochs
+
+
 @pytest.mark.parametrize("values", [values for values, _ in FORMS], ids=str)
 @pytest.mark.parametrize("stop", [3, 17, 36])
 def test_a_resume_in_the_middle_goes_on_with_the_same_rates(values: dict[str, Any], stop: int) -> None:

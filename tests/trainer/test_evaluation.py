@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -101,10 +102,24 @@ def test_the_best_value_is_kept_and_zero_is_one_and_nan_is_none(mode: Any, value
     assert fit(Scripted(config, values)).best == {"val/loss": best}
 
 
-def test_a_metric_that_is_missing_or_only_nan_has_no_best_value() -> None:
-    config = make_config(n_epochs=1)
+def test_a_metric_that_is_missing_or_only_nan_has_no_best_value_and_the_missing_one_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(n_epochs=2)
     config.eval_parameters = EvalParameters(best_metrics={"val/accuracy": "max", "val/loss": "min"})
-    assert fit(Scripted(config, [float("nan")])).best == {}
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        assert fit(Scripted(config, [float("nan")] * 2)).best == {}
+    (said,) = [record.getMessage() for record in caplog.records if "best_metrics" in record.getMessage()]
+    assert said == "best_metrics names ['val/accuracy'], which the validation did not give. It gave ['val/loss']."
+
+
+def test_a_default_that_nobody_chose_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Checked):
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {"accuracy": 1.0}
+
+    fit(Counts(make_config(n_epochs=1), batches(1), batches(1)))
+    assert "best_metrics" not in caplog.text
 
 
 def test_a_mode_that_is_not_known_is_an_error() -> None:
@@ -147,6 +162,16 @@ def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
         NoStep(make_config(), batches(1)).evaluate(batches(1))
     with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
         Checked(make_config(), batches(1)).evaluate()
+    with pytest.raises(HookError, match=r"evaluate\(\) got a dict without a loader"):
+        Checked(make_config(), batches(1)).evaluate({})
+    with pytest.raises(HookError, match=r"evaluate\(dataloader\)"):
+        Checked(make_config(), batches(1), {}).evaluate()
+
+
+def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        fit(Checked(make_config(n_epochs=2), batches(1), {"far": []}))
+    assert caplog.text.count("the loader 'far' gave no batch on any rank") == 1
 
 
 def test_evaluate_takes_named_loaders_and_names_their_metrics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import torch.nn as nn
 from PIL import Image as Pillow
 
 import dream_trainer as dt
+from dream_trainer.callbacks import Progress
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
@@ -397,8 +399,29 @@ def test_wrong_parameters_are_named(wrong: dict[str, Any]) -> None:
         dt.LoggerParameters(**wrong)
 
 
-def test_an_unknown_mode_of_wandb_is_named() -> None:
-    with pytest.raises(ConfigError, match="mode='of'"):
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "shown"),
+    [
+        (dt.LoggerParameters, "loggers", "jsonl", r"\('jsonl',\)"),
+        (dt.LoggerParameters, "loggers", None, "no tuple of strings"),
+        (dt.WandbParameters, "tags", "baseline", r"\('baseline',\)"),
+        (dt.ActivationCheckpointingParameters, "keep", "aten.mm.default", r"\('aten.mm.default',\)"),
+        (dt.OptimizerParameters, "hidden", "blocks", r"\('blocks',\)"),
+        (dt.OptimizerParameters, "groups", dt.GroupParameters(pattern="head", lr_scale=2), "no tuple"),
+        (Progress, "metrics", "train/loss", r"\('train/loss',\)"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:9],
+)
+def test_one_name_where_several_may_be_is_not_taken_letter_by_letter(
+    cls: Any, field: str, value: Any, shown: str
+) -> None:
+    others = {"name": "muon"} if cls is dt.OptimizerParameters else {}
+    with pytest.raises(ConfigError, match=f"{field}=.*{shown}"):
+        cls(**others, **{field: value})
+
+
+def test_an_unknown_mode_of_wandb_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="mode='of' is not known. Use 'online', 'offline', 'disabled' or None"):
         dt.WandbParameters(mode="of")  # type: ignore[arg-type]
 
 
@@ -566,7 +589,13 @@ def test_without_the_mixin_media_do_nothing_and_say_so_once(caplog: pytest.LogCa
 
 
 def test_the_history_is_every_line_also_without_a_logger() -> None:
-    trainer = Validating(make_config(every=2, val_every_n_steps=2))
+    class Looks(Validating):
+        def post_fit(self) -> None:
+            assert self.history
+            assert self.history_of("may yet come") == []
+
+    trainer = Looks(make_config(every=2, val_every_n_steps=2))
+    assert trainer.history_of("val/loss") == []
     with trainer:
         trainer.fit()
         assert [(line["step"], line["samples"], line["epoch"]) for line in trainer.history] == [
@@ -577,7 +606,8 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
         ]
         assert trainer.history_of("val/loss") == [(2, 4.0), (4, 4.0)]
         assert dict(trainer.history_of("train/loss")) == pytest.approx({2: 0.75, 4: 16 / 6})
-        assert trainer.history_of("nothing") == []
+        with pytest.raises(KeyError, match=r"no metric 'val/los' was logged; there are .*train/loss, .*val/loss"):
+            trainer.history_of("val/los")
 
 
 # -- restarts
@@ -758,6 +788,139 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert counted == [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
     assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
     assert history == lines
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize(("every", "edges"), [(5, [5, 10, 12, 15, 20, 24]), (1, list(range(1, 25)))])
+def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
+    every: int, edges: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 5, whose line is due, and at step 12, the last one, whose line comes with the end."""
+
+    class Saves(Counting):
+        def post_train_step(self) -> None:
+            if self.global_step in (5, 12):
+                self.save_checkpoint()
+            super().post_train_step()
+
+    for disturbed, n_epochs in (("kill", 1), (None, 1), (None, 2)):
+        config = counting(disturbed, monkeypatch).config
+        config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
+        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+        config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
+        trainer = Saves(config)
+        if disturbed is None:
+            with trainer:
+                trainer.fit()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
+    expected = [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
+    assert [(line["step"], line["steps"]) for line in lines] == expected
+    assert trainer.history == lines
+
+
+@pytest.mark.parametrize("every", [5, 1])
+def test_what_is_logged_after_a_listener_saved_keeps_its_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saves(Counting):
+        def post_train_step(self) -> None:
+            if self.global_step in (5, 12):
+                self.save_checkpoint()
+            super().post_train_step()
+
+    class Later(dt.Callback):
+        def post_train_step(self, trainer: Any) -> None:
+            if trainer.global_step in (5, 10, 12):
+                trainer.log("later", float(trainer.global_step), weight=1.0, reduce="last")
+
+    for disturbed in ("kill", None):
+        config = counting(disturbed, monkeypatch).config
+        config.callbacks = dt.CallbackCollection([Later()])
+        config.training_parameters = dt.TrainingParameters(n_epochs=1, val_every_n_epochs=None)
+        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+        config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
+        trainer = Saves(config)
+        if disturbed is None:
+            with trainer:
+                trainer.fit()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+    lines = read_jsonl("runs/p/g/e/metrics.jsonl")
+    edges = [5, 10, 12] if every == 5 else list(range(1, 13))
+    assert [(line["step"], line["later"]) for line in lines if "later" in line] == [(5, 5), (10, 10), (12, 12)]
+    assert [line["step"] for line in lines if "steps" in line] == edges
+    assert trainer.history == lines
+
+
+class EndsAt(Resumable, dt.EvalMixin):
+    """Ends as it is told to; validates with one batch."""
+
+    ends: dict[int, BaseException | str]
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return super().configure_dataloaders()[0], [torch.ones(2)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": batch.mean()}
+
+    def post_train_step(self) -> None:
+        end = self.ends.get(self.global_step)
+        if end == "save":
+            self.save_checkpoint()
+        elif isinstance(end, BaseException):
+            raise end
+
+
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([{4: ValueError("a bug")}, {6: KeyboardInterrupt()}, {}], id="a bug, then a kill"),
+        pytest.param([{4: "save", 6: KeyboardInterrupt()}, {}], id="a save of a listener, then a kill"),
+        pytest.param([{4: "save", 5: KeyboardInterrupt()}, {6: KeyboardInterrupt()}, {}], id="two kills"),
+    ],
+)
+def test_what_was_due_at_a_checkpoint_is_written_once_however_often_it_is_resumed(
+    runs: list[dict[int, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ends in runs:
+        config = make_config(
+            CountingConfig,
+            every=2,
+            n_epochs=1,
+            loggers=("jsonl", "csv"),
+            val_every_n_steps=4,
+            val_every_n_epochs=None,
+        )
+        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+        trainer = EndsAt(config)
+        trainer.ends = ends
+        with contextlib.suppress(ValueError, KeyboardInterrupt):
+            trainer.fit()
+    lines = read_jsonl(config.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
+    assert len(lines) == 9
+    assert trainer.history == lines
+    assert [int(row["step"]) for row in csv_rows(config.run_dir / "metrics.csv")] == [line["step"] for line in lines]
+
+
+def test_what_a_run_that_dies_has_logged_and_not_written_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Killed), counting("step", monkeypatch) as trainer:
+        trainer.fit()
+    (said,) = [record.getMessage() for record in caplog.records if "when the run is resumed" in record.getMessage()]
+    assert "step 7 | " in said
+    assert said.endswith("| steps 2")
+    assert [line["step"] for line in read_jsonl("runs/p/g/e/metrics.jsonl") if "steps" in line] == [5]
+    caplog.clear()
+    with counting(None, monkeypatch) as trainer:
+        trainer.fit()
+    assert "when the run is resumed" not in caplog.text
 
 
 def test_evaluating_a_run_that_was_killed_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

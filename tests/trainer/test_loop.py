@@ -47,6 +47,47 @@ def firsts(trainer: Alone) -> list[int]:
     return [numbers[0] for numbers in trainer.seen]
 
 
+class Idle(Alone):
+    """Learns nothing until a given window, unless that is None."""
+
+    first: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == self.first:
+            return super().training_step(batch, batch_idx)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "first", "said"),
+    [
+        ({"n_epochs": 3}, None, 5),  # at the end of the first epoch
+        ({"max_samples": 4}, None, 2),  # at the end
+        ({"train_steps_per_epoch": 200, "n_epochs": 1}, None, 100),
+        ({"n_epochs": 2}, 3, None),  # a GAN may begin late
+    ],
+    ids=str,
+)
+def test_a_training_step_that_never_steps_is_said_once(
+    limits: dict[str, Any], first: int | None, said: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[int] = []
+
+    class Says(Idle):
+        def _say_once(self, key: str, message: str) -> None:
+            found.extend([self.local_batches] if key == "no step" else [])
+            super()._say_once(key, message)
+
+    trainer = Says(make_config(**limits), batches(5))
+    trainer.first = first
+    with trainer, caplog.at_level(logging.WARNING, "dream_trainer"):
+        trainer.fit()
+    warnings = [record.getMessage() for record in caplog.records if "self.step" in record.getMessage()]
+    assert found[:1] == ([] if said is None else [said])
+    assert len(warnings) == (said is not None)
+    assert all("training_step" in text and "self.backward(loss)" in text for text in warnings)
+
+
 # -- limits
 
 
@@ -341,20 +382,22 @@ def test_is_accumulating_gradients_is_false_on_the_last_batch_of_a_window_only()
     assert flags == [True, True, False, True, True, False, False]
 
 
-def test_total_steps_is_known_before_training() -> None:
+def test_planned_steps_are_known_before_training() -> None:
     plans = [
-        ({"n_epochs": 3}, batches(5), 15),
-        ({"n_epochs": 3, "gradient_accumulation_steps": 2}, batches(5), 9),
-        ({"n_epochs": 3, "max_steps": 4}, batches(5), 4),
-        ({"max_samples": 9}, DataLoader(Samples(10), batch_size=2), 5),
-        ({"n_epochs": 2, "train_steps_per_epoch": 7}, batches(5), 14),
-        ({"max_time": timedelta(0)}, batches(5), None),
-        ({"n_epochs": 2}, Counting(5), None),
-        ({"max_steps": 0}, Counting(5), 0),
+        ({"n_epochs": 3}, batches(5), 15, 5),
+        ({"n_epochs": 3, "gradient_accumulation_steps": 2}, batches(5), 9, 3),
+        ({"n_epochs": 3, "max_steps": 4}, batches(5), 4, 5),
+        ({"max_samples": 9}, DataLoader(Samples(10), batch_size=2), 5, 5),
+        ({"n_epochs": 2, "train_steps_per_epoch": 7}, batches(5), 14, 7),
+        ({"n_epochs": 2, "train_steps_per_epoch": 3}, Counting(5), 6, 3),
+        ({"max_time": timedelta(0)}, batches(5), None, 5),
+        ({"n_epochs": 2}, Counting(5), None, None),
+        ({"max_steps": 0}, Counting(5), 0, None),
+        ({"fast_dev_run": True}, batches(5), 1, 1),
     ]
-    for training, data, steps in plans:
+    for training, data, steps, per_epoch in plans:
         trainer = train(data, **training)
-        assert trainer.total_steps == steps, training
+        assert (trainer.total_steps, trainer.steps_per_epoch) == (steps, per_epoch), training
 
 
 # -- fit more than once
@@ -379,6 +422,34 @@ def test_fit_of_a_finished_run_returns_at_once_and_evaluation_still_works() -> N
         trainer.fit()
         assert trainer.global_step == 4
         assert_same_weights(before, trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"n_epochs": 1}, "nothing to train at step 4: 1 of 1 epochs are done. Raise n_epochs to go on"),
+        ({"max_steps": 3}, "nothing to train at step 3: 3 of 3 steps are done. Raise max_steps to go on"),
+        ({"max_samples": 4}, "nothing to train at step 2: 4 of 4 samples are done. Raise max_samples to go on"),
+        (
+            {"n_epochs": 2, "max_steps": 8},
+            "nothing to train at step 8: 2 of 2 epochs and 8 of 8 steps are done. Raise n_epochs and max_steps",
+        ),
+        ({"fast_dev_run": True}, "Use fast_dev_run=False to go on"),
+    ],
+    ids=str,
+)
+def test_fit_of_a_finished_run_says_once_which_limit_is_reached_and_how_to_go_on(
+    limits: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Alone(make_config(**limits), batches(4)) as trainer:
+        trainer.fit()
+        assert "nothing to train" not in caplog.text
+        trainer.fit()
+        trainer.fit()
+    (record,) = [record for record in caplog.records if "nothing to train" in record.getMessage()]
+    assert record.levelname == "WARNING"
+    assert said in record.getMessage()
+    assert record.getMessage().endswith("or use another experiment name.")
 
 
 def test_a_stop_request_ends_training_after_the_running_window_and_fit_again_goes_on_to_the_limit() -> None:
@@ -499,11 +570,14 @@ def test_time_after_a_fit_that_had_nothing_to_train_does_not_count_as_elapsed(wh
         assert trainer.progress.elapsed_seconds == pytest.approx(before, abs=0.1)
 
 
-def test_a_stop_asked_for_before_fit_trains_no_step_and_the_next_fit_all_of_them() -> None:
+def test_a_stop_asked_for_before_fit_trains_no_step_and_the_next_fit_all_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Alone(make_config(max_steps=3), batches(4)) as trainer:
         trainer.request_stop("not yet")
         trainer.fit()
         assert (trainer.global_step, trainer.seen) == (0, [])
+        assert "nothing to train" not in caplog.text
         trainer.fit()
         assert trainer.global_step == 3
     assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(3)]))

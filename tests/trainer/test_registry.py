@@ -132,7 +132,7 @@ def test_a_model_under_a_private_name_is_an_error_that_gives_it_another() -> Non
             super().configure_models()
             self._teacher = nn.Linear(1, 1)
 
-    with pytest.raises(HookError, match=r"self\._teacher holds a Linear.*Call it self\.teacher"):
+    with pytest.raises(HookError, match=r"self\._teacher holds a module \(Linear\).*Call it self\.teacher"):
         Private(make_config(), batches(1)).fit()
 
 

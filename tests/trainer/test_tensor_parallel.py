@@ -184,7 +184,10 @@ def close(a: float, b: float) -> bool:
 
 @pytest.mark.pitfall(15)
 @pytest.mark.pitfall(20)
-@pytest.mark.parametrize("cells", [WORLD_2, WORLD_4], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "cells",
+    [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow)],
+)
 def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell], tmp_path: Path) -> None:
     by_rank = run_world(train, cells[0].world_size, cells, str(tmp_path))
     for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):

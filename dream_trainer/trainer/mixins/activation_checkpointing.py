@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dream_trainer.config.checks import check_names
 from dream_trainer.distributed.recompute import DEAR_OPERATIONS, operation, recompute
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -29,6 +30,7 @@ class ActivationCheckpointingParameters:
     """Every n-th block recomputes; 1: all of them."""
 
     def __post_init__(self) -> None:
+        check_names("keep", self.keep, example="aten.mm.default")
         if not self.keep:
             raise ConfigError('keep=() keeps nothing. Use activation_checkpointing="full" for that.')
         for name in self.keep:

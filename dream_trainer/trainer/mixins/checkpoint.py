@@ -31,6 +31,7 @@ from dream_trainer.distributed.side_world import SideWorld
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.closing import followed_by, in_a_line
 from dream_trainer.trainer.resume import leave_branch, load_initial_weights, resume
 
 __all__ = ["CheckpointConfigMixin", "CheckpointMixin", "CheckpointParameters"]
@@ -67,7 +68,7 @@ class CheckpointMixin(AbstractTrainer):
         self._copies: HostCopies | None = None
         self._writing: Background[Path] = Background("checkpoint writer")
         self._warming: Background[None] = Background("checkpoint memory")
-        self._is_warm = False
+        self._warms = False  # whether memory for copies is still to be made
         self._copies_are_pending = False
         self._ranks_writing = 0
         self._last_save = time.monotonic()
@@ -170,6 +171,7 @@ class CheckpointMixin(AbstractTrainer):
         self._save_world = SideWorld.beside(self.world)
         if self.config.checkpoint_parameters.async_save:
             self._copies = HostCopies(self.world.device)
+            self._warms = self.config.checkpoint_parameters.saves
         if not self.config.training_parameters.fast_dev_run:
             claim(self.run_dir, self.world)
             self._has_claim = True
@@ -201,8 +203,8 @@ class CheckpointMixin(AbstractTrainer):
         changed = difference(manifest.config, to_dict(self.config))
         if changed:
             logger.warning(
-                "the config differs from the checkpoint's: %s. What optimizers and schedulers saved, learning rates "
-                "too, stays as it was.",
+                "the config differs from the checkpoint's: %s. The new values hold, except where optimizers and "
+                "schedulers saved the old ones, such as learning rates: those go on.",
                 "; ".join(changed),
             )
 
@@ -226,8 +228,8 @@ class CheckpointMixin(AbstractTrainer):
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
         # After the first step, since optimizers make their state in it.
-        if self._copies is not None and not self._is_warm and self.config.checkpoint_parameters.saves:
-            self._is_warm = True
+        if self._warms and self._copies is not None:
+            self._warms = False
             self._warming.start(saved_state.warm(self, self._copies))
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
@@ -267,12 +269,14 @@ class CheckpointMixin(AbstractTrainer):
         if minutes is not None and self.world.is_main:
             skips = parameters.when_busy == "skip" and (self._writing.is_busy or self._ranks_writing > 0)
             due |= not skips and time.monotonic() - self._last_save >= 60 * minutes
+        if not self._ranks_writing:
+            return due, saving, failed
         return due, saving or self._writing.is_busy, failed or self._writing.has_failed
 
     def _saving_heard(self, saving: int, failed: int) -> None:
         super()._saving_heard(saving, failed)
-        self._ranks_writing = saving
-        if failed or not saving:
+        were_writing, self._ranks_writing = self._ranks_writing, saving
+        if were_writing and (failed or not saving):
             self._finish_save(self.config.checkpoint_parameters.on_save_error)
 
     def _save_after_exception(self) -> None:
@@ -285,7 +289,8 @@ class CheckpointMixin(AbstractTrainer):
             self._begin_save("raise")
             self._finish_save("raise")
         except Exception as error:
-            logger.warning("step %d could not be saved: %s", self.global_step, error)
+            self._save_was_lost()
+            self._say_once(in_a_line(error), f"step {self.global_step} could not be saved: {in_a_line(error)}")
 
     # -- how
 
@@ -346,6 +351,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _save_failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
         self._saved = None
+        self._save_was_lost()
         if on_error == "raise":
             raise error
         if self.world.is_main:
@@ -358,14 +364,14 @@ class CheckpointMixin(AbstractTrainer):
             self._copies.wait_before_update()
 
     def _close(self) -> None:
-        try:
+        # The directory is released last, since loggers write their last lines.
+        with followed_by(self._release), followed_by(super()._close), followed_by(partial(self._finish_save, "raise")):
             self._warming.collect()
-            self._finish_save("raise")
-        finally:
-            super()._close()  # before the directory is released, since loggers write their last lines
-            if self._has_claim:
-                self._has_claim = False
-                release(self.run_dir)
+
+    def _release(self) -> None:
+        if self._has_claim:
+            self._has_claim = False
+            release(self.run_dir)
 
     # -- state
 

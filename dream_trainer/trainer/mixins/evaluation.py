@@ -33,7 +33,7 @@ class EvalParameters:
 
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
     """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is
-    better."""
+    better. One that a validation does not give is warned of, but for the default's."""
 
     def __post_init__(self) -> None:
         for name, mode in self.best_metrics.items():
@@ -97,6 +97,8 @@ class EvalMixin(AbstractTrainer):
                     )
             else:
                 named = dataloader if isinstance(dataloader, Mapping) else {"": dataloader}
+                if not named:
+                    raise HookError("evaluate() got a dict without a loader. Pass a loader, or a dict of named ones.")
                 batches = {name: self._batches_of(loader) for name, loader in named.items()}
             # A listener to an evaluation's end may evaluate too.
             was_evaluating, self.is_evaluating = self.is_evaluating, True
@@ -172,7 +174,14 @@ class EvalMixin(AbstractTrainer):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
-        for name, mode in self.config.eval_parameters.best_metrics.items():
+        parameters = self.config.eval_parameters
+        missing = sorted(parameters.best_metrics.keys() - metrics.keys())
+        if missing and parameters != EvalParameters():  # nobody asked for the default's
+            self._say_once(
+                "best_metrics",
+                f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
+            )
+        for name, mode in parameters.best_metrics.items():
             if name not in metrics or math.isnan(metrics[name]):
                 continue
             value, best = metrics[name], self.best.get(name)

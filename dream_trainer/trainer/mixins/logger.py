@@ -9,8 +9,10 @@ that a resumed run writes the same numbers at the same steps.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,11 +20,15 @@ from torch import Tensor
 from dream_trainer.config.logger import LoggerParameters, WandbParameters, check_packages
 from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
+from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.trainer.closing import followed_by
 from dream_trainer.trainer.media import MediaRecording
 
 __all__ = ["LoggerConfigMixin", "LoggerMixin", "LoggerParameters", "WandbParameters"]
+
+logger = logging.getLogger("dream_trainer")
 
 
 @dataclass(kw_only=True)
@@ -51,9 +57,11 @@ class LoggerMixin(MediaRecording):
         self._metrics = MetricBuffer()
         # Values logged in the running micro-batch, which may yet get a backward weight; each with its batch's size.
         self._undecided: list[tuple[str, Tensor | float, str, int]] = []
-        self._loggers: LoggerGroup | None = None  # on rank 0; opened with the first line, once a resume is through
+        self._loggers: LoggerGroup | None = None  # on rank 0; opened when there is something to write
         self._history: list[dict[str, float]] = []
         self._resumed_step: int | None = None
+        # Names in the lines of the resumed step that a process wrote after the checkpoint: they come again.
+        self._coming_again: list[set[str]] = []
         self._flushed_step = 0
         # Step of the checkpoint, saved or loaded last, that has what was not yet flushed there.
         self._saved_step: int | None = None
@@ -70,8 +78,18 @@ class LoggerMixin(MediaRecording):
         return list(self._history)
 
     def history_of(self, name: str) -> list[tuple[int, float]]:
-        """The values of one metric with their steps, in order: `history_of("val/loss")`."""
-        return [(int(line["step"]), line[name]) for line in self.history if name in line]
+        """The values of one metric with their steps, in order: `history_of("val/loss")`.
+
+        Inside `fit` none yet is an empty list, since they may come.
+
+        Raises:
+            KeyError: Others were logged, and none of that name.
+        """
+        found = [(int(line["step"]), line[name]) for line in self._history if name in line]
+        if not found and self._history and not self._is_training:
+            names = sorted({key for line in self._history for key in line if key not in Stamp._fields})
+            raise KeyError(f"no metric {name!r} was logged; there are {', '.join(names)}.")
+        return found
 
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 alone; an override may add to `super()`'s."""
@@ -129,16 +147,20 @@ class LoggerMixin(MediaRecording):
             self._metrics.add_result(result, own, f"{prefix}/")
         if self._undecided:
             self._decide(weight)
+        # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
+        if self._loggers is not None and not self._loggers.is_open and self._metrics.has_values():
+            self._opened_loggers()
 
     def _decide(self, weight: Tensor | float | None) -> None:
         """Gives the values that wait for it the backward weight, or their batch's size where there is none."""
-        for name, value, reduce, size in self._undecided:
+        undecided, self._undecided = self._undecided, []  # one that is refused is refused once
+        for name, value, reduce, size in undecided:
             self._metrics.add(name, value, size if weight is None else weight, reduce)
-        self._undecided.clear()
 
     def _window_started(self) -> None:
         super()._window_started()
-        self._decide(None)
+        if self._undecided:
+            self._decide(None)
         self._metrics.mark()
 
     def _window_dropped(self) -> None:
@@ -147,15 +169,19 @@ class LoggerMixin(MediaRecording):
         self._metrics.rewind()
 
     def _window_finished(self, *, is_last: bool) -> None:
-        self._land()
+        if self._flight is not None or self._media:
+            self._land()
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last and not (self._agreement.stopped and self._pending_is_saved())
+        self._flush_if_due()
+        if is_last:
+            self._land()
+
+    def _flush_if_due(self) -> None:
         step = self.global_step
         is_due = step % self.config.logger_parameters.log_every_n_steps == 0 or self._run_has_ended
         if is_due and step != self._flushed_step:
             self._flush()
-        if is_last:
-            self._land()
 
     def _pending_is_saved(self) -> bool:
         """Whether a checkpoint has what is not yet flushed; the run that goes on from there writes it."""
@@ -181,10 +207,17 @@ class LoggerMixin(MediaRecording):
         """Hands reduced metrics, equal on all ranks, to the loggers of rank 0 and to everyone who listens."""
         if not metrics:
             return
-        self._history.append(stamp._asdict() | metrics)
-        if self.world.is_main:
-            self._opened_loggers().log(metrics, stamp)
+        if self._coming_again and stamp.step == self._resumed_step and metrics.keys() in self._coming_again:
+            self._coming_again.remove(set(metrics))
+        else:
+            self._history.append(stamp._asdict() | metrics)
+            if self.world.is_main:
+                self._opened_loggers().log(metrics, stamp)
         self._notify("on_log", metrics, stamp.step)
+
+    def _lines_of(self, step: int) -> list[dict[str, float]]:
+        """The last lines, as far as they are of this step."""
+        return list(takewhile(lambda line: line["step"] == step, reversed(self._history)))[::-1]
 
     def _stamp(self) -> Stamp:
         return Stamp(self.global_step, self.current_epoch, self.samples_seen, time.time())
@@ -207,12 +240,27 @@ class LoggerMixin(MediaRecording):
         if self._loggers is not None:
             self._loggers.close()
 
+    def _end_loggers(self) -> None:
+        if self._loggers is not None:
+            ended, self._loggers = self._loggers, LoggerGroup([], self._say_once, strict=False)
+            ended.close()  # what is logged from here on goes nowhere
+
     # -- state and end
+
+    def _save_was_lost(self) -> None:
+        super()._save_was_lost()
+        self._saved_step = None
 
     def _mixin_state(self) -> dict[str, Any]:
         # A collective: pending values of all ranks go into the one state. After the last window they are written by
         # `_close`, so they are not saved to be written again.
         self._land()
+        flushed_before = self._flushed_step
+        if not self._has_failed:  # what failed may be a logger
+            # A listener may save at the window's end, before `_window_finished`, which would write what is saved here.
+            self._run_has_ended |= self._last_window_is_done()
+            self._flush_if_due()
+            self._land()
         self._decide(None)
         pending = None
         if not self._run_has_ended:
@@ -222,10 +270,12 @@ class LoggerMixin(MediaRecording):
         mine = {
             "step": self.global_step,
             "flushed_step": self._flushed_step,
+            "lines": len(self._lines_of(self.global_step)),
             "pending": pending,
             "run": [self.project, self.group, self.experiment],
             "loggers": states,
         }
+        self._flushed_step = flushed_before  # what listeners after the saving one log has another line of this step
         return super()._mixin_state() | {"logger": mine}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
@@ -251,14 +301,25 @@ class LoggerMixin(MediaRecording):
         is_own = mine.get("run") == [self.project, self.group, self.experiment]
         if self._loggers is not None and is_own:
             self._loggers.load_state_dict(mine["loggers"])
+        # A validation or a flush may have been due when the checkpoint was saved, and have been done and written since.
+        lines = self._lines_of(step)
+        later = lines[mine.get("lines", len(lines)) :] if is_own else []
+        self._coming_again = [line.keys() - set(Stamp._fields) for line in later]
 
     def _close(self) -> None:
-        if self.local_batches > 0:  # evaluate and predict alone write nothing
-            self._land()
-            if not self._pending_is_saved():
-                self._flush()
+        with followed_by(super()._close), followed_by(self._end_loggers):
+            if self.local_batches > 0:  # evaluate and predict alone write nothing
                 self._land()
-        self._close_loggers()
-        if self._loggers is not None:
-            self._loggers = LoggerGroup([], self._say_once, strict=False)  # what is logged from here on goes nowhere
-        super()._close()
+                self._write_or_say_the_rest()
+
+    def _write_or_say_the_rest(self) -> None:
+        self._decide(None)
+        values = self._metrics.reduce(self.world)
+        if not self._pending_is_saved():
+            self._write(values, self._stamp())
+        elif values and self.world.is_main:
+            logger.warning(
+                "logged since the last line, and to be written when the run is resumed: step %d | %s",
+                self.global_step,
+                format_metrics(values),
+            )

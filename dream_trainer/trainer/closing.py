@@ -1,0 +1,28 @@
+"""Closing: each owner lets go of what it holds, although another one failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def followed_by(finish: Callable[[], object]) -> Iterator[None]:
+    """Calls `finish` at the end of the block, also after an exception.
+
+    The first exception is the one that is raised: after one of the block, another of `finish` becomes a note of it.
+    """
+    try:
+        yield
+    except BaseException as first:
+        try:
+            finish()
+        except Exception as later:
+            first.add_note(f"Closing went on after this, and failed again: {in_a_line(later)}")
+        raise
+    finish()
+
+
+def in_a_line(error: BaseException) -> str:
+    """The class of an exception and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]

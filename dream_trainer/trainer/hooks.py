@@ -1,0 +1,137 @@
+"""Hooks: what the user writes, each method declared once as a documented no-op or default.
+
+`BaseTrainer` calls them at named phases. SetupMixin gives the setup an order, and other mixins give some of the hooks a
+default of their own; a user's method always wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from dream_trainer.data.nested import batch_size, to_device
+from dream_trainer.errors import HookError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Hooks:
+    """What a trainer's author overrides."""
+
+    # -- setup
+
+    def configure(self) -> None:
+        """First phase of setup: models are built. SetupMixin calls `configure_models` here under the meta build."""
+
+    def setup(self) -> None:
+        """Second phase: parallelise, materialise, data, optimizers. Without SetupMixin, assign everything to `self`
+        here."""
+
+    def configure_models(self) -> None:
+        """Assign modules to `self`. Runs under the meta build; freeze or add adapters here. Required by SetupMixin."""
+
+    def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of `model`, which sharding follows.
+
+        Default: the children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
+        """
+        from dream_trainer.distributed.sharding import repeated_blocks
+
+        return repeated_blocks(model)
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
+        Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin."""
+
+    def apply_activation_checkpointing(self) -> None:
+        """Makes parts of the models recompute their activations. ActivationCheckpointingMixin's default: by
+        `model_blocks`. Called if `device_parameters.activation_checkpointing` is not "none"."""
+
+    def apply_compile(self) -> None:
+        """Compiles parts of the models in place. CompileMixin's default: by `model_blocks`. Called if
+        `device_parameters.compile` is set."""
+
+    def apply_fully_shard(self, config: dict[str, Any]) -> None:
+        """Shards every model with `fully_shard(module, **config)`; the config has the mesh and, if configured, the
+        precision's and the offload's policy. FSDPMixin's default: by `model_blocks`, then the root."""
+
+    def apply_replicate(self, mesh: DeviceMesh) -> None:
+        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`,
+        then the root."""
+
+    def init_weights(self) -> None:
+        """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own
+        `init_weights` or `reset_parameters` where they left something uninitialised."""
+
+    def load_pretrained(self) -> None:
+        """Loads weights into the materialised, sharded models. Default: nothing."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        """Returns `(train, val)`; `val` may be None or a dict of named loaders. Required."""
+        raise HookError(
+            f"{type(self).__name__} does not override configure_dataloaders. Return (train, val) loaders from it."
+        )
+
+    def configure_optimizers(self) -> None:
+        """Assign optimizers to `self`, over real and sharded parameters. `total_steps` is known. Required by
+        SetupMixin."""
+
+    def configure_schedulers(self) -> None:
+        """Assign learning rate schedulers to `self`. Default: none."""
+
+    def configure_metrics(self) -> None:
+        """Assign torchmetrics objects to `self`; they are moved to the device. Default: none."""
+
+    # -- steps and batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """One micro-batch: forward, `self.backward(loss)`, and at the window's end `self.step(...)`. Required.
+
+        Args:
+            batch: What the loader yielded, on the device.
+            batch_idx: Index of the batch in the epoch.
+
+        Returns:
+            Values to log under `train/`.
+        """
+        raise HookError(f"{type(self).__name__} does not override training_step.")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """One validation batch, without gradients and in eval mode. Optional.
+
+        Returns:
+            Values whose exact mean over all samples and ranks is logged under `val/`.
+        """
+        raise HookError(f"{type(self).__name__} does not override validation_step.")
+
+    def move_batch(self, batch: Any, device: torch.device) -> Any:
+        """The batch on `device`. Default: any nested structure, tensors moved."""
+        return to_device(batch, device)
+
+    def batch_size(self, batch: Any) -> int:
+        """Number of samples in the batch. Default: the first tensor's first dimension.
+
+        Raises:
+            DataError: The batch holds no tensor.
+        """
+        return batch_size(batch)
+
+    # -- state of the user's own
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's own state, equal on all ranks: numbers, strings, small CPU tensors, containers of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The user's state of this rank alone; restored at the same data-parallel layout."""
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `rank_state_dict` gave."""

@@ -1,0 +1,129 @@
+"""Session: how a trainer begins and ends. It launches, sets up and resumes once, fails for all ranks, and closes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.distributed.seeds import hash_seed, seed_everything
+from dream_trainer.errors import StepError
+from dream_trainer.trainer.accumulation import Accumulation
+from dream_trainer.trainer.closing import followed_by, in_a_line
+from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.describe import describe
+from dream_trainer.trainer.feed import WindowFeed
+from dream_trainer.trainer.intermission import Intermission
+from dream_trainer.trainer.launch import launch
+
+
+class Session(Intermission):
+    """The part of BaseTrainer before and after its loop."""
+
+    def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._first_batch_idx = 0  # of the running window
+        self._is_closed = self._has_failed = self._is_training = False
+
+    def describe(self) -> str:
+        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
+        launch."""
+        text = describe(self)
+        print(text)
+        return text
+
+    def close(self) -> None:
+        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
+
+        Everything is closed, though a part of it failed; the first exception is raised then, and the process group is
+        left at the end of the process, since the other ranks may be elsewhere. After an exception of `fit`, or in the
+        `with`, it is only said: that one counts.
+        """
+        if self._is_closed or self._world is None:
+            return
+        self._is_closed, has_failed = True, self._has_failed
+        try:
+            with self._failing_for_all(), followed_by(self._close_data), followed_by(self._close):
+                self._notify("teardown")
+        except Exception as error:
+            if not has_failed:
+                raise
+            self._say_once(in_a_line(error), f"the trainer could not be closed: {in_a_line(error)}")
+        self._world.close()
+
+    def _close_data(self) -> None:
+        if self._train_stream is not None:
+            self._train_stream.close()
+        for batches in self._val_batches.values():
+            batches.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._world is not None and self._world.world_size == 1:
+            self._has_failed |= issubclass(kind, Exception)
+            self.close()
+
+    def _start(self) -> None:
+        """Launches, builds and resumes, once."""
+        if self._is_closed or self._has_failed:
+            state = "closed" if self._is_closed else "left in the middle of a step by an exception"
+            raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
+        if self._is_ready:
+            return
+        self._notify("pre_launch")
+        launch(self)
+        self._notify("post_launch")
+        self._notify("pre_configure")
+        self.configure()
+        self._notify("post_configure")
+        self._notify("pre_setup")
+        self.setup()
+        if self._train_stream is None:
+            for model in self.named_models().values():
+                model.to(self.world.device)
+            connect_data(self)
+        assert self._train_stream is not None  # connect_data sets it
+        self._ranks_are_even = self._train_stream.is_even
+        self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
+        self._accumulation = Accumulation(self)
+        self._agreement.begin()
+        self._training_step = self._wrap_step(self.training_step)
+        self._validation_step = self._wrap_step(self.validation_step)
+        self._is_ready = True
+        self._finish_setup()
+        self._notify("post_setup")
+        # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
+        seed_everything(hash_seed(b"rank", self.config.seed, self.world.dp_rank))
+        self._resume()
+
+    @contextmanager
+    def _failing_for_all(self) -> Iterator[None]:
+        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised."""
+        try:
+            yield
+        except BaseException as exc:
+            self._has_failed = True
+            try:
+                self._tell_of(exc)
+            finally:
+                if self._world is not None and self._world.world_size > 1:
+                    self._world.fail(exc)
+                if self._is_training and isinstance(exc, Exception):
+                    if self._accumulation.is_open:
+                        self.progress.batch_idx = self._first_batch_idx
+                        self._window_dropped()
+                    self._save_after_exception()
+            raise
+
+    def _tell_of(self, exc: BaseException) -> None:
+        """Calls everyone who listens to `on_exception`, though some of them fail: most let go of something there."""
+        for listener in self._events["on_exception"]:
+            try:
+                listener(exc)
+            except Exception as later:
+                exc.add_note(f"on_exception failed after this: {in_a_line(later)}")

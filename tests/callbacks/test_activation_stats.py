@@ -1,0 +1,327 @@
+"""ActivationStats against the same numbers taken by hand from what modules return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.callbacks import ActivationStats
+from dream_trainer.distributed.recompute import recompute
+from dream_trainer.errors import ConfigError
+from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
+from tests.trainer.arithmetic import fill
+from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fused_adamw, make_config, network, sgd
+from tests.trainer.test_nonfinite import Poisoned
+
+Logs = dict[int, dict[str, float]]
+RAGGED = [(Samples(9).x[i:j], Samples(9).y[i:j], torch.arange(i, j)) for i, j in ((0, 2), (2, 5), (5, 6), (6, 9))]
+"""Two windows of two batches, of 2 and 3 and of 1 and 3 samples."""
+
+
+def stats(outputs: dict[str, Sequence[Tensor]]) -> dict[str, float]:
+    """By hand: of each module, over all elements of all its outputs at once."""
+    found = {}
+    for name, parts in outputs.items():
+        flat = torch.cat([part.detach().flatten() for part in parts]).double()
+        found[f"activations/{name}/rms"] = float(flat.square().mean().sqrt())
+        found[f"activations/{name}/max"] = float(flat.abs().max())
+        found[f"activations/{name}/zeros"] = float((flat == 0).double().mean())
+    return found
+
+
+def by_hand(windows: Sequence[Sequence[Batch]]) -> Logs:
+    """What the two blocks of `network()` put out in each step of a plain loop."""
+    model = network()
+    fill(model)
+    optimizer = sgd(model)
+    first, second = model[0]
+    found = {}
+    for step, window in enumerate(windows, start=1):
+        outputs: dict[str, list[Tensor]] = {"model.0.0": [], "model.0.1": []}
+        for x, y, _ in window:
+            outputs["model.0.0"].append(first(x))
+            outputs["model.0.1"].append(second(outputs["model.0.0"][-1]))
+            (mse_loss(model[1](outputs["model.0.1"][-1]), y) / len(window)).backward()
+        found[step] = stats(outputs)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def logged(recorder: Recorder) -> Logs:
+    """What was logged of activations, by step."""
+    found = {
+        step: {name: value for name, value in metrics.items() if name.startswith("activations/")}
+        for step, metrics in recorder.steps.items()
+    }
+    return {step: metrics for step, metrics in found.items() if metrics}
+
+
+def observed(cls: Any, data: Any, val: Any = None, *, every: int = 1, modules: Any = None, **training: Any) -> Logs:
+    recorder = Recorder()
+    callbacks = [ActivationStats(every, modules=modules), recorder]
+    return logged(record(cls(make_config(callbacks=callbacks, log_every=1, **training), data, val), recorder))
+
+
+def assert_same(found: Logs, expected: Logs) -> None:
+    assert set(found) == set(expected)
+    for step, metrics in expected.items():
+        assert found[step] == pytest.approx(metrics, rel=1e-12, abs=1e-300)
+
+
+def test_a_window_counts_whole_and_each_element_of_it_alike() -> None:
+    found = observed(Logged, RAGGED * 2, every=2, n_epochs=1, gradient_accumulation_steps=2)
+    truth = by_hand([RAGGED[:2], RAGGED[2:]] * 2)
+    assert_same(found, {step: truth[step] for step in (2, 4)})
+
+
+def test_a_window_that_is_run_again_counts_once() -> None:
+    class Retried(Poisoned, Logged):
+        poison = {3: (float("nan"), 2)}
+
+    found = observed(Retried, RAGGED, every=2, n_epochs=1, gradient_accumulation_steps=2, nonfinite="retry")
+    assert_same(found, {2: by_hand([RAGGED[:2], RAGGED[2:]])[2]})
+
+
+def test_what_is_computed_again_in_backward_counts_once() -> None:
+    class Shared(Logged):
+        """One layer in two blocks. The first recomputes: counted again, it would weigh more than the second."""
+
+        calls = 0
+
+        def setup(self) -> None:
+            super().setup()
+            first, second = self.model[0]
+            second[0] = first[0]
+            first[0].register_forward_hook(self.count)
+            recompute(first)
+            self.optimizer = sgd(self.model)
+
+        def count(self, *_: Any) -> None:
+            self.calls += 1
+
+    trainers: list[Shared] = []
+
+    def make(*args: Any) -> Shared:
+        trainers.append(Shared(*args))
+        return trainers[0]
+
+    found = observed(make, batches(1), modules=[r"^model\.0\.0\.0$"], n_epochs=1)
+    model, (x, *_) = network(), batches(1)[0]
+    fill(model)
+    layer, squash = model[0][0]
+    assert_same(found, {1: stats({"model.0.0.0": [layer(x), layer(squash(layer(x)))]})})
+    assert trainers[0].calls == 3
+
+
+class Odd(nn.Module):
+    """Puts out what is no tensor, calls a module twice, another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.idle, self.ids, self.halves = nn.Linear(3, 2), nn.Linear(3, 2), Ids(), Halves()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, record = self.ids(x)
+        return self.relu(self.relu(self.linear(x)) - 1).sum() + record["floats"].sum() + self.halves(x)
+
+
+class Ids(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.arange(len(x)), {"floats": x * 2, "more": x * 3}
+
+
+class Halves(nn.Module):
+    """In bfloat16, of which 300 squares of 1 would sum up to 256."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones(300, dtype=torch.bfloat16).sum() * 0 + torch.ones(300, dtype=torch.bfloat16).sum()
+
+
+class OddOne(Logged):
+    def setup(self) -> None:
+        self.model = Odd().double()
+        fill(self.model)
+        self.optimizer = sgd(self.model)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch[0]))
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def test_any_output_is_looked_into_and_all_calls_count() -> None:
+    model, (x, *_) = Odd().double(), batches(1)[0]
+    fill(model)
+    once = model.relu(model.linear(x))
+    truth = {"model.linear": [model.linear(x)], "model.relu": [once, model.relu(once - 1)], "model.ids": [x * 2]}
+    truth["model.halves"] = [model.halves(x)]
+    # Without repeated blocks: the model's children, but for the one that is not called.
+    assert_same(observed(OddOne, batches(1), n_epochs=1), {1: stats(truth)})
+    chosen = observed(OddOne, batches(1), n_epochs=1, modules=["relu$", "model.l"])
+    assert_same(chosen, {1: stats({name: truth[name] for name in ("model.relu", "model.linear")})})
+
+
+def test_hooks_are_there_in_windows_that_are_due_and_never_in_a_validation() -> None:
+    class Looks(Validates, Logged):
+        def pre_epoch(self) -> None:
+            self.hooks: list[int] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.hooks.append(self.count())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.hooks.append(-self.count())
+            return super().validation_step(batch, batch_idx)
+
+        def count(self) -> int:
+            return sum(len(module._forward_hooks) for module in self.model.modules())
+
+    callbacks = [ActivationStats(2), ActivationStats(4, modules=["^model$"], name="other")]
+    config = make_config(callbacks=callbacks, n_epochs=1, gradient_accumulation_steps=2, val_every_n_steps=1)
+    with Looks(config, batches(8), batches(1)) as trainer:
+        trainer.fit()
+    assert trainer.hooks == [0, 0, 0, 2, 2, 0, 0, 0, 0, 3, 3, 0]
+    assert trainer.count() == 0
+
+
+class ReadsNothing(TorchDispatchMode):
+    """Raises where the host would wait for a number."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class Around(dt.Callback):
+    """Enters a context around what the other callbacks do in a window."""
+
+    def __init__(self, order: int, act: Callable[[], object]) -> None:
+        self.order, self.act = order, act
+
+    def pre_train_batch(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        if self.order < 0:
+            self.act()
+
+    def post_train_step(self, trainer: Any) -> None:
+        if self.order > 0:
+            self.act()
+
+
+def test_a_step_that_is_due_reads_nothing_on_the_host() -> None:
+    class Steps(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.backward(mse_loss(self.model(batch[0]), batch[1]))
+            self.step(self.model, self.optimizer)
+            return {}
+
+    mode = ReadsNothing()
+    callbacks = [Around(-1, mode.__enter__), ActivationStats(1), Around(1, lambda: mode.__exit__(None, None, None))]
+    with Steps(make_config(callbacks=callbacks, n_epochs=1), batches(2), make_optimizer=fused_adamw) as trainer:
+        trainer.fit()
+
+
+def test_an_exception_takes_the_hooks_off() -> None:
+    class Fails(Logged):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            raise RuntimeError("on purpose")
+
+    trainer = Fails(make_config(callbacks=[ActivationStats(1)], n_epochs=1), batches(1))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit()
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+
+
+def test_compiled_blocks_are_looked_at_from_outside_and_compile_once(caplog: pytest.LogCaptureFixture) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Squashed(nn.Sequential):
+        """Of a class of our own: the compiler passes over PyTorch's."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x))
+
+    class Compiled(Logged):
+        def setup(self) -> None:
+            blocks = nn.Sequential(*(Squashed(*block) for block in network()[0]))
+            self.model = nn.Sequential(blocks, nn.Linear(3, 1)).double()
+            fill(self.model)
+            for block in self.model[0]:
+                block.compile(backend=backend, fullgraph=True)
+            self.optimizer = sgd(self.model)
+
+    torch._dynamo.reset()
+    # Given to the first block as to the second, or it is compiled by itself.
+    data = [(x.contiguous().requires_grad_(), *rest) for x, *rest in batches(4)]
+    found = observed(Compiled, data, every=2, modules=[r"^model\.0\.\d"], n_epochs=1)
+    truth = by_hand([[batch] for batch in data])
+    assert_same(found, {step: truth[step] for step in (2, 4)})
+    assert len(graphs) == 1
+    assert "ActivationStats leaves out 4 of 6 modules, which are inside compiled ones" in caplog.text
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for options in ({"every_n_steps": 0}, {"modules": "attention"}, {"name": ""}):
+        with pytest.raises(ConfigError):
+            ActivationStats(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'attention' is found in no module's name. They begin with model, model.0,"):
+        observed(Logged, batches(1), modules=["attention"], n_epochs=1)
+
+
+# -- on two ranks, which test_on_ranks.py starts
+
+
+class Parts(Spread, dt.TensorParallelMixin, dt.LoggerMixin):
+    """Outputs that are DTensors: cut over the ranks, and not yet summed over them."""
+
+    def configure_models(self) -> None:
+        self.model = small()
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        from torch.distributed.tensor import Partial
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        parallelize_module(self.model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": rows})
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]).full_tensor(), batch[1]))
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)).double()
+
+
+def on_two_ranks() -> tuple[Logs, Logs]:
+    """Sharded, and split by tensor parallelism."""
+    parts = dt.DeviceParameters(device="cpu", tensor_parallel=2)
+    return (
+        observed(LoggedSharded, DataLoader(Samples(12), 1), n_epochs=1),
+        observed(Parts, DataLoader(Samples(4), 4), n_epochs=1, devices=parts),
+    )
+
+
+def alone() -> tuple[Logs, Logs]:
+    """The same by hand."""
+    model = small()
+    fill(model)
+    x = Samples(4).x
+    outputs = {f"model.{index}": [model[: index + 1](x)] for index in range(3)}
+    return by_hand([[batch] for batch in batches(6)]), {1: stats(outputs)}

@@ -1,0 +1,206 @@
+"""The end of a trainer: everything is let go although a part fails, and the user's own exception is what is shown."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.trainer.closing import followed_by
+from tests.trainer.small import Alone, Batch, batches, make_config
+
+
+class Places(Logger):
+    """Fails in its `close`, if asked to."""
+
+    def __init__(self, closes: bool = True) -> None:
+        self.closes = closes
+        self.steps: list[int] = []
+        self.is_open = False
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.is_open = True
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self.steps.append(stamp.step)
+
+    def close(self) -> None:
+        self.is_open = False
+        if not self.closes:
+            raise OSError("the disk is full")
+
+
+class Ends(Alone, dt.CheckpointMixin, dt.LoggerMixin):
+    """May fail anywhere."""
+
+    places: tuple[Places, ...] = ()
+    fails_in = ""
+
+    def configure_loggers(self) -> list[Logger]:
+        return list(self.places)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 3 and self.fails_in == "step":
+            raise KeyError("the cause")
+        if self.global_step == 3 and self.fails_in == "log":
+            self.log("x", 1.0)
+            self.log("x", 1.0, reduce="max")
+        return super().training_step(batch, batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.global_step and self.fails_in == "save":
+            raise RuntimeError("this state is lost")
+        return {}
+
+    def teardown(self) -> None:
+        if self.fails_in == "teardown":
+            raise RuntimeError("torn")
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ending(*places: Places, fails_in: str = "", every: int = 1) -> Ends:
+    config = make_config(n_epochs=1)
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=every, strict=True)
+    trainer = Ends(config, batches(5))
+    trainer.places, trainer.fails_in = places, fails_in
+    return trainer
+
+
+def directory_is_free() -> bool:
+    """Whether another process could claim the run directory: a lock on a file opened anew is one of its own."""
+    (path,) = Path("runs").rglob("run.lock")
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_a_logger_that_cannot_be_closed_keeps_neither_the_run_directory_nor_the_other_loggers() -> None:
+    broken, whole = Places(closes=False), Places()
+    trainer = ending(broken, whole)
+    trainer.fit()
+    assert not directory_is_free()
+    with pytest.raises(OSError, match="disk is full"):
+        trainer.close()
+    assert not whole.is_open
+    assert directory_is_free()
+    trainer.close()
+
+
+def test_a_logger_that_cannot_be_opened_leaves_no_other_open() -> None:
+    class Shut(Places):
+        def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+            raise OSError("no such server")
+
+    whole = Places()
+    with pytest.raises(OSError, match="no such server"), ending(whole, Shut()) as trainer:
+        trainer.fit()
+    assert not whole.is_open
+
+
+def test_after_a_failed_teardown_the_last_line_is_written_and_the_first_exception_is_raised() -> None:
+    broken = Places(closes=False)
+    trainer = ending(broken, fails_in="teardown", every=10)
+    trainer.fit()
+    trainer.log("last", 1.0)
+    with pytest.raises(RuntimeError, match="torn") as raised:
+        trainer.close()
+    assert broken.steps == [5, 5]
+    assert not broken.is_open
+    assert directory_is_free()
+    assert len(raised.value.__notes__) == 1
+    assert "OSError: the disk is full" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "closes", "lines"),
+    [("step", True, 0), ("log", True, 0), ("step", False, 1), ("with", False, 1)],
+    ids=str,
+)
+def test_an_exception_is_shown_once_with_at_most_a_line_of_what_failed_after_it(
+    fails_in: str, closes: bool, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = ending(Places(closes), fails_in=fails_in)
+
+    def script() -> None:
+        with trainer:
+            trainer.fit()
+            raise KeyError("the cause")
+
+    expected = ValueError if fails_in == "log" else KeyError
+    with caplog.at_level(logging.WARNING, "dream_trainer"), pytest.raises(expected) as raised:
+        script()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback") == 1
+    assert shown.rstrip().endswith(str(raised.value))
+    said = [record.getMessage() for record in caplog.records if "when the run is resumed" not in record.getMessage()]
+    assert said == ["the trainer could not be closed: OSError: the disk is full"] * lines
+    assert directory_is_free()
+    if fails_in == "step":
+        assert [manifest.step for manifest in trainer.checkpoints()] == [3]
+
+
+def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others() -> None:
+    heard: list[BaseException] = []
+
+    class Fails(dt.Callback):
+        def on_exception(self, trainer: Any, exc: BaseException) -> None:
+            raise OSError("no room for a report")
+
+    class Hears(dt.Callback):
+        def on_exception(self, trainer: Any, exc: BaseException) -> None:
+            heard.append(exc)
+
+    config = ending().config
+    config.callbacks = dt.CallbackCollection([Fails(), Hears()])
+    trainer = Ends(config, batches(5))
+    trainer.fails_in = "step"
+    with pytest.raises(KeyError, match="the cause") as raised, trainer:
+        trainer.fit()
+    assert heard == [raised.value]
+    assert "OSError: no room for a report" in raised.value.__notes__[0]
+    assert [manifest.step for manifest in trainer.checkpoints()] == [3]
+
+
+def test_what_cannot_be_saved_or_closed_after_an_exception_is_said_in_one_line_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(Ends):
+        def post_train_step(self) -> None:
+            self.fails_in = "save"
+            raise KeyError("the cause")
+
+    trainer = Fails(ending().config, batches(5))
+    place = Places(closes=False)
+    trainer.places = (place,)
+    with caplog.at_level(logging.WARNING, "dream_trainer"), pytest.raises(KeyError, match="the cause"), trainer:
+        trainer.fit()
+    said, closed = [record.getMessage() for record in caplog.records]
+    assert closed == "the trainer could not be closed: OSError: the disk is full"
+    assert said.startswith("step 1 could not be saved: CheckpointError: ")
+    assert "this state is lost" in said
+    assert "\n" not in said
+    assert place.steps == [1]  # no checkpoint has this line
+
+
+def test_of_two_exceptions_the_first_is_raised() -> None:
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="one") as raised, followed_by(lambda: fail("two")):
+        fail("one")
+    assert raised.value.__context__ is None
+    with pytest.raises(RuntimeError, match="two"), followed_by(lambda: fail("two")):
+        pass
