@@ -24,6 +24,7 @@ from dream_trainer.data.nested import leaves
 from dream_trainer.distributed.compiler_compat import is_compiled, never_compiled
 from dream_trainer.distributed.torch_compat import in_backward, local_tensor
 from dream_trainer.errors import ConfigError
+from dream_trainer.optim.groups import check_pattern
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -58,6 +59,8 @@ class ActivationStats(LoggingCallback):
         check_integer("every_n_steps", every_n_steps, minimum=1)
         if modules is not None:
             check_names("modules", modules, example="attention$")
+            for pattern in modules:
+                check_pattern("modules", pattern)
         self.every_n_steps = every_n_steps
         self.modules = modules
         self._modules: dict[str, nn.Module] = {}

@@ -282,4 +282,6 @@ class Progress(Callback):
 
 
 def _kind(trainer: AbstractTrainer) -> str:
-    return "evaluation" if trainer.is_evaluating else "validation"
+    if trainer.is_evaluating:
+        return "evaluation"
+    return "sanity validation" if trainer.is_sanity_validation else "validation"

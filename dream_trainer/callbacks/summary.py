@@ -18,6 +18,7 @@ from dream_trainer.data.nested import map_tensors
 from dream_trainer.distributed.class_change import own_class
 from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class ModelSummary(Callback):
 
     Raises:
         ValueError: `depth` is negative.
+        ConfigError: When setup ends, if `inputs` names none of the models.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -76,6 +78,9 @@ class ModelSummary(Callback):
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         """Prints one table for each model."""
+        unknown = sorted(self._inputs.keys() - trainer.named_models().keys())
+        if unknown:
+            raise ConfigError(f"inputs has {unknown}, which are no models. There are {list(trainer.named_models())}.")
         self._count_flops(trainer)  # of what `setup` assigned, without SetupMixin
         for name, model in trainer.named_models().items():
             size = size_of(model)

@@ -204,6 +204,12 @@ def reset_attention_parameters(module: torch.nn.MultiheadAttention | torch.nn.Tr
     module._reset_parameters()
 
 
+def second_lists(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of attributes that list the module's own parameters a second time, and that the module itself keeps up to
+    date when they are replaced, as recurrent modules do."""
+    return ("_flat_weights",) if isinstance(module, torch.nn.RNNBase) else ()
+
+
 def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
     """The (module, name) pairs that DCP's pickled `.metadata` refers to when only tensors were saved, data types aside.
 

@@ -251,8 +251,11 @@ def keep(name: str, value: Any) -> Scalar:
     """
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
+            is_metric = any(cls.__module__.startswith("torchmetrics") for cls in type(value).__mro__)
+            hint = " One assigned to the trainer is logged after validations by itself; log its compute() elsewhere."
             raise TypeError(
                 f"metric {name!r} is of type {type(value).__name__}. Log a number or a tensor of one element."
+                f"{hint if is_metric else ''}"
             )
         return float(value)
     if type(value) is not Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.distributed.torch_compat import local_tensor, second_lists
 from dream_trainer.errors import InitError
 
 from .history import Ref
@@ -36,12 +36,13 @@ class _Note:
 
 @dataclass(slots=True)
 class Plan:
-    """What `remember` found: for every meta tensor of the models, how to replay it."""
+    """What `remember` found: for every meta tensor of the models, how to replay it; and every parameter's `id`."""
 
     tape: Tape
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
     by_name: dict[str, _Note] = field(default_factory=dict)
     attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,8 +69,10 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
             for name, tensor in _named_tensors(module):
+                fqn = f"{prefix}.{name}"
+                if isinstance(tensor, nn.Parameter):
+                    plan.parameters.setdefault(id(tensor), fqn)
                 if tensor.is_meta:
-                    fqn = f"{prefix}.{name}"
                     note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
                     plan.by_owner.setdefault((module, name), note)
                     plan.by_name[_plain(fqn)] = note
@@ -99,10 +102,11 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
         device: Where everything is to live.
 
     Raises:
-        InitError: A parameter that nobody initialised, or a tensor on meta that the plan does not know. Every rank
-            sees the whole tensor, so every rank raises.
+        InitError: A parameter that nobody initialised, a tensor on meta that the plan does not know, or an attribute
+            that holds a sharded parameter a second time. Every rank sees the whole tensor, so every rank raises.
     """
     device = torch.device(device)
+    _refuse_left_behind(models, plan)
     places = _places(models, plan)
     by_storage: dict[int, list[_Place]] = {}
     for place in places:
@@ -120,6 +124,21 @@ def materialize(models: Mapping[str, nn.Module], plan: Plan, device: torch.devic
             f"{', '.join(left[:5])} stayed on the meta device. Make such tensors parameters, buffers or attributes of "
             "a module in configure_models()."
         )
+
+
+def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Refuses attributes that hold what was a parameter until sharding put another in its place."""
+    now = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name):
+            for name, tensor in _attributes(module):
+                was_parameter = isinstance(tensor, nn.Parameter) and id(tensor) in plan.parameters
+                if was_parameter and id(tensor) not in now:
+                    raise InitError(
+                        f"{prefix}.{name} holds the parameter {plan.parameters[id(tensor)]} a second time, and would "
+                        "go on holding what it was before it was sharded, which is not trained. Keep its name there, "
+                        "and look it up by get_parameter(name) where it is used."
+                    )
 
 
 def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
@@ -246,8 +265,9 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in the module's other attributes, in lists, tuples and dicts too."""
+    passed_over = ("_parameters", "_buffers", "_modules", *second_lists(module))
     for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if name not in passed_over:
             yield from _nested(name, value)
 
 

@@ -74,7 +74,7 @@ class Placed:
 def check_pattern(name: str, pattern: object) -> None:
     """Raises ConfigError unless `pattern` is a regular expression."""
     if not isinstance(pattern, str) or not pattern:
-        raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on parameter names.")
+        raise ConfigError(f"{name}={pattern!r} is not a pattern. Use a regular expression on names.")
     try:
         re.compile(pattern)
     except re.error as error:

@@ -53,6 +53,7 @@ class Accumulation:
         loss_scale: Under fp16, what losses are multiplied by; else None.
         stepped: Whether `step` ran in the window.
         is_open: Whether a window is running.
+        had_gradients: Whether any step so far had a gradient.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -82,6 +83,7 @@ class Accumulation:
         self.batch_weight: Weight | None = None
         self.stepped = False
         self.is_open = False
+        self.had_gradients = False
         self._is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -303,6 +305,8 @@ class Accumulation:
             norm, _ = self._norm(plan, grads, None)
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
+        if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
+            self.had_gradients = any(grads)
         factor = scale
         if self._clip_norm is not None:
             # fmin passes over NaN, so that a norm that is NaN leaves the good gradients good for whoever looks.

@@ -312,11 +312,12 @@ class BaseTrainer(Session):
         self.progress.is_pass_over = self._feed.is_pass_over
         self._epoch_ends = self._epoch_is_over()
         self._note_what_follows(epoch_ended=self._epoch_ends)
-        if not self._has_stepped:
+        if not self._has_trained:
             if self._is_first_window:
                 self._is_first_window = False
                 self.world.first_step_is_done()
-            self._has_stepped = stepped
+            self._has_stepped = self._has_stepped or stepped
+            self._has_trained = self._accumulation.had_gradients
             if self.progress.epoch_steps == WINDOWS_WITHOUT_STEP:
                 self._say_if_nothing_is_trained()
 

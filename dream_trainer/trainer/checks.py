@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from difflib import get_close_matches
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import ConfigError, HookError
@@ -96,3 +100,42 @@ def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
     if cls._keeps_ranks_equal:
         return []
     return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(AbstractTrainer, hook)]
+
+
+def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
+    """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
+    none, so that nothing calls them: misspelt, or another framework's."""
+    from dream_trainer.callbacks.base import Callback
+    from dream_trainer.trainer.hooks import Hooks
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    hooks = {*vars(Hooks), *vars(Lifecycle), "predict_step"}
+    kinds = {type(trainer): hooks} | {type(callback): {*vars(Callback)} for callback in trainer.callbacks}
+    parts = [(cls, part, part.__module__.startswith("dream_trainer.")) for cls in kinds for part in cls.__mro__]
+    called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
+    own = [
+        (cls, name, function)
+        for cls, part, is_ours in parts
+        for name, value in vars(part).items()
+        if not is_ours and isinstance(function := inspect.unwrap(value), FunctionType)
+    ]
+    called |= {used for _, name, function in own for used in _names_in(function.__code__) - {name}}
+    return [
+        f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it, or begin "
+        "its name with an underscore if your own code calls it."
+        for cls, name, _ in own
+        if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
+    ]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _nearest(name: str, hooks: set[str]) -> str | None:
+    """The hook that `name`, maybe Lightning's, stands for; None if it looks like none."""
+    spelled = re.sub(r"^on_(.+)_start$", r"pre_\1", re.sub(r"^on_(.+)_end$", r"post_\1", name))
+    if spelled != name:
+        spelled = spelled.replace("validation", "val").replace("train_epoch", "epoch")
+    looks_like_one = re.match(r"(pre|post|on|configure)_", name)
+    return next(iter(get_close_matches(spelled, sorted(hooks), n=1, cutoff=0.0 if looks_like_one else 0.85)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,6 +21,21 @@ def followed_by(finish: Callable[[], object]) -> Iterator[None]:
             first.add_note(f"Closing went on after this, and failed again: {in_a_line(later)}")
         raise
     finish()
+
+
+def call_each(actions: Iterable[Callable[[], object]]) -> None:
+    """Calls every one, although others raise; then the first exception is raised, with the later ones as its notes."""
+    first: Exception | None = None
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"Closing went on after this, and failed again: {in_a_line(error)}")
+    if first is not None:
+        raise first
 
 
 def in_a_line(error: BaseException) -> str:

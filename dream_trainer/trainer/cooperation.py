@@ -29,6 +29,7 @@ class Cooperation:
     _failing_for_all: Callable[[], AbstractContextManager[None]]
     _last_window_is_done: Callable[[], bool]
     settle: Callable[[], None]
+    _notify: Callable[..., None]
     _validation_step: Callable[[Any, int], Any]
     # Seconds that checkpoints have held the step path up in this process; CheckpointMixin counts them.
     _seconds_saving: float = 0.0
@@ -78,6 +79,10 @@ class Cooperation:
 
     def _validated(self, metrics: dict[str, float]) -> None:
         """Takes the exact metrics of a validation, before `post_val_epoch`."""
+
+    def _tell_validated(self, metrics: dict[str, float]) -> None:
+        """Calls everyone who listens to `post_val_epoch`."""
+        self._notify("post_val_epoch", metrics)
 
     def _metrics_epoch_start(self, name: str) -> None:
         """A validation loader starts."""

@@ -23,7 +23,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         DataError: The data is empty, or cannot be split over the ranks.
         ConfigError: The batch sizes do not divide.
     """
-    from dream_trainer.config.training import accumulation_steps
+    from dream_trainer.config.training import TrainingParameters, accumulation_steps
 
     loaders = trainer.configure_dataloaders()
     if not isinstance(loaders, tuple) or len(loaders) != 2:
@@ -40,7 +40,10 @@ def connect_data(trainer: AbstractTrainer) -> None:
         if parameters.global_batch_size is not None
         else parameters.gradient_accumulation_steps
     )
-    if batch_size not in (None, parameters.train_batch_size) and parameters.global_batch_size is None:
+    # The default is nobody's wish, and what is not the loader's need not be said.
+    expected = (None, parameters.train_batch_size)
+    is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
+    if is_set and batch_size not in expected and parameters.global_batch_size is None:
         trainer._say_once(
             "batch_size",
             f"the training loader's batch size {batch_size} counts, not "

@@ -15,7 +15,8 @@ from dream_trainer.trainer.schedule import Cadence, limits
 from dream_trainer.trainer.validation import validate
 
 WINDOWS_WITHOUT_STEP = 100
-"""Windows of an epoch after which it is said that none has stepped yet; the end of the epoch says it sooner."""
+"""Windows of an epoch after which it is said that none has stepped yet, or none with a gradient; the end of the epoch
+says it sooner."""
 
 
 class Intermission(AbstractTrainer):
@@ -29,6 +30,7 @@ class Intermission(AbstractTrainer):
         self._flags = Flags()  # what all ranks said before the last window
         self._validates = False  # whether a validation follows it
         self._has_stepped = False  # whether any window of this process counted as an optimizer step
+        self._has_trained = False  # whether any of these steps had a gradient
 
     def _between_windows(self, *, epoch_ended: bool) -> bool:
         """After a window: log, validate, end the epoch, save, in this order and on all ranks alike.
@@ -76,7 +78,15 @@ class Intermission(AbstractTrainer):
 
     def _say_if_nothing_is_trained(self) -> None:
         """Warns and raises nothing: training without gradients, or a late first step, may be meant."""
-        if self._has_stepped or self.local_batches == 0:
+        if self._has_trained or self.local_batches == 0:
+            return
+        if self._has_stepped:
+            self._say_once(
+                "no gradient",
+                "training_step calls self.step(...), but no parameter that it steps has had a gradient so far: steps "
+                "are counted, and nothing is learnt. Call self.backward(loss) before it, with a loss of the model that "
+                "the optimizer trains.",
+            )
             return
         self._say_once(
             "no step",
@@ -115,7 +125,7 @@ class Intermission(AbstractTrainer):
         self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         self._cadence.validated()
         self._validated(metrics)
-        self._notify("post_val_epoch", metrics)
+        self._tell_validated(metrics)
         return True
 
     def _finish_what_is_owed(self) -> None:
@@ -131,7 +141,7 @@ class Intermission(AbstractTrainer):
             return
         self.is_sanity_validation = True
         try:
-            self._notify("post_val_epoch", validate(self, self._val_batches, batches, self._agreement))
+            self._tell_validated(validate(self, self._val_batches, batches, self._agreement))
         except Interrupted:
             self._save_if_due(
                 stepped=False, epoch_ended=False, is_last=self._agreement.stopped, requested=not self._agreement.stopped

@@ -10,7 +10,7 @@ from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.torch_compat import enable_flight_recorder
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.checks import uncalled_hooks
+from dream_trainer.trainer.checks import uncalled_hooks, uncalled_methods
 from dream_trainer.trainer.events import event_table
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def launch(trainer: Session) -> None:
         close_at_exit(world)
     for hook in uncalled_hooks(cls):
         trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
+    for message in uncalled_methods(trainer):
+        trainer._say_once(message, message)
     trainer._events = event_table(trainer, AbstractTrainer, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", trainer.config.seed))
 

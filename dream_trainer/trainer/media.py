@@ -56,6 +56,12 @@ class MediaRecording(AbstractTrainer):
         captions = [None] * len(found) if captions is None else captions
         if len(captions) != len(found):
             raise ValueError(f"{name!r} has {len(found)} images and {len(captions)} captions. Give one for each.")
+        for image in found:
+            if image.dim() > 3:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
+                    f"Log several with log_images({name!r}, images)."
+                )
         if found and self._takes_media():
             shown = tuple(
                 media.Image(self._pixels(name, image), text) for image, text in zip(found, captions, strict=True)
@@ -124,7 +130,13 @@ class MediaRecording(AbstractTrainer):
             self._add_media(name, media.histogram(found, bins))
 
     def log_text(self, name: str, text: str) -> None:
-        """Logs text, as Markdown where it can be shown; with the step, as `log_images` does."""
+        """Logs text, as Markdown where it can be shown; with the step, as `log_images` does.
+
+        Raises:
+            TypeError: It is no string.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
         if self._takes_media():
             self._add_media(name, media.Text(text))
 
@@ -141,6 +153,8 @@ class MediaRecording(AbstractTrainer):
         if not self.training:
             own = f"val/{self.val_name}/" if self.val_name else "val/"
             self._val_media.append((own + name.removeprefix("val/"), item))
+            return
+        if self.is_evaluating:  # in its post_val_epoch
             return
         is_between_windows = self.local_batches > 0 and not self._accumulation.is_open
         self._media.append((name, item, self._stamp() if is_between_windows else None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +61,17 @@ class Recording:
     def log_text(self, name: str, text: str) -> None:
         """Logs text, as Markdown where it can be shown (LoggerMixin)."""
         self._say_that_nothing_is_logged("log_text")
+
+    def _say_if_unlogged(self, step: str, result: Mapping[str, Any]) -> None:
+        """Says once of a `step` that logged nothing if its result has a tensor of several elements, which is no log."""
+        for name, value in result.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                self._say_once(
+                    f"unlogged {step}",
+                    f"nothing that {step} returned is logged: {name!r} is a tensor of shape {tuple(value.shape)}. "
+                    "Return tensors of one element, such as its mean().",
+                )
+                return
 
     def _say_that_nothing_is_logged(self, method: str) -> None:
         self._say_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")

@@ -10,7 +10,7 @@ from dream_trainer.config.base import BaseTrainerConfig
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.accumulation import Accumulation
-from dream_trainer.trainer.closing import followed_by, in_a_line
+from dream_trainer.trainer.closing import call_each, followed_by, in_a_line
 from dream_trainer.trainer.dataflow import connect_data
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.feed import WindowFeed
@@ -45,7 +45,7 @@ class Session(Intermission):
         self._is_closed, has_failed = True, self._has_failed
         try:
             with self._failing_for_all(), followed_by(self._close_data), followed_by(self._close):
-                self._notify("teardown")
+                call_each(self._events["teardown"])
         except Exception as error:
             if not has_failed:
                 raise
@@ -53,10 +53,8 @@ class Session(Intermission):
         self._world.close()
 
     def _close_data(self) -> None:
-        if self._train_stream is not None:
-            self._train_stream.close()
-        for batches in self._val_batches.values():
-            batches.close()
+        streams = [] if self._train_stream is None else [self._train_stream.close]
+        call_each([*streams, *(batches.close for batches in self._val_batches.values())])
 
     def __enter__(self) -> Self:
         return self

@@ -56,7 +56,14 @@ def validate(
             trainer._metrics_epoch_start(name)
             buffer = trainer._val_buffer = MetricBuffer()
             _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer)
-            found = buffer.reduce(trainer.world) | trainer._metrics_epoch_end(name)
+            found, of_metrics = buffer.reduce(trainer.world), trainer._metrics_epoch_end(name)
+            for key in found.keys() & of_metrics.keys():
+                trainer._say_once(
+                    f"twice {key}",
+                    f"{key!r} is logged by validation_step and by the metric of that name, whose value counts. Return "
+                    "it under another name, or not at all.",
+                )
+            found |= of_metrics
             metrics |= {prefix + key: value for key, value in found.items()}
     return metrics
 
@@ -107,6 +114,8 @@ def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], b
                 f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
             )
         buffer.add_result(result, trainer._val_weight)
+        if batch_idx == 0 and not after and not buffer.has_values():
+            trainer._say_if_unlogged("validation_step", result)
         for listener in after:
             listener(result, batch_idx)
 

@@ -279,6 +279,8 @@ def test_what_cannot_work_is_refused() -> None:
     for options in ({"every_n_steps": 0}, {"modules": "attention"}, {"name": ""}):
         with pytest.raises(ConfigError):
             ActivationStats(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"modules='\(' is no regular expression"):
+        ActivationStats(modules=["("])
     with pytest.raises(ConfigError, match=r"'attention' is found in no module's name. They begin with model, model.0,"):
         observed(Logged, batches(1), modules=["attention"], n_epochs=1)
 

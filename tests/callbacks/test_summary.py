@@ -16,6 +16,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from dream_trainer.callbacks import ModelSummary, TrainerSummary
 from dream_trainer.callbacks.summary import forward_flops, size_of
+from dream_trainer.errors import ConfigError
 from dream_trainer.optim import GroupParameters, OptimizerParameters, ScheduleParameters
 from tests.worlds import run_world
 
@@ -195,6 +196,19 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
     assert forward_flops(dropout, (torch.ones(2, 4),)) == 0
     assert all(torch.equal(state[name], tensor) for name, tensor in dropout.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_inputs_of_a_model_that_is_not_there_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(
+        project="p",
+        group="g",
+        experiment="e",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        callbacks=dt.CallbackCollection([ModelSummary(inputs={"net": (torch.zeros(1, 5),)}, file=io.StringIO())]),
+    )
+    with pytest.raises(ConfigError, match=r"inputs has \['net'\].*There are \['model'\]"), Trainer(config) as trainer:
+        trainer.fit()
 
 
 def test_a_forward_whose_flops_cannot_be_counted_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def test_recurrent_modules_use_the_values_they_were_given() -> None:
     twin.load_state_dict(model.state_dict())
     x = torch.randn(5, 2, 3)
     assert torch.equal(model(x)[0], twin(x)[0])
+    assert all(kept is own for kept, own in zip(model._flat_weights, model.parameters(), strict=True))
 
 
 def test_the_tape_leaves_global_generators_as_they_were() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ SHARDABLE = [
     "embedding",
     "conv",
     "batch_norm",
+    "lstm",
     "attention",
     "encoder",
     "every_init",
@@ -135,12 +138,21 @@ class _Forgot(nn.Module):
             self.weight[:2] = 1.0  # rank 0's half
 
 
-def _forgetting() -> str:
+class _Lists(nn.Linear):
+    """Computes with a list that goes on holding the whole parameter when it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.weight = nn.Parameter(torch.zeros(2, 4))  # small and computed: never on meta, unlike the bias
+        self.both = {"kernels": [self.weight], "rest": self.bias}
+
+
+def _mistaken(make: Callable[[], nn.Module]) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    model, plan = planned(_Forgot)
+    model, plan = planned(make)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
         materialize({"model": model}, plan, "cpu")
@@ -152,9 +164,19 @@ def _forgetting() -> str:
 
 
 def test_every_rank_names_the_same_uninitialised_parameter() -> None:
-    one, two = run_world(_forgetting, 2)
+    one, two = run_world(_mistaken, 2, _Forgot)
     assert one == two
     assert "model.weight" in one
+
+
+def test_a_sharded_parameter_that_an_attribute_holds_too_is_named() -> None:
+    one, two = run_world(_mistaken, 2, _Lists)
+    assert one == two
+    assert "model.both['kernels'][0]" in one
+    assert "model.weight" in one
+    model = deferred(_Lists)  # whole parameters stay the same objects
+    assert model.both["kernels"][0] is model.weight
+    assert model.both["rest"] is model.bias
 
 
 def _pretrained() -> tuple[bool, bool]:

@@ -174,6 +174,31 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
     assert [manifest.step for manifest in trainer.checkpoints()] == [3]
 
 
+def test_a_listener_that_fails_when_the_trainer_closes_keeps_nobody_from_closing() -> None:
+    closed: list[str] = []
+
+    class Fails(dt.Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def teardown(self, trainer: Any) -> None:
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    config = ending().config
+    config.callbacks = dt.CallbackCollection([Fails("one"), Fails("two")])
+    place = Places(closes=False)
+    trainer = Ends(config, batches(2))
+    trainer.places = (place,)
+    trainer.fit()
+    with pytest.raises(OSError, match="one") as raised:
+        trainer.close()
+    assert closed == ["one", "two"]
+    assert not place.is_open
+    assert ["two" in note or "the disk is full" in note for note in raised.value.__notes__] == [True, True]
+    assert directory_is_free()
+
+
 def test_what_cannot_be_saved_or_closed_after_an_exception_is_said_in_one_line_each(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -236,6 +236,29 @@ class Measured(Validates):
         return self.model(batch[0])
 
 
+def test_a_metric_of_several_numbers_and_one_named_as_a_value_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from torchmetrics import MeanAbsoluteError
+    from torchmetrics.classification import BinaryConfusionMatrix
+
+    class Vector(Checked):
+        def setup(self) -> None:
+            super().setup()
+            self.confusion, self.loss = BinaryConfusionMatrix(), MeanAbsoluteError()
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.confusion.update(torch.tensor([1, 0]), torch.tensor([1, 1]))
+            self.loss.update(torch.zeros(2), torch.ones(2))
+            return {"loss": 7.0}
+
+    trainer = fit(Vector(make_config(n_epochs=2), batches(1), batches(1)))
+    assert trainer.metrics == [{"val/loss": 1.0}] * 2
+    said = [line for line in caplog.messages if "metric" in line]
+    assert [line.split(",")[0] for line in said] == [
+        "metric 'confusion' computes a tensor of shape (2",
+        "'loss' is logged by validation_step and by the metric of that name",
+    ]
+
+
 class SpreadMeasured(Measured, Spread, dt.EvalMixin):
     pass
 

@@ -226,6 +226,78 @@ def test_what_is_no_scalar_is_refused_by_its_name() -> None:
     trainer = Algorithm(make_config())
     with pytest.raises(TypeError, match="'logits'"):
         trainer.log("logits", torch.zeros(3))
+    for image in (torch.zeros(4, 3, 8, 8), torch.zeros(1, 1, 8, 8)):
+        with pytest.raises(ValueError, match=r"'seen' has shape \(\d, \d, 8, 8\).*log_images\('seen', images\)"):
+            trainer.log_image("seen", image)
+    with pytest.raises(TypeError, match="'note' is of type int"):
+        trainer.log_text("note", 3)  # type: ignore[arg-type]
+
+
+def test_a_metric_that_is_logged_by_hand_is_told_that_it_logs_itself() -> None:
+    from torchmetrics import MeanMetric
+
+    with pytest.raises(TypeError, match="'seen' is of type MeanMetric.*assigned to the trainer.*compute"):
+        Algorithm(make_config()).log("seen", MeanMetric())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("logs_a_number", [False, True])
+def test_a_result_of_tensors_alone_is_said_once_not_to_be_logged(
+    logs_a_number: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Returns(Validating):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0][:, None]).mean())
+            self.step(self.model, self.optimizer)
+            return self.result(batch[0])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return self.result(batch)
+
+        def result(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"losses": x.expand(5, len(x))} | ({"loss": x.mean()} if logs_a_number else {})
+
+    class Hears(Returns):
+        def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+            pass
+
+        def post_val_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+            pass
+
+    fit(Hears, make_config())
+    assert "returned" not in caplog.text
+    fit(Returns, make_config(n_epochs=2))
+    said = [line for line in caplog.messages if "returned is logged" in line]
+    steps = [] if logs_a_number else [("training_step", (5, 1)), ("validation_step", (5, 3))]
+    assert [line.split(". ")[0] for line in said] == [
+        f"nothing that {step} returned is logged: 'losses' is a tensor of shape {shape}" for step, shape in steps
+    ]
+
+
+@pytest.mark.pitfall(48)
+def test_what_is_logged_after_a_validation_has_its_step_and_after_sanity_and_evaluate_is_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Logs(Validating, dt.EvalMixin):
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            self.log("squared", metrics["val/loss"] * self.global_step)
+            self.log_text("note", "x")
+            if not self.is_evaluating:
+                self.evaluate()
+
+        def pre_val_epoch(self) -> None:
+            self.log("too early", 1.0)
+
+    memory = Memory()
+    config = make_config(ShowsConfig, every=4, n_epochs=2, val_every_n_steps=1, num_sanity_val_steps=1)
+    with Logs(config, memory) as trainer:
+        trainer.fit()
+        trainer.evaluate()
+    lines = [(stamp.step, metrics) for stamp, metrics in memory.lines if "squared" in metrics]
+    assert lines == [(step, {"squared": 4.0 * step}) for step in range(1, 9)]
+    assert memory.column("train/loss").keys() == {4, 8}
+    assert [step for step, name, _ in memory.media if name == "note"] == list(range(1, 9))
+    ignored = [line for line in caplog.messages if "where nothing is logged" in line]
+    assert ignored == ["log('too early') was called in a sanity validation, where nothing is logged: ignored."]
 
 
 # -- the step axis
@@ -535,6 +607,10 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
             self.log(name, 1.0, reduce="sum")
             self.log_text(name, "x")
 
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.log("batches", 1.0, weight=1.0, reduce="sum")
+            return super().training_step(batch, batch_idx)
+
         def pre_fit(self) -> None:
             self.count("start")
 
@@ -548,6 +624,7 @@ def test_a_window_that_runs_again_keeps_what_was_logged_before_it() -> None:
     with Retries(make_config(every=100, nonfinite="retry", n_epochs=2), memory) as trainer:
         trainer.fit()
     assert trainer.failures == 1
+    assert sum(metrics.get("batches", 0) for _, metrics in memory.lines) == trainer.local_batches
     for name, count in {"start": 1, "validations": 2, "epochs": 2}.items():
         assert sum(metrics.get(name, 0) for _, metrics in memory.lines) == count
         assert len([True for _, shown, _ in memory.media if shown == name]) == count
@@ -821,6 +898,46 @@ def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
     assert trainer.history == lines
 
 
+@pytest.mark.pitfall(44)
+@pytest.mark.parametrize("stop", [4, 6])
+def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_saves_there(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 4; the first process dies in its midst, or two steps later."""
+
+    class Saves(Resumable):
+        def configure_dataloaders(self) -> tuple[Any, Any]:
+            return super().configure_dataloaders()[0], [torch.ones(1)]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {}
+
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            self.log("before", self.global_step)
+            if self.global_step == 4 and not fits:
+                self.save_checkpoint()
+                if stop == 4:
+                    raise Killed
+            self.log("after", self.global_step)
+            if self.global_step == stop and not fits:
+                raise Killed
+
+    monkeypatch.chdir(tmp_path)
+    config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    monkeypatch.setattr(Saves, "_save_after_exception", lambda self: None)  # as if by SIGKILL
+    fits = False
+    with pytest.raises(Killed):
+        Saves(config).fit()
+    fits = True
+    with Saves(config) as trainer:
+        trainer.fit()
+    steps = [2, 4, 6, 8, 10, 12]
+    assert trainer.history_of("before") == [(step, step) for step in steps]
+    assert trainer.history_of("after") == [(step, step) for step in steps if (stop, step) != (4, 4)]
+    assert trainer.history == read_jsonl("runs/p/g/e/metrics.jsonl")
+
+
 @pytest.mark.parametrize("every", [5, 1])
 def test_what_is_logged_after_a_listener_saved_keeps_its_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Saves(Counting):
@@ -1009,6 +1126,11 @@ class Distributed(dt.BaseTrainer, dt.SetupMixin, dt.LoggerMixin):
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.heard.append((step, dict(metrics)))
 
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.log("ranks", 1, reduce="sum")
+        if self.world.is_main:
+            self.log("main", metrics["val/x"])
+
     def post_epoch(self) -> None:
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -1045,13 +1167,14 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert told == other
     heard, _ = told
     steps = [step for step, _ in heard]
-    assert steps == [2, 3, 3]
+    assert steps == [2, 3, 3, 3]
     assert [record["step"] for record in written] == steps
     assert heard[0][1]["last rank only"] == 2.0
     assert heard[0][1]["once"] == 7.0
     assert "once" not in heard[1][1]
     validation = heard[2][1]
     assert validation == {"val/count": 7.0, "val/first rank only": 1.0, "val/x": 3.0}
+    assert heard[3][1] == {"ranks": 2.0, "main": 3.0}
     # Two steps x two ranks x four samples, each micro-batch's mean weighted by its sum.
     first = torch.linspace(0, 1, 24)[:16].reshape(4, 4).double()
     closed_form = float((first.mean(1) * first.sum(1)).sum() / first.sum())

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import dream_trainer as dt
@@ -86,6 +87,64 @@ def test_a_training_step_that_never_steps_is_said_once(
     assert found[:1] == ([] if said is None else [said])
     assert len(warnings) == (said is not None)
     assert all("training_step" in text and "self.backward(loss)" in text for text in warnings)
+
+
+class StepsOnly(Idle):
+    """Steps in every window; where the gradients come from differs, and they come in batch `first` alone."""
+
+    gradients = "self.backward"
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y, _ = batch
+        if batch_idx == self.first:
+            loss = mse_loss(self.model(x), y)
+            match self.gradients:
+                case "self.backward":
+                    self.backward(loss)
+                case "loss.backward":
+                    loss.backward()
+                case ".grad":
+                    self.model[1].bias.grad = torch.ones_like(self.model[1].bias)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "first", "gradients", "said"),
+    [
+        ({"n_epochs": 3}, None, "", 5),
+        ({"max_steps": 4}, None, "", 4),
+        ({"train_steps_per_epoch": 200, "n_epochs": 1}, None, "", 100),
+        ({"n_epochs": 2}, 3, "self.backward", None),
+        ({"n_epochs": 2}, 0, "loss.backward", None),
+        ({"n_epochs": 2}, 0, ".grad", None),
+        ({"n_epochs": 2}, None, "pre_optimizer_step", None),
+    ],
+    ids=str,
+)
+def test_steps_that_never_had_a_gradient_are_said_once(
+    limits: dict[str, Any], first: int | None, gradients: str, said: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[int] = []
+
+    class Says(StepsOnly):
+        def _say_once(self, key: str, message: str) -> None:
+            found.extend([self.local_batches] if key == "no gradient" else [])
+            super()._say_once(key, message)
+
+    class Gives(dt.Callback):
+        def pre_optimizer_step(self, trainer: Any, model: Any, optimizer: torch.optim.Optimizer) -> None:
+            model[1].bias.grad = torch.ones_like(model[1].bias)
+
+    callbacks = [Gives()] if gradients == "pre_optimizer_step" else []
+    trainer = Says(make_config(callbacks=callbacks, **limits), batches(5))
+    trainer.first, trainer.gradients = first, gradients
+    with trainer, caplog.at_level(logging.WARNING, "dream_trainer"):
+        trainer.fit()
+    warnings = [record.getMessage() for record in caplog.records if "self.step" in record.getMessage()]
+    assert found[:1] == ([] if said is None else [said])
+    assert len(warnings) == (said is not None)
+    assert all("gradient" in text and "self.backward(loss)" in text for text in warnings)
 
 
 # -- limits
@@ -186,6 +245,17 @@ def test_no_batch_is_pulled_beyond_the_end_of_an_epoch() -> None:
     trainer = train(loader, n_epochs=3)
     assert loader.passes == 3
     assert loader.pulled == len(trainer.seen) == 12
+
+
+def test_a_batch_size_that_somebody_chose_and_the_loader_does_not_have_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = DataLoader(Samples(4), batch_size=2)
+    for chosen in ({}, {"train_batch_size": 2}):
+        train(loader, n_epochs=1, **chosen)
+        assert "train_batch_size" not in caplog.text
+    train(loader, n_epochs=1, train_batch_size=4)
+    assert caplog.messages.count("the training loader's batch size 2 counts, not train_batch_size=4.") == 1
 
 
 @pytest.mark.pitfall(8)

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 import dream_trainer as dt
+from dream_trainer.callbacks import EMA, LearningRate, Progress
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.base import BaseTrainer
@@ -235,3 +236,56 @@ def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(cap
         said[cls] = sorted(m.split()[0] for m in messages if "is never called: only SetupMixin does" in m)
     hooks = ("configure_models", "configure_optimizers", "configure_schedulers", "init_weights")
     assert said == {Overrides: [f"Overrides.{hook}" for hook in hooks], Plain: []}
+
+
+def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nearest_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Misspelt(Algorithm, BaseTrainer):
+        def setup(self) -> None:
+            self.model, self.optimizer = make()
+            self._mine()
+            self.listeners = [lambda: self.pre_mine()]
+
+        def validate_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {}
+
+        def _mine(self) -> None:
+            self.on_my_own()
+
+        def on_my_own(self) -> None: ...
+
+        def pre_mine(self) -> None: ...
+
+        def generate(self) -> None: ...
+
+        def _post_step(self) -> None: ...
+
+        @property
+        def on_cpu(self) -> bool:
+            return True
+
+    class Lightning(dt.Callback):
+        def on_train_batch_end(self, trainer: Any) -> None: ...
+
+        def on_validation_epoch_start(self, trainer: Any) -> None: ...
+
+        def post_trian_step(self, trainer: Any) -> None: ...
+
+        def post_train_step(self, trainer: Any) -> None:
+            self.post_process()
+
+        def post_process(self) -> None: ...
+
+    config = make_config(())
+    config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), EMA(), LearningRate(), Progress()])
+    with Misspelt(config) as trainer:
+        trainer._start()
+    said = [line for line in caplog.messages if "nothing calls" in line]
+    assert {line.split()[2].rstrip(","): line.split(" is ")[-1].split(".")[0] for line in said} == {
+        "Misspelt.validate_step": "validation_step",
+        "Lightning.on_train_batch_end": "post_train_batch",
+        "Lightning.on_validation_epoch_start": "pre_val_epoch",
+        "Lightning.post_trian_step": "post_train_step",
+    }
+    assert len(said) == 4

@@ -54,6 +54,35 @@ class Looks(dt.Callback):
 # -- which one
 
 
+@pytest.mark.parametrize("way", ["evaluate", "predict"])
+def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Predicts(Saves):
+        def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+            return self.model(batch[0])
+
+    def said(trainer: Saves, *, fits: bool = False) -> int:
+        caplog.clear()
+        with trainer:
+            if fits:
+                trainer.fit()
+            for _ in range(2):
+                trainer.predict([]) if way == "predict" else trainer.evaluate()
+        return caplog.text.count("runs/tests/checkpoint/run/checkpoints has no checkpoint")
+
+    assert said(Predicts(make_config())) == 1
+    assert said(Predicts(make_config(resume=None))) == 0
+    sanity = {"n_epochs": 1, "num_sanity_val_steps": 1}
+    assert said(Predicts(make_config(training=sanity)), fits=True) == 0
+    assert said(Predicts(make_config())) == 0
+    init_from = "runs/tests/checkpoint/run/checkpoints/step_00000006"
+    caplog.clear()
+    with Predicts(make_config(experiment="other", init_from=init_from)) as trainer:
+        trainer.evaluate()
+    assert "has no checkpoint" not in caplog.text
+
+
 def test_latest_is_the_newest_and_an_error_where_there_is_none() -> None:
     with pytest.raises(CheckpointError, match=r'resume="latest".*run/checkpoints has no checkpoint.*"auto"'):
         run(resume="latest")

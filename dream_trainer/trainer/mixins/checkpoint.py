@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,6 +82,7 @@ class CheckpointMixin(AbstractTrainer):
         # The step of another run's checkpoint that this run goes on from: its own from there on are of another branch.
         self._branched_at: int | None = None
         self._has_claim = False
+        self._lacks_checkpoint = False  # whether a resume found none
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -184,8 +187,22 @@ class CheckpointMixin(AbstractTrainer):
         saved_state.check(self)
         if not resume(self.checkpoint_dir, parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
+            # Else nothing was expected there, or the weights are another run's.
+            self._lacks_checkpoint = parameters.resume is not None and parameters.init_from is None
+
+    @contextmanager
+    def _validation_context(self) -> Iterator[None]:
+        if self._lacks_checkpoint and not self._is_training and self.local_batches == 0:
+            self._say_once(
+                "no checkpoint",
+                f"{self.checkpoint_dir} has no checkpoint: these weights are as setup left them. Check project, group "
+                "and experiment; resume=None says that none is meant.",
+            )
+        with super()._validation_context():
+            yield
 
     def _load(self, manifest: Manifest) -> None:
+        self._lacks_checkpoint = False
         saved_state.restore(self, manifest)
         if manifest.path.parent.resolve() == self.checkpoint_dir.resolve():
             leave_branch(self.checkpoint_dir, manifest.step, self.world)

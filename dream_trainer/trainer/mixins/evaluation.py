@@ -104,7 +104,7 @@ class EvalMixin(AbstractTrainer):
             was_evaluating, self.is_evaluating = self.is_evaluating, True
             try:
                 metrics = validate(self, batches, limit)
-                self._notify("post_val_epoch", metrics)
+                self._tell_validated(metrics)
             finally:
                 self.is_evaluating = was_evaluating
                 for loader in () if own else batches.values():
@@ -167,7 +167,16 @@ class EvalMixin(AbstractTrainer):
             # Every rank computes, also one without a sample: compute is a collective.
             value = metric.compute()
             values = value if isinstance(value, Mapping) else {metric_name: value}
-            found |= {key: float(item) for key, item in values.items() if torch.as_tensor(item).numel() == 1}
+            for key, item in values.items():
+                shape = tuple(torch.as_tensor(item).shape)
+                if math.prod(shape) == 1:
+                    found[key] = float(item)
+                else:
+                    self._say_once(
+                        f"metric {key}",
+                        f"metric {key!r} computes a tensor of shape {shape}, which is not logged: only single numbers "
+                        "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
+                    )
         return found
 
     # -- after a validation

@@ -24,6 +24,7 @@ from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.closing import followed_by
+from dream_trainer.trainer.events import anyone_listens
 from dream_trainer.trainer.media import MediaRecording
 
 __all__ = ["LoggerConfigMixin", "LoggerMixin", "LoggerParameters", "WandbParameters"]
@@ -65,6 +66,7 @@ class LoggerMixin(MediaRecording):
         self._flushed_step = 0
         # Step of the checkpoint, saved or loaded last, that has what was not yet flushed there.
         self._saved_step: int | None = None
+        self._after_validation: MetricBuffer | None = None  # what is logged in post_val_epoch, while that runs
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
         self._run_has_ended = False
 
@@ -106,7 +108,7 @@ class LoggerMixin(MediaRecording):
 
         Args:
             name: As the loggers will show it. In validation `val/` (and the loader's name) is put before it, if it is
-                not there.
+                not there; not in `post_val_epoch`, whose values are a line of their own at the validation's step.
             value: A number or a tensor of one element.
             weight: Weight in the mean; zero counts for nothing under any reduction. Default: the micro-batch's backward
                 weight if it has one, else its batch size; 1 before the first batch.
@@ -120,15 +122,17 @@ class LoggerMixin(MediaRecording):
             own = self._val_weight if weight is None else weight
             self._val_buffer.add(name.removeprefix("val/"), value, own, reduce)
             return
-        if not self.training or self.is_sanity_validation:
-            self._say_once(
-                "log outside", f"log({name!r}) was called in predict or between validation loaders: ignored."
-            )
+        if not self.training:
+            where = "a sanity validation" if self.is_sanity_validation else "predict or before a validation's loaders"
+            self._say_once("log outside", f"log({name!r}) was called in {where}, where nothing is logged: ignored.")
             return
         if name in Stamp._fields:
             raise ValueError(
                 f"metric {name!r} would hide the {name} that each line has. Use another name, such as 'my/{name}'."
             )
+        if self._after_validation is not None:
+            self._after_validation.add(name, value, 1.0 if weight is None else weight, reduce)
+            return
         if weight is None and self._is_ready and self._batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
@@ -148,8 +152,11 @@ class LoggerMixin(MediaRecording):
         if self._undecided:
             self._decide(weight)
         # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
-        if self._loggers is not None and not self._loggers.is_open and self._metrics.has_values():
-            self._opened_loggers()
+        if self._loggers is not None and not self._loggers.is_open:
+            if self._metrics.has_values():
+                self._opened_loggers()
+            elif not self._events["post_train_batch"]:
+                self._say_if_unlogged("training_step", result)
 
     def _decide(self, weight: Tensor | float | None) -> None:
         """Gives the values that wait for it the backward weight, or their batch's size where there is none."""
@@ -203,6 +210,26 @@ class LoggerMixin(MediaRecording):
         super()._validated(metrics)
         self._write(metrics, self._stamp())
 
+    def _tell_validated(self, metrics: dict[str, float]) -> None:
+        if not anyone_listens(self, "post_val_epoch"):
+            super()._tell_validated(metrics)
+            return
+        # What its listeners log is the validation's, and has nothing to do with training's next line. One of them may
+        # evaluate, which comes here too.
+        before, self._after_validation = self._after_validation, MetricBuffer()
+        try:
+            super()._tell_validated(metrics)
+            self._write_after_validation()
+        finally:
+            self._after_validation = before
+
+    def _write_after_validation(self) -> None:
+        """A collective; also before a listener saves, since a resumed run does not go there again."""
+        mine, self._after_validation = self._after_validation, None  # what listeners to on_log log is training's
+        if mine is not None and not (self.is_sanity_validation or self.is_evaluating):
+            self._write(mine.reduce(self.world), self._stamp())
+        self._after_validation = mine
+
     def _write(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Hands reduced metrics, equal on all ranks, to the loggers of rank 0 and to everyone who listens."""
         if not metrics:
@@ -255,6 +282,7 @@ class LoggerMixin(MediaRecording):
         # A collective: pending values of all ranks go into the one state. After the last window they are written by
         # `_close`, so they are not saved to be written again.
         self._land()
+        self._write_after_validation()
         flushed_before = self._flushed_step
         if not self._has_failed:  # what failed may be a logger
             # A listener may save at the window's end, before `_window_finished`, which would write what is saved here.

@@ -15,6 +15,7 @@ import torch
 
 from dream_trainer.distributed.entrance import enter_by_methods, enter_by_parts
 from dream_trainer.distributed.half_norms import norms_in_float32
+from dream_trainer.distributed.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, move_what_is_whole, shard_by_blocks
 from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
@@ -108,6 +109,7 @@ class SetupMixin(AbstractTrainer):
         if self.world.world_size > 1:
             for model in self._parameterised_models():
                 enter_by_methods(model, self.world.refuse_if_forbidden)
+                keep_recurrent_weights_in_place(model)
                 if half_dtype(devices) is not None:
                     norms_in_float32(model, self.world.device)
             self._shard_or_replicate()
