@@ -12,8 +12,12 @@ from dream_trainer.errors import ConfigError
 LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "images"]
 WandbMode = Literal["online", "offline", "disabled"]
 
-# What a logger imports, and the extra of this package that installs it.
-_NEEDS = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"), "images": ("PIL", "images")}
+# The packages that a logger imports, and the extra of this package that installs it.
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "tensorboard": (("tensorboard", "google_crc32c"), "tensorboard"),
+    "wandb": (("wandb",), "wandb"),
+    "images": (("PIL",), "images"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +78,10 @@ def check_packages(names: tuple[LoggerName, ...]) -> None:
         ConfigError: A package is missing; the message names the extra to install.
     """
     for name in names:
-        package, extra = _NEEDS.get(name, (None, None))
-        if package is not None and find_spec(package) is None:
-            raise ConfigError(
-                f'loggers={names} names "{name}", whose package {package} is not installed. '
-                f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
-            )
+        packages, extra = _NEEDS.get(name, ((), ""))
+        for package in packages:
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f'loggers={names} names "{name}", whose package {package} is not installed. '
+                    f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
+                )

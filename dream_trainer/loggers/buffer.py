@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -44,13 +44,14 @@ _WIDEST = 8
 class _Column:
     """The values of one key since the last flush: those already reduced, and those still on their device."""
 
-    __slots__ = ("reduce", "total", "values", "weights")
+    __slots__ = ("may_hold_tensors", "reduce", "total", "values", "weights")
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
         self.total = _NOTHING
         self.values: list[Scalar] = []
         self.weights: list[Scalar] = []
+        self.may_hold_tensors = False
 
 
 class Flight(NamedTuple):
@@ -64,7 +65,10 @@ class Flight(NamedTuple):
         """Each key's reduction and total."""
         numbers = iter(self.numbers())
         for column in self.columns.values():
-            values, weights = _filled(column.values, numbers), _filled(column.weights, numbers)
+            if column.may_hold_tensors:
+                values, weights = _filled(column.values, numbers), _filled(column.weights, numbers)
+            else:
+                values, weights = cast("list[float]", column.values), cast("list[float]", column.weights)
             if column.reduce == "mean":
                 values = [value * weight for value, weight in zip(values, weights, strict=True)]
             column.total = _combined(column.reduce, chain([column.total], zip(values, weights, strict=True)))
@@ -113,8 +117,10 @@ class MetricBuffer:
             column = self._new_column(name, reduce)
         if type(value) is not float:
             value = keep(name, value)
+            column.may_hold_tensors = True
         if type(weight) is not int and type(weight) is not float:
             weight = keep(f"{name}, as its weight,", weight)
+            column.may_hold_tensors = True
         elif weight < 0:
             raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
         column.values.append(value)
@@ -162,7 +168,8 @@ class MetricBuffer:
         columns, self._columns = self._columns, {}
         self._since_mark.clear()
         self._setting_out = {name: column.reduce for name, column in columns.items()}
-        waiting = [item for c in columns.values() for item in (*c.values, *c.weights) if isinstance(item, Tensor)]
+        holding = [column for column in columns.values() if column.may_hold_tensors]
+        waiting = [item for c in holding for item in (*c.values, *c.weights) if isinstance(item, Tensor)]
         return Flight(columns, start_copy(waiting))
 
     def finish(self, flight: Flight, world: World) -> dict[str, float]:

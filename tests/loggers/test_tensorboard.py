@@ -12,10 +12,11 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import RecordWriter
 
 from dream_trainer.loggers.base import Stamp
 from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
-from dream_trainer.loggers.tensorboard import TensorBoardLogger
+from dream_trainer.loggers.tensorboard import TensorBoardLogger, _record
 
 
 def read(run_dir: Path) -> Any:
@@ -103,3 +104,10 @@ def test_every_kind_of_media_is_what_it_was(tmp_path: Path) -> None:
     assert (list(counts.bucket), list(counts.bucket_limit), counts.num) == ([3, 0, 4], [0, 1, 2], 7)
     assert found.Tensors("note/text_summary")[0].tensor_proto.string_val[0] == b"**bold**"
     assert b"| 1 | a\\|b |" in found.Tensors("rows/text_summary")[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5])
+def test_a_record_is_what_tensorboards_own_writer_writes(data: bytes) -> None:
+    theirs = io.BytesIO()
+    RecordWriter(theirs).write(data)
+    assert _record(data) == theirs.getvalue()

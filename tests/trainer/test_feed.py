@@ -71,7 +71,7 @@ def train_all(cases: list[tuple[tuple[int, ...], int]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.pitfall(13)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_uneven_loaders_train_what_every_rank_has_and_end_together(world_size: int) -> None:
     lengths = {2: [(7, 10), (1, 5), (3, 3), (4, 9)], 4: [(7, 10, 11, 16), (1, 5, 5, 5)]}[world_size]
     cases = [(item, accumulation) for item in lengths for accumulation in (1, 3)]

@@ -427,7 +427,10 @@ def test_a_strict_run_ends_with_the_loggers_exception() -> None:
 
 
 @pytest.mark.pitfall(52)
-@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("images", "PIL")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("tensorboard", "google_crc32c"), ("images", "PIL")],
+)
 def test_a_package_that_is_missing_is_named_with_its_extra_when_the_trainer_is_built(
     name: Any, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,7 @@ def close(a: float, b: float) -> bool:
 @pytest.mark.pitfall(20)
 @pytest.mark.parametrize(
     "cells",
-    [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow)],
+    [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")],
 )
 def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell], tmp_path: Path) -> None:
     by_rank = run_world(train, cells[0].world_size, cells, str(tmp_path))
