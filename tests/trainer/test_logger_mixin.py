@@ -870,31 +870,41 @@ def test_whatever_ends_a_run_each_value_counts_once_after_the_resume(
     assert history == lines
 
 
+class SavesItself(Counting):
+    """Saves at step 5, whose line is due at each fifth, and at step 12, the last one, whose line comes with the end."""
+
+    def post_train_step(self) -> None:
+        if self.global_step in (5, 12):
+            self.save_checkpoint()
+        super().post_train_step()
+
+
+def fit_saving(
+    disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *callbacks: dt.Callback, every: int, n_epochs: int = 1
+) -> SavesItself:
+    """One process of a run, to its end or until the disturbance."""
+    config = counting(disturbed, monkeypatch).config
+    config.callbacks = dt.CallbackCollection(callbacks)
+    config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
+    trainer = SavesItself(config)
+    if disturbed is None:
+        with trainer:
+            trainer.fit()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    return trainer
+
+
 @pytest.mark.pitfall(44)
 @pytest.mark.parametrize(("every", "edges"), [(5, [5, 10, 12, 15, 20, 24]), (1, list(range(1, 25)))])
 def test_each_value_counts_once_though_a_listener_saves_at_the_end_of_a_window(
     every: int, edges: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At step 5, whose line is due, and at step 12, the last one, whose line comes with the end."""
-
-    class Saves(Counting):
-        def post_train_step(self) -> None:
-            if self.global_step in (5, 12):
-                self.save_checkpoint()
-            super().post_train_step()
-
     for disturbed, n_epochs in (("kill", 1), (None, 1), (None, 2)):
-        config = counting(disturbed, monkeypatch).config
-        config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
-        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-        config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
-        trainer = Saves(config)
-        if disturbed is None:
-            with trainer:
-                trainer.fit()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.fit()
+        trainer = fit_saving(disturbed, monkeypatch, n_epochs=n_epochs, every=every)
     lines = read_jsonl("runs/p/g/e/metrics.jsonl")
     expected = [(last, last - first) for first, last in zip([0, *edges], edges, strict=False)]
     assert [(line["step"], line["steps"]) for line in lines] == expected
@@ -943,30 +953,13 @@ def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_sav
 
 @pytest.mark.parametrize("every", [5, 1])
 def test_what_is_logged_after_a_listener_saved_keeps_its_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Saves(Counting):
-        def post_train_step(self) -> None:
-            if self.global_step in (5, 12):
-                self.save_checkpoint()
-            super().post_train_step()
-
     class Later(dt.Callback):
         def post_train_step(self, trainer: Any) -> None:
             if trainer.global_step in (5, 10, 12):
                 trainer.log("later", float(trainer.global_step), weight=1.0, reduce="last")
 
     for disturbed in ("kill", None):
-        config = counting(disturbed, monkeypatch).config
-        config.callbacks = dt.CallbackCollection([Later()])
-        config.training_parameters = dt.TrainingParameters(n_epochs=1, val_every_n_epochs=None)
-        config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-        config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
-        trainer = Saves(config)
-        if disturbed is None:
-            with trainer:
-                trainer.fit()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.fit()
+        trainer = fit_saving(disturbed, monkeypatch, Later(), every=every)
     lines = read_jsonl("runs/p/g/e/metrics.jsonl")
     edges = [5, 10, 12] if every == 5 else list(range(1, 13))
     assert [(line["step"], line["later"]) for line in lines if "later" in line] == [(5, 5), (10, 10), (12, 12)]
