@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "gradients scaled up to the clipping limit",
         f"{TRAINER}/accumulation.py",
-        "self._constant(norm, 1.0)",
-        "self._constant(norm, 1e9)",
+        "for value in (limit, 1e-6, 1.0)",
+        "for value in (limit, 1e-6, 1e9)",
         "tests/trainer/test_accumulation.py",
     ),
     Mutant(
@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "metrics not weighted",
         "dream_trainer/loggers/buffer.py",
-        "values = [value * weight for",
-        "values = [value for",
+        "[(value * weight, weight) for",
+        "[(value, weight) for",
         "tests/loggers",
     ),
     Mutant(
@@ -291,6 +291,13 @@ MUTANTS = [
         "param_dtype=dtype, reduce_dtype=torch.float32 if reduce is None else reduce)",
         "param_dtype=dtype, reduce_dtype=dtype if reduce is None else reduce)",
         "tests/trainer/test_precision.py",
+    ),
+    Mutant(
+        "a value of no weight counts in a mean",
+        "dream_trainer/loggers/buffer.py",
+        "            if new_weight != 0:\n",
+        "            if True:\n",
+        "tests/loggers/test_buffer.py",
     ),
     Mutant(
         "a value of no weight counts",

@@ -185,7 +185,7 @@ def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -
         if not own:
             continue
         if plan.one_dtype:
-            foreach_mul_(own, factor.to(own[0].dtype))
+            foreach_mul_(own, factor if factor.dtype is own[0].dtype else factor.to(own[0].dtype))
         else:
             for grad in own:
                 grad.mul_(factor.to(grad.dtype))

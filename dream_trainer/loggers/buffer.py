@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,39 +40,46 @@ _NOTHING = Total(0.0, 0.0)
 _WIDEST = 8
 
 
+# Reduction, what was already reduced, values, weights.
+_Taken = tuple[str, Total, list[Scalar], list[Scalar]]
+
+
 class _Column:
     """The values of one key since the last flush: those already reduced, and those still on their device."""
 
-    __slots__ = ("may_hold_tensors", "reduce", "total", "values", "weights")
+    __slots__ = ("reduce", "total", "values", "weights")
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
         self.total = _NOTHING
         self.values: list[Scalar] = []
         self.weights: list[Scalar] = []
-        self.may_hold_tensors = False
+
+    def take(self) -> _Taken:
+        """What it holds; it is empty then."""
+        taken = self.reduce, self.total, self.values, self.weights
+        self.total, self.values, self.weights = _NOTHING, [], []
+        return taken
 
 
 class Flight(NamedTuple):
     """What was taken out of a buffer, on its way to the host."""
 
-    columns: dict[str, _Column]
+    columns: dict[str, _Taken]
     numbers: Callable[[], list[float]]
     """The tensors' values, in the columns' order; waits for the device as long as they are not there."""
 
     def land(self) -> dict[str, tuple[str, Total]]:
         """Each key's reduction and total."""
         numbers = iter(self.numbers())
-        for column in self.columns.values():
-            if column.may_hold_tensors:
-                values, weights = _filled(column.values, numbers), _filled(column.weights, numbers)
-            else:
-                values, weights = cast("list[float]", column.values), cast("list[float]", column.weights)
-            if column.reduce == "mean":
-                values = [value * weight for value, weight in zip(values, weights, strict=True)]
-            column.total = _combined(column.reduce, chain([column.total], zip(values, weights, strict=True)))
-            column.values, column.weights = [], []
-        return {name: (column.reduce, column.total) for name, column in self.columns.items()}
+        found = {}
+        for name, (reduce, total, values, weights) in self.columns.items():
+            weighed: Iterable[tuple[float, float]]
+            weighed = zip(_filled(values, numbers), _filled(weights, numbers), strict=True)
+            if reduce == "mean":
+                weighed = [(value * weight, weight) for value, weight in weighed]
+            found[name] = reduce, _combined(reduce, total, weighed)
+        return found
 
 
 class MetricBuffer:
@@ -93,8 +99,6 @@ class MetricBuffer:
         self._columns: dict[str, _Column] = {}
         # Reductions of all keys ever reduced, in an order that is the same on all ranks.
         self._agreed: dict[str, str] = {}
-        # Of keys that have set out and not yet arrived.
-        self._setting_out: dict[str, str] = {}
         # The columns that values went to since the last `mark` or `begin`, in order.
         self._since_mark: list[_Column] = []
 
@@ -112,17 +116,15 @@ class MetricBuffer:
             TypeError: The value or weight is no scalar.
             ValueError: The reduction is unknown or not the key's, or the weight is negative.
         """
+        if type(value) is not float:
+            value = keep(name, value)
+        if type(weight) is not int and type(weight) is not float:
+            weight = keep(f"{name}, as its weight,", weight)
+        elif weight < 0:
+            raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
         column = self._columns.get(name)
         if column is None or column.reduce != reduce:
             column = self._new_column(name, reduce)
-        if type(value) is not float:
-            value = keep(name, value)
-            column.may_hold_tensors = True
-        if type(weight) is not int and type(weight) is not float:
-            weight = keep(f"{name}, as its weight,", weight)
-            column.may_hold_tensors = True
-        elif weight < 0:
-            raise ValueError(f"the weight of metric {name!r} is {weight}. Use a weight of zero or more.")
         column.values.append(value)
         column.weights.append(weight)
         self._since_mark.append(column)
@@ -165,12 +167,17 @@ class MetricBuffer:
 
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
-        columns, self._columns = self._columns, {}
         self._since_mark.clear()
-        self._setting_out = {name: column.reduce for name, column in columns.items()}
-        holding = [column for column in columns.values() if column.may_hold_tensors]
-        waiting = [item for c in holding for item in (*c.values, *c.weights) if isinstance(item, Tensor)]
-        return Flight(columns, start_copy(waiting))
+        taken = {
+            name: column.take()
+            for name, column in self._columns.items()
+            if column.values or column.total is not _NOTHING
+        }
+        waiting: list[Tensor] = []
+        for _, _, values, weights in taken.values():
+            waiting += [item for item in values if isinstance(item, Tensor)]
+            waiting += [item for item in weights if isinstance(item, Tensor)]
+        return Flight(taken, start_copy(waiting))
 
     def finish(self, flight: Flight, world: World) -> dict[str, float]:
         """Reduces what `begin` took out, over time and ranks. Every rank must call it.
@@ -187,23 +194,25 @@ class MetricBuffer:
         Raises:
             ValueError: Ranks added one key with different reductions.
         """
-        mine = _counted(flight.land(), world)
-        over_ranks = (
-            _gather(mine, self._agreed, world) if world.world_size > 1 else {k: [t] for k, (_, t) in mine.items()}
-        )
-        found = {}
-        for name, totals in over_ranks.items():
-            reduce = self._agreed[name] if name in self._agreed else self._agreed.setdefault(name, mine[name][0])
-            total = _combined(reduce, totals)
-            if total.weight != 0:
-                found[name] = total.value / total.weight if reduce == "mean" else total.value
-        return found
+        found = flight.land()
+        if world.world_size > 1:
+            ranks = _gather(_counted(found, world), self._agreed, world)
+            found = {
+                name: (self._agreed[name], _combined(self._agreed[name], _NOTHING, totals))
+                for name, totals in ranks.items()
+            }
+        return {
+            name: value / weight if reduce == "mean" else value
+            for name, (reduce, (value, weight)) in found.items()
+            if weight != 0
+        }
 
     def state_dict(self, world: World) -> dict[str, Any]:
         """What was added since the last `begin`, of all ranks. Every rank must call it."""
-        flight = self.begin()
-        mine = {name: [reduce, *total] for name, (reduce, total) in _counted(flight.land(), world).items()}
-        self._columns = flight.columns
+        landed = self.begin().land()
+        for name, (_, total) in landed.items():
+            self._columns[name].total = total
+        mine = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
         return {"ranks": world.all_gather_object(mine), "copies": _copies(world)}
 
     def load_state_dict(self, state: dict[str, Any], world: World) -> None:
@@ -218,12 +227,10 @@ class MetricBuffer:
         for records in ranks:
             for name, (reduce, value, weight) in records.items():
                 column = self._columns.get(name) or self._new_column(name, reduce)
-                column.total = _combined(reduce, [column.total, Total(value, weight)])
+                column.total = _combined(reduce, column.total, [Total(value, weight)])
 
     def _new_column(self, name: str, reduce: str) -> _Column:
-        known = self._agreed.get(name) or self._setting_out.get(name, reduce)
-        if name in self._columns:
-            known = self._columns[name].reduce
+        known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
         if known != reduce:
             raise ValueError(
                 f"metric {name!r} was logged with reduce={known!r} and now with reduce={reduce!r}. "
@@ -310,17 +317,21 @@ def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:
     return [next(numbers) if isinstance(item, Tensor) else item for item in items]
 
 
-def _combined(reduce: str, totals: Iterable[tuple[float, float]]) -> Total:
-    """Totals in order, as one. From left to right, so that it is the same bits however often it was interrupted."""
-    value, weight = _NOTHING
+def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) -> Total:
+    """`total` and further ones, in order. From left to right, so that it is the same bits however often it was
+    interrupted."""
+    value, weight = total
+    if reduce in ("mean", "sum"):
+        for new_value, new_weight in totals:
+            if new_weight != 0:
+                value += new_value
+                weight += new_weight
+        return Total(value, weight)
     for new_value, new_weight in totals:
         if new_weight == 0:
             continue
-        if weight == 0 or reduce == "last":
-            value = new_value
-        elif reduce in ("mean", "sum"):
-            value += new_value
-        elif math.isnan(new_value) or (new_value < value if reduce == "min" else new_value > value):
+        is_further = new_value < value if reduce == "min" else new_value > value
+        if weight == 0 or reduce == "last" or is_further or math.isnan(new_value):
             value = new_value
         weight += new_weight
     return Total(value, weight)

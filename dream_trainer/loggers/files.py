@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+_in_json = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # `json.dumps` makes one for each call
+
 
 class LineFile:
     """JSON objects that have a `step`, one a line.
@@ -35,9 +37,9 @@ class LineFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         try:
-            line = json.dumps(record, allow_nan=False)
+            line = _in_json(record)
         except ValueError:  # rare, and looking for it in each line costs as much as the line
-            line = json.dumps(_plain(record), allow_nan=False)
+            line = _in_json(_plain(record))
         self._file.write(line + "\n")
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ class NonFiniteGuard:
         device = trainer.world.parameter_device
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._latch = torch.zeros((), dtype=torch.float32, device=device)
+        # A tensor: an operation with a Python number takes more than twice as long.
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._norms: list[Tensor] = []
         self._steps: list[int] = []
         self._in_a_row = 0
@@ -108,11 +110,11 @@ class NonFiniteGuard:
             seen = torch.where(torch.isfinite(norm) | hopeless, norm, _OVERFLOW)
             if self._policy == "raise":
                 self._latch.add_(torch.where(hopeless, norm, 0.0), alpha=0)
-            torch.ne(self._latch + norm * 0, 0, out=self._found)
+            torch.ne(self._latch + norm * self._zero, self._zero, out=self._found)
         elif self._policy == "raise":
-            torch.ne(self._latch.add_(weighed, alpha=0), 0, out=self._found)
+            torch.ne(self._latch.add_(weighed, alpha=0), self._zero, out=self._found)
         else:
-            torch.ne(norm * 0, 0, out=self._found)
+            torch.ne(norm * self._zero, self._zero, out=self._found)
         if isinstance(empty, Tensor):
             torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
             seen = torch.where(empty, _EMPTY, seen)

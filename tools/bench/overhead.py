@@ -1,14 +1,16 @@
 """CPU time per training step of Dream Trainer beside the same plain PyTorch loop.
 
-    OMP_NUM_THREADS=1 python tools/bench/overhead.py [--steps 2000] [--pairs 9]
+    OMP_NUM_THREADS=1 python tools/bench/overhead.py [--steps 4000] [--repeat 3]
 
 The model is an MLP 32-64-64-10 with batch 32, fused AdamW and clipping at 1.0: small enough that the trainer's own work
-shows. Both sides run in one process and one thread, in interleaved pairs; the figures are medians over the pairs.
+shows. Both sides run in one process and one thread, by turns of 50 steps: the plain loop does its turn where the
+trainer asks for its next batch, so that whatever slows the machine slows both. A figure is the median over blocks of
+200 steps, each with one validation, of one side's CPU time or of the difference of the two.
 "bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`. "everyday" is `DreamTrainer` beside a loop that
 validates every 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar. "full" is the same
 with learning rate, throughput, memory and garbage collection watched, and TensorBoard beside JSONL, next to that loop.
-The clock starts with step 100 on both sides: what happens once (imports, opening files, the first collection of
-garbage) is no cost of a step.
+The first 200 steps are not counted: what happens once (imports, opening files, the first collection of garbage) is no
+cost of a step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ from dream_trainer import (
 )
 from dream_trainer import callbacks as cb
 
-VALIDATE_EVERY, LOG_EVERY, WARM_UP = 200, 10, 100
+VALIDATE_EVERY, LOG_EVERY, TURN = 200, 10, 50
 # Measured on the same model by others, bare and everyday, as CPU microseconds per step over the plain loop.
 PEERS = {"Fabric": (73, 72), "Accelerate": (146, 187), "HF Trainer": (229, 310), "Lightning": (241, 699)}
 
@@ -62,8 +64,43 @@ class Batches:
     def __len__(self) -> int:
         return self.n
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         return (self.ready[index % 50] for index in range(self.n))
+
+
+class Turns(Batches):
+    """The trainer's batches; after every 50 of them another loop has its turn.
+
+    Attributes:
+        ours: CPU seconds from each turn to the next.
+        plain: CPU seconds of each turn.
+    """
+
+    def __init__(self, n: int, plain: Iterator[None]) -> None:
+        super().__init__(n)
+        self._plain = plain
+        self.ours: list[float] = []
+        self.plain: list[float] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        left = 0.0
+        for index in range(self.n):
+            if index % TURN == 0:
+                arrived = time.process_time()
+                if index > 0:
+                    self.ours.append(arrived - left)
+                for _ in range(TURN):
+                    next(self._plain)
+                left = time.process_time()
+                self.plain.append(left - arrived)
+            yield self.ready[index % 50]
+
+    def blocks(self) -> list[tuple[float, float]]:
+        """CPU microseconds per step of the plain loop and of the trainer, for each block but the first."""
+        turns = VALIDATE_EVERY // TURN
+        starts = range(turns, len(self.ours) - turns + 1, turns)
+        per_step = 1e6 / VALIDATE_EVERY
+        return [(sum(self.plain[i : i + turns]) * per_step, sum(self.ours[i : i + turns]) * per_step) for i in starts]
 
 
 def make_model() -> nn.Module:
@@ -75,34 +112,28 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def plain_bare(steps: int) -> float:
+def plain_bare(steps: int) -> Iterator[None]:
     model = make_model()
     optimizer = make_optimizer(model)
-    started = 0.0
-    for step, (x, y) in enumerate(Batches(steps)):
-        if step == WARM_UP:
-            started = time.process_time()
+    for x, y in Batches(steps):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return time.process_time() - started
+        yield
 
 
-def plain_everyday(steps: int) -> float:
+def plain_everyday(steps: int) -> Iterator[None]:
     from rich.progress import Progress
 
     model = make_model()
     optimizer = make_optimizer(model)
     scheduler = CosineAnnealingLR(optimizer, steps)
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log.jsonl", "w") as log, Progress() as bar:
+    with open("plain.jsonl", "w") as log, Progress(auto_refresh=False) as bar:
         task = bar.add_task("train", total=steps)
-        started = 0.0
         losses = []
         for step, (x, y) in enumerate(Batches(steps), start=1):
-            if step == WARM_UP + 1:
-                started = time.process_time()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,20 +152,17 @@ def plain_everyday(steps: int) -> float:
                     found = [F.cross_entropy(model(x), y) for x, y in Batches(10)]
                 log.write(json.dumps({"step": step, "val/loss": torch.stack(found).mean().item()}) + "\n")
                 model.train()
-        return time.process_time() - started
+            yield
 
 
-class Timed:
-    """Measures from step 100 to the end of training."""
+class Fitting:
+    """The same step under either trainer."""
 
-    started = 0.0
-
-    def post_fit(self) -> None:
-        self.seconds = time.process_time() - self.started
+    def __init__(self, config: Any, turns: Turns) -> None:
+        super().__init__(config)
+        self.turns = turns
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if batch_idx == WARM_UP:
-            self.started = time.process_time()
         x, y = batch
         loss = F.cross_entropy(self.model(x), y)
         self.backward(loss)
@@ -142,8 +170,11 @@ class Timed:
             self.step(self.model, self.optimizer, self.scheduler)
         return {"loss": loss}
 
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return self.turns, Batches(10)
 
-class Bare(Timed, BaseTrainer):
+
+class Bare(Fitting, BaseTrainer):
     scheduler = None
 
     def setup(self) -> None:
@@ -151,7 +182,7 @@ class Bare(Timed, BaseTrainer):
         self.optimizer = make_optimizer(self.model)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return Batches(self.config.training_parameters.max_steps), None
+        return self.turns, None
 
 
 @dataclass
@@ -159,7 +190,7 @@ class EverydayConfig(DreamTrainerConfig):
     pass
 
 
-class Everyday(Timed, DreamTrainer):
+class Everyday(Fitting, DreamTrainer):
     def configure_models(self) -> None:
         self.model = make_model()
 
@@ -168,9 +199,6 @@ class Everyday(Timed, DreamTrainer):
 
     def configure_schedulers(self) -> None:
         self.scheduler = CosineAnnealingLR(self.optimizer, self.total_steps)
-
-    def configure_dataloaders(self) -> tuple[Any, Any]:
-        return Batches(self.config.training_parameters.max_steps), Batches(10)
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         x, y = batch
@@ -181,28 +209,31 @@ def names() -> dict[str, str]:
     return {"project": "bench", "group": "overhead", "experiment": str(time.time_ns())}
 
 
-def ours_bare(steps: int) -> float:
-    parameters = TrainingParameters(max_steps=steps, n_epochs=None, gradient_clip_val=1.0)
+def fit_bare(turns: Turns) -> None:
+    parameters = TrainingParameters(max_steps=turns.n, n_epochs=None, gradient_clip_val=1.0)
     config = BaseTrainerConfig(
         **names(), training_parameters=parameters, device_parameters=DeviceParameters(device="cpu")
     )
-    with Bare(config) as trainer:
+    with Bare(config, turns) as trainer:
         trainer.fit()
-        return trainer.seconds
 
 
-def ours_everyday(steps: int) -> float:
-    return run_everyday(steps, LoggerParameters(), [cb.Progress()])
+def fit_everyday(turns: Turns) -> None:
+    run_everyday(turns, LoggerParameters(), [cb.Progress()])
 
 
-def ours_full(steps: int) -> float:
+def fit_full(turns: Turns) -> None:
     watchers = [cb.Progress(), cb.LearningRate(), cb.Throughput(), cb.Memory(), cb.GarbageCollection()]
-    return run_everyday(steps, LoggerParameters(loggers=("jsonl", "tensorboard")), watchers)
+    run_everyday(turns, LoggerParameters(loggers=("jsonl", "tensorboard")), watchers)
 
 
-def run_everyday(steps: int, loggers: LoggerParameters, callbacks: list[Callback]) -> float:
+def run_everyday(turns: Turns, loggers: LoggerParameters, callbacks: list[Callback]) -> None:
     parameters = TrainingParameters(
-        max_steps=steps, n_epochs=None, gradient_clip_val=1.0, val_every_n_steps=VALIDATE_EVERY, val_every_n_epochs=None
+        max_steps=turns.n,
+        n_epochs=None,
+        gradient_clip_val=1.0,
+        val_every_n_steps=VALIDATE_EVERY,
+        val_every_n_epochs=None,
     )
     config = EverydayConfig(
         **names(),
@@ -212,42 +243,44 @@ def run_everyday(steps: int, loggers: LoggerParameters, callbacks: list[Callback
         logger_parameters=loggers,
         callbacks=CallbackCollection(callbacks),
     )
-    with Everyday(config) as trainer:
+    with Everyday(config, turns) as trainer:
         trainer.fit()
-        return trainer.seconds
 
 
-def measure(plain: Any, ours: Any, steps: int, pairs: int) -> tuple[float, float]:
+def measure(plain: Callable[[int], Iterator[None]], fit: Callable[[Turns], None], steps: int) -> tuple[float, float]:
     """Median microseconds per step of the plain loop, and median difference of ours to it."""
-    rows = []
-    for _ in range(pairs + 1):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            per_step = 1e6 / (steps - WARM_UP)
-            rows.append((plain(steps) * per_step, ours(steps) * per_step))
-    rows = rows[1:]  # the first pair warms both sides up
-    return statistics.median(a for a, _ in rows), statistics.median(b - a for a, b in rows)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        turns = Turns(steps, plain(steps))
+        fit(turns)
+    blocks = turns.blocks()
+    return statistics.median(a for a, _ in blocks), statistics.median(b - a for a, b in blocks)
+
+
+CASES = {"bare": (plain_bare, fit_bare), "everyday": (plain_everyday, fit_everyday), "full": (plain_everyday, fit_full)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time per step over a plain PyTorch loop.")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        bare = measure(plain_bare, ours_bare, options.steps, options.pairs)
-        everyday = measure(plain_everyday, ours_everyday, options.steps, options.pairs)
-        full = measure(plain_everyday, ours_full, options.steps, options.pairs)
+        for _ in range(options.repeat):
+            for name, (plain, fit) in CASES.items():
+                found[name].append(measure(plain, fit, options.steps))
         os.chdir("/")
-    print(
-        f"torch {torch.__version__}, {options.steps} steps, median of {options.pairs} pairs, CPU microseconds per step"
-    )
-    print(f"{'':14}{'bare':>10}{'everyday':>10}{'full':>10}")
-    print(f"{'plain loop':14}{bare[0]:10.0f}{everyday[0]:10.0f}{full[0]:10.0f}")
-    print(f"{'Dream Trainer':14}{bare[1]:+10.1f}{everyday[1]:+10.1f}{full[1]:+10.1f}")
+    print(f"torch {torch.__version__}, {options.repeat} x {options.steps} steps, CPU microseconds per step")
+    print(f"{'':14}" + "".join(f"{name:>18}" for name in CASES))
+    plain_loop = [statistics.median(plain for plain, _ in rows) for rows in found.values()]
+    print(f"{'plain loop':14}" + "".join(f"{value:18.0f}" for value in plain_loop))
+    ours = [sorted(more for _, more in rows) for rows in found.values()]
+    texts = [f"{statistics.median(own):+.0f} ({own[0]:+.0f}..{own[-1]:+.0f})" for own in ours]
+    print(f"{'Dream Trainer':14}" + "".join(f"{text:>18}" for text in texts))
     for name, (first, second) in PEERS.items():
-        print(f"{name:14}{first:+10}{second:+10}   (measured elsewhere, same model)")
+        print(f"{name:14}{first:+18}{second:+18}   (measured elsewhere, same model)")
 
 
 if __name__ == "__main__":
