@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "metrics not weighted",
         "dream_trainer/loggers/buffer.py",
-        "[(value * weight, weight) for",
-        "[(value, weight) for",
+        "value += new_value * new_weight",
+        "value += new_value",
         "tests/loggers",
     ),
     Mutant(
@@ -295,8 +295,8 @@ MUTANTS = [
     Mutant(
         "a value of no weight counts in a mean",
         "dream_trainer/loggers/buffer.py",
-        "            if new_weight != 0:\n",
-        "            if True:\n",
+        "        if new_weight != 0:\n",
+        "        if True:\n",
         "tests/loggers/test_buffer.py",
     ),
     Mutant(
@@ -309,7 +309,7 @@ MUTANTS = [
     Mutant(
         "a window that runs again is logged twice",
         "dream_trainer/loggers/buffer.py",
-        "            del column.values[-1], column.weights[-1]\n",
+        "            del column.values[-1]\n",
         "            pass\n",
         "tests/loggers/test_buffer.py tests/trainer/test_logger_mixin.py",
     ),
@@ -323,9 +323,23 @@ MUTANTS = [
     Mutant(
         "TensorBoard forgets one step too many",
         "dream_trainer/loggers/tensorboard.py",
-        "step=resumed_step + 1",
-        "step=resumed_step",
+        "else resumed_step + 1, session_log",
+        "else resumed_step, session_log",
         "tests/loggers/test_tensorboard.py",
+    ),
+    Mutant(
+        "TensorBoard's earlier files keep a step that comes again",
+        "dream_trainer/loggers/tensorboard.py",
+        ".step <= last_step",
+        ".step <= last_step + 1",
+        "tests/loggers/test_tensorboard.py",
+    ),
+    Mutant(
+        "lists of a metric are filled up to the length of the first rank's alone",
+        "dream_trainer/trainer/metrics.py",
+        "other.length for other in described) - len(state)",
+        "other.length for other in described[:1]) - len(state)",
+        "tests/trainer/test_evaluation.py",
     ),
     Mutant(
         "a resumed W&B run is a new one",

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.config.checks import check_name
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class TimedCallback(Callback):
 
 
 class LoggingCallback(Callback):
-    """A callback that logs metrics of its own: an interface.
+    """A callback that logs metrics of its own: an interface. A class with an `__init__` of its own calls this one.
 
     Args:
         name: What the metrics' names begin with; no two callbacks of a run may have the same, since what is logged
@@ -170,11 +171,25 @@ class LoggingCallback(Callback):
 
     Raises:
         ConfigError: The name is not one.
+
+    Example:
+        ```python
+        class EpochSeconds(LoggingCallback):
+            def __init__(self, name="epoch"):
+                super().__init__(name)
+
+            def pre_epoch(self, trainer):
+                self.began = time.perf_counter()
+
+            def post_epoch(self, trainer):
+                trainer.log(f"{self.name}/seconds", time.perf_counter() - self.began, weight=1.0, reduce="max")
+        ```
     """
 
+    name: str = ""
+
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"name={name!r} names nothing. Use a string, such as name='mine'.")
+        check_name("name", name, example="mine")
         self.name = name
 
 
@@ -185,17 +200,26 @@ class CallbackCollection:
         callbacks: The callbacks.
 
     Raises:
-        ConfigError: Two of them would log under one name.
+        ConfigError: Two of them would log under one name, one that logs has none, or an `order` is not an integer.
         TypeError: Something in it is not a Callback, or it is a callback and no list.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         if isinstance(callbacks, Callback):
             raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
-        self._callbacks = list(callbacks)
-        for callback in self._callbacks:
+        given: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
+        self._callbacks: list[Callback] = given
+        for callback in given:
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                name = callback.__name__
+                raise TypeError(f"{name} is a class, not a callback. Write {name}() in CallbackCollection([...]).")
             if not isinstance(callback, Callback):
                 raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
+            if not isinstance(callback.order, int):
+                raise ConfigError(
+                    f"{type(callback).__name__}.order={callback.order!r} is not an integer. Use one such as 10; "
+                    "lower runs earlier."
+                )
         _refuse_one_name(self._callbacks)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -229,6 +253,8 @@ def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, LoggingCallback):
             kind, name = type(callback).__name__, callback.name
+            if not name:
+                raise ConfigError(f"{kind} has no name. Call super().__init__(name) in its __init__.")
             if name in named:
                 raise ConfigError(
                     f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "

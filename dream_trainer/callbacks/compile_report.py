@@ -57,6 +57,8 @@ class CompileReport(Callback):
         """Begins to listen."""
         self._look()
         self._found, self._graphs = [], compiled_graphs()  # those of others before
+        self._has_told = False
+        self._listening.close()  # an earlier trainer may not have been closed
         self._listening.enter_context(told_of_graph_breaks(lambda text: self._found.append(graph_break(text))))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_choice, check_integer
+from dream_trainer.config.checks import check_between, check_choice, check_integer, check_name
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_number
 
@@ -43,10 +43,10 @@ class EarlyStopping(Callback):
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
+        check_name("metric", metric, example="val/loss")
         check_choice("mode", mode, ("min", "max"))
         check_integer("patience", patience, minimum=1)
-        if not min_delta >= 0.0:
-            raise ConfigError(f"min_delta={min_delta} is not a number from zero up. Use 0.0 for any improvement.")
+        check_between("min_delta", min_delta, 0.0, math.inf)
         self.metric = metric
         self.mode = mode
         self.patience = patience
@@ -54,13 +54,19 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.validations_without_improvement = 0
 
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Forgets an earlier trainer's validations; a resume gives back this one's."""
+        self.best, self.validations_without_improvement = None, 0
+
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Stops at once where an earlier process already ran out of patience."""
-        if not trainer.val_dataloaders:
-            raise ConfigError(
-                f"EarlyStopping({self.metric!r}) has no validation to go by. Return a validation loader from "
-                "configure_dataloaders and override validation_step."
-            )
+        """Stops at once where an earlier process already ran out of patience.
+
+        Raises:
+            ConfigError: The run never validates.
+        """
+        lacking = _what_validation_lacks(trainer)
+        if lacking is not None:
+            raise ConfigError(f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
         self._stop_if_due(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
@@ -97,7 +103,24 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: AbstractTrainer) -> None:
         if self.validations_without_improvement >= self.patience:
-            best = "a number" if self.best is None else format_number(self.best)
-            trainer.request_stop(
-                f"{self.metric} was not better than {best} in {self.validations_without_improvement} validations"
-            )
+            count = self.validations_without_improvement
+            if self.best is None:
+                trainer.request_stop(f"{self.metric} was NaN in each of {count} validations")
+            else:
+                best = format_number(self.best)
+                trainer.request_stop(f"{self.metric} was not better than {best} in {count} validations")
+
+
+def _what_validation_lacks(trainer: AbstractTrainer) -> str | None:
+    """Why the run never validates, and what to do; None if it does."""
+    parameters = trainer.config.training_parameters
+    if not trainer.val_dataloaders:
+        return "there is no loader. Return one from configure_dataloaders and override validation_step."
+    if parameters.fast_dev_run:
+        return None
+    if parameters.val_steps_per_epoch == 0:
+        return "val_steps_per_epoch=0 leaves validations out. Use None for all batches, or how many."
+    intervals = (parameters.val_every_n_epochs, parameters.val_every_n_steps, parameters.val_every_minutes)
+    if all(interval is None for interval in intervals):
+        return "none is ever due. Set val_every_n_epochs, val_every_n_steps or val_every_minutes."
+    return None

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dream_trainer.callbacks.weight_average import WeightAverage
-from dream_trainer.config.checks import check_integer
-from dream_trainer.errors import ConfigError
+from dream_trainer.config.checks import check_between, check_boolean, check_integer
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -63,9 +62,9 @@ class EMA(WeightAverage):
         validate: bool = True,
     ) -> None:
         super().__init__(models, validate=validate)
-        if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"decay={decay} is not in [0, 1). Use 0.999, or nearer to 1 for longer averages.")
+        check_between("decay", decay, 0.0, 1.0, below=True)
         check_integer("every_n_steps", every_n_steps, minimum=1)
+        check_boolean("warm_up", warm_up)
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.warm_up = warm_up

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dream_trainer.callbacks.base import TimedCallback
-from dream_trainer.config.checks import check_choice, check_integer, check_positive
+from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Every(TimedCallback):
             check_integer("n", n, minimum=1)
         if not callable(function):
             raise ConfigError(f"function={function!r} cannot be called. Pass a function of the trainer.")
+        check_boolean("main_process_only", main_process_only)
         self.n = n
         self.unit = unit
         self.function = function
@@ -75,6 +76,11 @@ class Every(TimedCallback):
     def is_due_by_the_clock(self) -> bool:
         """Whether `n` seconds have passed."""
         return self.unit == "seconds" and self._clock() - self._last_call >= self.n
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Forgets an earlier trainer's counts; a resume gives back this one's."""
+        self._seen = None
+        self._validations = self._batches = 0
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Starts to count."""

@@ -23,8 +23,10 @@ class GradientStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of gradients as `gradients/<group>/norm`, `max` and `zeros`.
 
     Gradients are those that the optimizers got: of the whole window, over all ranks, normalised and clipped; of one
-    that steps several times in a window, its last. Values do not depend on how parameters are sharded. A step that is
-    due reads all gradients once, runs one collective and waits for the device; the others cost nothing.
+    that steps several times in a window, its last. Groups share no parameter: `gradients/model` is of those that the
+    model holds itself, outside of its submodules; `depth=0` gives one value for the whole model. Values do
+    not depend on how parameters are sharded. A step that is due reads all gradients once, runs one collective and waits
+    for the device; the others cost nothing.
 
     Args:
         every_n_steps: Optimizer steps between two looks.
@@ -49,6 +51,10 @@ class GradientStats(TensorStats):
         super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
         self._found: dict[Optimizer, dict[str, Tensor]] = {}
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Forgets a window that an exception broke off."""
+        self._found.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_integer
+from dream_trainer.config.checks import check_integer, check_name
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ImageFiles(Callback):
     """
 
     def __init__(self, key: str, *, every_n_steps: int = 100, max_images: int = 64) -> None:
+        check_name("key", key, example="samples")
         check_integer("every_n_steps", every_n_steps, minimum=1)
         check_integer("max_images", max_images, minimum=1)
         self.key = key

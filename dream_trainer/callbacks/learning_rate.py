@@ -21,6 +21,8 @@ class _Curves(NamedTuple):
     n_groups: int
     names: list[str]
     """One for all groups, or one for each."""
+    is_shared: bool
+    """Whether several groups share one."""
 
 
 class LearningRate(LoggingCallback):
@@ -41,18 +43,18 @@ class LearningRate(LoggingCallback):
         super().__init__(name)
         self._curves: dict[Optimizer, _Curves] = {}
 
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Lets go of an earlier trainer's optimizers."""
+        self._curves.clear()
+
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Logs the rates of one optimizer."""
         groups = optimizer.param_groups
         curves = self._curves.get(optimizer)
-        if (
-            curves is None
-            or curves.n_groups != len(groups)
-            or (len(curves.names) < len(groups) and not _have_one_rate(groups))
-        ):
+        if curves is None or curves.n_groups != len(groups) or (curves.is_shared and not _have_one_rate(groups)):
             curves = self._curves[optimizer] = self._named(trainer, optimizer, curves)
-        for name, group in zip(curves.names, groups, strict=False):  # one name goes with the first group
-            trainer.log(name, group["lr"], weight=1.0, reduce="last")
+        for index, name in enumerate(curves.names):  # one name goes with the first group
+            trainer.log(name, groups[index]["lr"], weight=1.0, reduce="last")
 
     def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, before: _Curves | None) -> _Curves:
         optimizers, groups = trainer.named_optimizers(), optimizer.param_groups
@@ -64,11 +66,12 @@ class LearningRate(LoggingCallback):
             )
         have_parted = before is not None and len(before.names) > 1
         if _have_one_rate(groups) and not have_parted:
-            return _Curves(len(groups), [self.name if len(optimizers) == 1 else f"{self.name}/{own}"])
+            name = self.name if len(optimizers) == 1 else f"{self.name}/{own}"
+            return _Curves(len(groups), [name], is_shared=len(groups) > 1)
         labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
         if len(set(labels)) < len(labels):
             labels = [f"{label}.{index}" for index, label in enumerate(labels)]
-        return _Curves(len(groups), [f"{self.name}/{own}/{label}" for label in labels])
+        return _Curves(len(groups), [f"{self.name}/{own}/{label}" for label in labels], is_shared=False)
 
 
 def _have_one_rate(groups: list[dict[str, Any]]) -> bool:

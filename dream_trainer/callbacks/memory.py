@@ -88,7 +88,8 @@ class Memory(LoggingCallback):
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
         """Begins to record, before the first tensor is made."""
-        self._trainer = trainer
+        self._trainer, self._estimate = trainer, None
+        self._gradients, self._have_stepped_twice = {}, set()
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(self.history)
 

@@ -35,6 +35,7 @@ from dream_trainer.loggers.buffer import is_scalar, keep
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.accumulation import Accumulation
 
 logger = logging.getLogger("dream_trainer")
 
@@ -108,16 +109,29 @@ class NonFiniteReport(Callback):
         self._samples_seen = 0
         self._n_reports = 0
         self._has_said = False
+        self._watched: Accumulation | None = None
 
     # -- what is kept
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Has reported nothing of this trainer yet."""
+        self._n_reports, self._has_said = 0, False
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Begins anew, from where the run resumes."""
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
+        accumulation = trainer._accumulation
+        if accumulation is not self._watched:
+            self._watched = accumulation
+            accumulation.losses = []
+            accumulation.watch_left_out(lambda optimizer: self._take_norms(trainer, optimizer))
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Takes the gradients' norms; they are gone when `step` returns."""
+        self._take_norms(trainer, optimizer)
+
+    def _take_norms(self, trainer: AbstractTrainer, optimizer: Optimizer) -> None:
         found = self._gradients(optimizer)
         if found is not None:
             scale = trainer._accumulation.loss_scale
@@ -189,8 +203,13 @@ class NonFiniteReport(Callback):
         """Reports on the window that broke off in `step`, whose gradients are still there."""
         window = self._window
         window.step, window.epoch = trainer.global_step + 1, trainer.current_epoch
-        # Its last batch, whose result nobody has got; counted already if the guard looked after the step.
-        window.batches.append((trainer.batch_idx - (not trainer._accumulation.is_open), {}))
+        # Its last batch, whose result nobody has got, but `backward` its loss; counted already if the guard looked
+        # after the step.
+        losses = trainer._accumulation.losses or []
+        values: dict[str, Tensor | float] = {
+            f"loss {number}" if len(losses) > 1 else "loss": local_tensor(loss) for number, loss in enumerate(losses)
+        }
+        window.batches.append((trainer.batch_idx - (not trainer._accumulation.is_open), values))
         found = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
         window.gradients += [gradients for gradients in found if gradients is not None]
         data = trainer._feed.window

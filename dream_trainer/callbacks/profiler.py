@@ -57,6 +57,10 @@ class Profiler(Callback):
             ("with_stack", with_stack),
         ):
             check_boolean(name, value)
+        if ranks is not None and not (
+            isinstance(ranks, Sequence) and all(isinstance(rank, int) and rank >= 0 for rank in ranks)
+        ):
+            raise ConfigError(f"ranks={ranks!r} is no list of ranks. Use ranks=[0], or None for all.")
         self.first_step = first_step
         self.n_steps = n_steps
         self.warm_up_steps = min(warm_up_steps, first_step - 1)

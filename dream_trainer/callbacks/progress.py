@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -9,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_names
+from dream_trainer.config.checks import check_between, check_names, check_positive
+from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class Progress(Callback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: `metrics` is no tuple or list of names.
+        ConfigError: A value cannot work; when setup ends, also if another Progress prints to the same place.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -115,6 +117,10 @@ class Progress(Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_names("metrics", metrics, example="train/loss")
+        if tokens_per_sample is not None:
+            check_positive("tokens_per_sample", tokens_per_sample)
+        check_between("refresh_seconds", refresh_seconds, 0.0, math.inf)
+        check_between("line_seconds", line_seconds, 0.0, math.inf)
         self.metrics = tuple(metrics)
         self.tokens_per_sample = tokens_per_sample
         self.refresh_seconds = refresh_seconds
@@ -132,6 +138,20 @@ class Progress(Callback):
         self._task: TaskID | None = None
 
     # -- events
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Forgets an earlier trainer; validations may come before `pre_fit`.
+
+        Raises:
+            ConfigError: Two would print every line twice.
+        """
+        for other in trainer.callbacks:
+            if isinstance(other, Progress) and other is not self and other._file is self._file:
+                raise ConfigError(
+                    "two Progress callbacks would print every line twice. Use one, with the metrics of both, or let "
+                    "one print elsewhere: Progress(file=...)."
+                )
+        self._pace, self._shown, self._running = Pace(0, 0, 0.0), {}, {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Starts the bar."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.memory_estimate import estimate, in_words
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.config.checks import check_integer
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.nested import map_tensors
 from dream_trainer.distributed.class_change import own_class
@@ -56,8 +57,7 @@ class ModelSummary(Callback):
         file: Where to; None is standard output.
 
     Raises:
-        ValueError: `depth` is negative.
-        ConfigError: When setup ends, if `inputs` names none of the models.
+        ConfigError: A value cannot work; when setup ends, also if `inputs` names none of the models.
     """
 
     main_process_only: ClassVar[bool] = True
@@ -65,8 +65,8 @@ class ModelSummary(Callback):
     def __init__(
         self, depth: int = 2, *, inputs: Mapping[str, Sequence[Any]] | None = None, file: TextIO | None = None
     ) -> None:
-        if depth < 0:
-            raise ValueError(f"depth={depth} is negative. Use 0 for the models alone, or the levels to show.")
+        check_integer("depth", depth, minimum=0)
+        _check_inputs(inputs)
         self.depth = depth
         self._inputs = dict(inputs or {})
         self._flops: dict[str, str] = {}
@@ -74,6 +74,7 @@ class ModelSummary(Callback):
 
     def post_configure(self, trainer: AbstractTrainer) -> None:
         """Counts FLOPs, as long as no forward would need the other ranks."""
+        self._flops = {}  # an earlier trainer's
         self._count_flops(trainer)
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
@@ -102,6 +103,20 @@ class ModelSummary(Callback):
                 self._flops[name] = f", {format_count(forward_flops(model, self._inputs[name]))} FLOPs per forward"
             except Exception as exc:  # a summary stops no run
                 self._flops[name] = f", FLOPs unknown ({type(exc).__name__}: {str(exc).splitlines()[0]})"
+
+
+def _check_inputs(inputs: object) -> None:
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"inputs is a {type(inputs).__name__}. Use a dict with each model's arguments, such as "
+            "inputs={'model': (x,)}."
+        )
+    for name, arguments in (inputs or {}).items():
+        if not isinstance(arguments, tuple | list):
+            raise ConfigError(
+                f"inputs[{name!r}] is a {type(arguments).__name__}. Use a tuple of all arguments, such as "
+                f"inputs={{{name!r}: (x,)}}."
+            )
 
 
 def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:

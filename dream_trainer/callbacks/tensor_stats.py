@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.callbacks.base import LoggingCallback
-from dream_trainer.config.checks import check_integer
+from dream_trainer.config.checks import check_boolean, check_integer
 from dream_trainer.distributed.gradients import copies_of
 from dream_trainer.distributed.torch_compat import local_tensor
 
@@ -54,6 +54,7 @@ class TensorStats(LoggingCallback):
         check_integer("every_n_steps", every_n_steps, minimum=1)
         if depth is not None:
             check_integer("depth", depth, minimum=0)
+        check_boolean("histograms", histograms)
         self.every_n_steps = every_n_steps
         self.depth = depth
         self.histograms = histograms

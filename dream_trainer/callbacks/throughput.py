@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.callbacks.peak_flops import peak_flops
-from dream_trainer.config.checks import check_integer
+from dream_trainer.config.checks import check_integer, check_positive
 from dream_trainer.distributed.torch_compat import tf32_is_allowed
 from dream_trainer.errors import ConfigError
 
@@ -60,7 +60,7 @@ class Throughput(LoggingCallback):
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
-        ConfigError: Arguments contradict each other.
+        ConfigError: A value cannot work, or arguments contradict each other.
     """
 
     def __init__(
@@ -79,6 +79,14 @@ class Throughput(LoggingCallback):
         super().__init__(name)
         check_integer("every_n_steps", every_n_steps, minimum=1)
         check_integer("warm_up_steps", warm_up_steps, minimum=0)
+        for argument, value in (("tokens_per_sample", tokens_per_sample), ("device_flops", device_flops)):
+            if value is not None:
+                check_positive(argument, value)
+        for argument, flops in (("flops_per_sample", flops_per_sample), ("flops_per_token", flops_per_token)):
+            if flops is not None and not callable(flops):
+                check_positive(argument, flops, hint=" Or a function of the trainer.")
+        if tokens is not None and not callable(tokens):
+            raise ConfigError(f"tokens={tokens!r} cannot be called. Pass a function of a batch, or tokens_per_sample.")
         if tokens is not None and tokens_per_sample is not None:
             raise ConfigError("tokens and tokens_per_sample both say how many tokens there are. Pass one of them.")
         if flops_per_sample is not None and flops_per_token is not None:
@@ -108,6 +116,7 @@ class Throughput(LoggingCallback):
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Begins to warm up."""
         self._validates_since = None  # a signal may have ended a sanity validation in its midst
+        self._window_tokens.clear()  # an exception may have broken a window off
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
         peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
         self._use_per_sample = _share(self.flops_per_sample, peak, trainer)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
+from dream_trainer.config.checks import check_boolean, check_names
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class WeightAverage(Callback):
     """
 
     def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
-        if isinstance(models, str):
-            raise ConfigError(f"models={models!r} is a string. Pass a list of names: models=[{models!r}].")
+        if models is not None:
+            check_names("models", models, example="model")
+        check_boolean("validate", validate)
         self.models = None if models is None else tuple(models)
         self.validate = validate
         self._averages: dict[str, ModelAverage] = {}
@@ -157,6 +159,8 @@ class WeightAverage(Callback):
                 f"{', '.join(map(repr, lacking)) or 'any model'}. Trained are {list(trained)}."
             )
         self._averages = {name: ModelAverage(trained[name]) for name in chosen}
+        self._owned = {}
+        self._has_started = self._was_given_back = False
         self._refuse_two_validating(trainer)
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 class WeightStats(TensorStats):
     """Logs 2-norm, largest magnitude and share of zeros of parameters as `weights/<group>/norm`, `max` and `zeros`.
 
-    Frozen parameters are among them. Values do not depend on how parameters are sharded. A step that is due reads all
-    weights once, runs one collective and waits for the device; the others cost nothing.
+    Frozen parameters are among them. Groups share no parameter: `weights/model` is of those that the model holds
+    itself, outside of its submodules; `depth=0` gives one value for the whole model. Values do not depend on
+    how parameters are sharded. A step that is due reads all weights once, runs one collective and waits for the device;
+    the others cost nothing.
 
     Args:
         every_n_steps: Optimizer steps between two looks.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.config.checks import check_integer
+from dream_trainer.config.checks import check_between, check_boolean, check_integer, check_name
 from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.errors import ConfigError
 
@@ -54,9 +54,12 @@ class WeightTransfer(Callback):
         copy_at_start: bool = True,
         buffers: bool = True,
     ) -> None:
+        check_name("source", source, example="online")
+        check_name("target", target, example="target")
         check_integer("every_n_steps", every_n_steps, minimum=1)
-        if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"decay={decay} is not in [0, 1). Use 0.0 to copy, or such as 0.99 to follow slowly.")
+        check_between("decay", decay, 0.0, 1.0, below=True)
+        check_boolean("copy_at_start", copy_at_start)
+        check_boolean("buffers", buffers)
         if source == target:
             raise ConfigError(f"source and target are both {source!r}. Name two models.")
         self.source = source

@@ -57,7 +57,7 @@ def export_checkpoint(
         max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        overwrite: Replace an earlier export. Files that no export wrote are never removed.
+        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
 
     Returns:
         The files written.
@@ -103,7 +103,7 @@ def export_model(
         config: Written as `config.json` if `out` is a directory.
         renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        overwrite: Replace an earlier export. Files that no export wrote are never removed.
+        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
 
     Returns:
         The files written, on every rank.
@@ -119,7 +119,7 @@ def export_model(
         sources = renamed({name: name for name in held}, renames)
         specs = {name: _cast(_spec(held[source]), dtype) for name, source in sources.items()}
         if world.is_main:
-            check_target(out, has_config=config is not None, overwrite=overwrite)
+            check_target(out, overwrite=overwrite)
         return sources, plan_files(out, specs, max_shard_size)
 
     sources, plan = on_all_ranks(world, task, prepare)

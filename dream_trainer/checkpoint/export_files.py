@@ -90,16 +90,15 @@ def parse_size(size: int | str) -> int:
     return size
 
 
-def check_target(out: Path, *, has_config: bool, overwrite: bool) -> None:
+def check_target(out: Path, *, overwrite: bool) -> None:
     """Refuses a place where an export must not go.
 
     Args:
         out: As in `plan_files`.
-        has_config: Whether a `config.json` is written too.
-        overwrite: Whether an earlier export may be replaced; nothing else ever is.
+        overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Raises:
-        CheckpointError: It exists, holds files that no export wrote, or lies where a run looks for checkpoints.
+        CheckpointError: It exists, holds directories, or lies where a run looks for checkpoints.
     """
     place = out.resolve()
     for directory in (place, *place.parents):
@@ -110,20 +109,20 @@ def check_target(out: Path, *, has_config: bool, overwrite: bool) -> None:
     if _is_one_file(out):
         if out.is_dir():
             raise CheckpointError(f"{out} is a directory, and its name asks for a file. Choose another name.")
-        present, foreign = [out.name] if out.exists() else [], []
+        is_taken, foreign = out.exists(), []
     else:
         if out.exists() and not out.is_dir():
             raise CheckpointError(f"{out} is a file, and a directory is to be written. Choose another name.")
-        present = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
-        foreign = [name for name in present if not (_OWN_NAME.fullmatch(name) or (has_config and name == CONFIG_NAME))]
-    if present and not overwrite:
+        present = sorted(out.iterdir()) if out.exists() else []
+        is_taken, foreign = bool(present), [entry.name for entry in present if entry.is_dir()]
+    if is_taken and not overwrite:
         raise CheckpointError(
             f"{out} exists already. Choose another name, or overwrite it (overwrite=True, --overwrite)."
         )
     if foreign:
         raise CheckpointError(
-            f"{out} holds {', '.join(foreign[:5])}, which this export would not write. "
-            "Move it away, or choose another directory."
+            f"{out} holds the directories {', '.join(foreign[:5])}, which no export wrote. "
+            "Move them away, or choose another directory."
         )
 
 
@@ -152,7 +151,7 @@ def write_files(
         plan: From `plan_files`.
         read: Gives each tensor, in the plan's order. One is held at a time, but for .pt files, which need all at once.
         config: Written as `config.json` into a directory.
-        overwrite: Whether an earlier export may be replaced.
+        overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Returns:
         The files, in order.
@@ -161,7 +160,7 @@ def write_files(
         CheckpointError: `check_target` refuses, or the disk does; then nothing is left behind.
     """
     out = out.resolve() if out.is_symlink() else out
-    check_target(out, has_config=config is not None, overwrite=overwrite)
+    check_target(out, overwrite=overwrite)
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +173,7 @@ def write_files(
         else:
             temporary.mkdir()
             written = [out / name for name in _write_directory(temporary, plan, read, config)]
+            _copy_what_else_is_there(out, temporary)
         _publish(temporary, out)
     except OSError as error:
         raise CheckpointError(f"Could not export to {out}: {error}.") from error
@@ -199,6 +199,13 @@ def _write_directory(
         write_file(directory / name, f"{text}\n".encode())
     sync_directory(directory)
     return [*plan, *documents]
+
+
+def _copy_what_else_is_there(out: Path, directory: Path) -> None:
+    """Such as the tokenizer that lies beside the model."""
+    for file in out.iterdir() if out.exists() else ():
+        if not _OWN_NAME.fullmatch(file.name) and not (directory / file.name).exists():
+            shutil.copy2(file, directory / file.name, follow_symlinks=False)
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -21,7 +21,7 @@ Record = Mapping[str, float]
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("loss", re.compile(r"(.*/)?(\w+_)?loss")),
     ("learning rate", re.compile(r"(.*/)?(\w+_)?(lr|learning_rate)(/.*)?")),
-    ("gradient norm", re.compile(r"(.*/)?(\w+_)?grad(ient)?_norm")),
+    ("gradient norm", re.compile(r"(.*/)?(\w+_)?grad(ient)?_norm|gradients/[^./]+/norm")),
     ("tokens per second", re.compile(r"(.*/)?tokens_per_second")),
     ("samples per second", re.compile(r"(.*/)?samples_per_second")),
 )
@@ -100,8 +100,9 @@ def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) 
 
     Args:
         runs: Lines of each run by its name.
-        chosen: Names or patterns of metrics; none for the usual ones: losses, the rest of the validation, learning
-            rate, gradient norm, throughput. Throughput that was not logged is told from the lines' samples and times.
+        chosen: Names or patterns of metrics; none for the usual ones: losses, the rest of the validation and what
+            training has of it, learning rate, gradient norm, throughput. Of a run that did not log it, throughput is
+            told from its lines' samples and times.
         x: "steps", "samples" or "time" (seconds).
 
     Raises:
@@ -118,21 +119,22 @@ def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) 
     # What has no place of its own, the rest of the validation, comes after the losses.
     for title, name in sorted(titled, key=lambda item: order.index(item[0]) if item[0] in order else 0.5):
         found.setdefault(title, []).extend(_curves(runs, name, x))
-    if not chosen and not any(title.endswith("per second") for title in found):
-        rates = [_rate(run, records, x) for run, records in runs.items()]
-        found["samples per second"] = [curve for curve in rates if curve.x]
+    if not chosen:
+        told = {curve.run for title, curves in found.items() if title.endswith("per second") for curve in curves}
+        rates = [_rate(run, records, x) for run, records in runs.items() if run not in told]
+        found.setdefault("samples per second", []).extend(curve for curve in rates if curve.x)
     found = {title: curves for title, curves in found.items() if curves}
     if not found:
         raise ConfigError(f"none of the usual metrics was logged. Choose with --metrics: {', '.join(sorted(metrics))}.")
     return found
 
 
-def _wanted(metrics: Iterable[str], chosen: Sequence[str]) -> Iterator[str]:
+def _wanted(metrics: Sequence[str], chosen: Sequence[str]) -> Iterator[str]:
+    validated = {_title(name) for name in metrics if name.startswith("val/")}
     for name in metrics:
-        if chosen:
-            if any(fnmatchcase(name, pattern) for pattern in chosen):
-                yield name
-        elif name.startswith("val/") or any(pattern.fullmatch(name) for _, pattern in _KINDS):
+        is_usual = name.startswith("val/") or any(pattern.fullmatch(name) for _, pattern in _KINDS)
+        is_counterpart = name.startswith("train/") and _title(name) in validated
+        if any(fnmatchcase(name, pattern) for pattern in chosen) if chosen else is_usual or is_counterpart:
             yield name
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal, get_args
 
-from dream_trainer.config.checks import check_choice, check_integer, check_positive
+from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive
 from dream_trainer.errors import ConfigError
 
 WhenBusy = Literal["wait", "skip"]
@@ -74,6 +75,12 @@ class CheckpointParameters:
         }.items():
             if value is not None:
                 check_integer(name, value, minimum=1, hint=" None turns it off.")
+        for name in ("save_on_best", "save_at_end", "async_save", "init_strict"):
+            check_boolean(name, self._value(name))
+        for name, example in {"best_metric": "val/loss", "init_from": "weights/model.safetensors"}.items():
+            given = self._value(name)
+            if not isinstance(given, str | PurePath | None):
+                raise ConfigError(f'{name}={given!r} is not a string. Use one, such as "{example}", or None.')
         if self.save_every_n_minutes is not None:
             check_positive("save_every_n_minutes", self.save_every_n_minutes)
         check_choice("when_busy", self.when_busy, get_args(WhenBusy))

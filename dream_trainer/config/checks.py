@@ -48,6 +48,12 @@ def check_choice(name: str, value: object, choices: Iterable[str | None]) -> Non
         raise ConfigError(f"{name}={value!r} is not known. Use {spell(repr(choice) for choice in choices)}.")
 
 
+def check_name(name: str, value: object, *, example: str) -> None:
+    """Raises ConfigError unless `value` is a string with something in it."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value!r} is no name. Use a string, such as {name}={example!r}.")
+
+
 def check_names(name: str, value: object, *, example: str) -> None:
     """Raises ConfigError unless `value` is a tuple or list of strings; a string would be taken letter by letter."""
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -91,7 +91,7 @@ class DistributedDataLoader:
                 f"batch_size={batch_size!r} is not a positive integer. Give the samples of one rank's micro-batch."
             )
         if len(dataset) == 0:
-            raise DataError(f"The dataset ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
+            raise _no_samples("dataset", dataset)
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -209,11 +209,15 @@ class ShardReader:
         )
 
 
-def rebuild(loader: object) -> DistributedDataLoader | None:
+def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
     """A plain `DataLoader` as ours, with all its options; None if its order or its class is the user's own.
 
     Rebuilt are `DataLoader` and torchdata's `StatefulDataLoader` themselves (no subclasses) over a map-style dataset,
     with a `BatchSampler` of a `SequentialSampler`, a `RandomSampler` without replacement or a `DistributedSampler`.
+
+    Args:
+        loader: What the user gave.
+        purpose: What its data is for: "training" or "validation".
 
     Raises:
         DataError: The dataset is empty.
@@ -228,6 +232,8 @@ def rebuild(loader: object) -> DistributedDataLoader | None:
     shuffle = _shuffles(batches.sampler, len(loader.dataset))
     if shuffle is None:
         return None
+    if len(loader.dataset) == 0:
+        raise _no_samples(f"{purpose} dataset", loader.dataset)
     return DistributedDataLoader(
         loader.dataset,
         batches.batch_size,
@@ -259,12 +265,16 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     """The iterable behind a loader that is not ours.
 
     Raises:
-        DataError: It cannot be iterated, or it would give the same batches to several ranks.
+        DataError: It cannot be iterated, it holds loaders, or it would give the same batches to several ranks.
     """
+    _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
     if isinstance(loader, PerRankLoader):
         return loader.loader
     if not isinstance(loader, Iterable):
-        raise DataError(f"A data loader must be an iterable of batches, and {type(loader).__name__} is none.")
+        raise DataError(
+            f"A data loader must be an iterable of batches, and {type(loader).__name__} is none. Wrap a dataset in "
+            "DistributedDataLoader(dataset, batch_size=...)."
+        )
     if dp_size > 1:
         raise DataError(
             f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
@@ -273,6 +283,23 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
             "each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
+
+
+def _refuse_several(loader: object) -> None:
+    """Of a list of batches any element may be a list or a dict, but none a loader."""
+    parts = list(loader.values()) if isinstance(loader, Mapping) else loader
+    if isinstance(parts, list | tuple) and any(
+        isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
+    ):
+        raise DataError(
+            f"A {type(loader).__name__} of {len(parts)} data loaders is no data loader: it yields loaders, not "
+            'batches. For validation give a dict of named loaders, such as {"easy": ..., "hard": ...}; else give one '
+            "loader."
+        )
+
+
+def _no_samples(name: str, dataset: Any) -> DataError:
+    return DataError(f"The {name} ({type(dataset).__name__}) has 0 samples. Check its path, split and filters.")
 
 
 def _as_it_is(batch: Any) -> Any:

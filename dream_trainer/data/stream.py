@@ -214,16 +214,15 @@ class ShardStream(TrainStream):
         batch_size, dp_size = self._sharding.batch_size, self._sharding.dp_size
         if not self._drop_last:
             return DataError(
-                f"The dataset has {self._length} samples, fewer than dp_size={dp_size} data-parallel ranks. Use "
-                "fewer ranks."
+                f"The training dataset has {self._length} samples, fewer than dp_size={dp_size} data-parallel ranks. "
+                "Use fewer ranks."
             )
         accumulation = self._global_batch_size // self._sharding.chunk_size
         return DataError(
-            f"The dataset has {self._length} samples, fewer than one global batch of {self._global_batch_size} "
-            f"(batch_size={batch_size} "
-            f"x dp_size={dp_size} x accumulation={accumulation}), and incomplete global batches are dropped. Lower "
-            "one of the "
-            "three, or use DistributedDataLoader(drop_last=False)."
+            f"The training dataset has {self._length} samples, fewer than one global batch of "
+            f"{self._global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}), "
+            "and incomplete global batches are dropped. Lower one of the three, or use "
+            "DistributedDataLoader(drop_last=False)."
         )
 
 
@@ -245,7 +244,8 @@ class ForeignStream(TrainStream):
         length = known_length(source)
         if length == 0 and dp_size == 1:
             raise DataError(
-                f"The data loader ({type(source).__name__}) has 0 batches. Check its dataset, batch_size and drop_last."
+                f"The training loader ({type(source).__name__}) has 0 batches. Check its dataset, batch_size and "
+                "drop_last."
             )
         self.steps_per_epoch = None if length is None else -(-length // accumulation)
         self.is_even = dp_size == 1
@@ -263,7 +263,7 @@ class ForeignStream(TrainStream):
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None) -> None:
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
-                f"The data loader is of type {type(self._source).__name__}, an iterator that was read already and "
+                f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
                 "cannot go back. Give an object whose `__iter__` begins anew."
             )
         self._iterator = None
@@ -345,10 +345,11 @@ class ForeignStream(TrainStream):
         name, epoch = type(self._source).__name__, self._position.epoch
         if isinstance(self._source, Iterator):
             return DataError(
-                f"The data loader is of type {name}, an iterator that can be read once, and pass {epoch} over it found "
-                "nothing. "
-                "Give an object whose `__iter__` begins anew, e.g. a class with a generator method `__iter__`."
+                f"The training loader is of type {name}, an iterator that can be read once, and pass {epoch} over it "
+                "found nothing. Give an object whose `__iter__` begins anew, e.g. a class with a generator method "
+                "`__iter__`."
             )
         return DataError(
-            f"The data loader ({name}) yielded no batch in pass {epoch}. Check its dataset, batch_size and drop_last."
+            f"The training loader ({name}) yielded no batch in pass {epoch}. Check its dataset, batch_size "
+            "and drop_last."
         )

@@ -49,7 +49,7 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
     Raises:
         DataError: The data is empty, or cannot be dealt to `dp_size` ranks.
     """
-    own = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
+    own = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
     if own is not None:
         return ShardValidation(own, Sharding(own.batch_size, dp_rank, dp_size), seed)
     source = foreign_iterable(loader, dp_size)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dream_trainer.distributed import job_store
 from dream_trainer.distributed.failure import end_job, first_to_fail
-from dream_trainer.distributed.torch_compat import connect_again, forget_meshes, set_group_timeout
+from dream_trainer.distributed.torch_compat import forget_meshes, set_group_timeout
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,12 +31,10 @@ if TYPE_CHECKING:
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-# How many worlds of this process use the default process group, and the store all launches share. A second
-# `init_process_group` on the agent's store met stale keys in 4 of 7 tries; under a prefix of its own in none.
+# How many worlds of this process use the default process group, and how many it has launched so far.
 _group_users = 0
 _launches = 0
 _owns_group = False
-_store: dist.Store | None = None
 
 
 def environment_ranks() -> tuple[int, int, int]:
@@ -142,22 +141,19 @@ class World:
         return group
 
     def _join(self) -> None:
-        global _group_users, _launches, _owns_group, _store
+        global _group_users, _launches, _owns_group
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         timeout = timedelta(seconds=self._parameters.start_timeout_seconds)
         _launches += 1
         if not dist.is_initialized():
-            if _store is None:
-                _store = _connect_store(self.rank, self.world_size, timeout)
-            prefix = f"{_job_prefix()}/{_launches}"
             backend = (
                 "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
             )
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(prefix, _store),
+                store=job_store.store_for_group(_launches, self.rank, self.world_size, timeout),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timeout,
@@ -255,15 +251,8 @@ class World:
             set_group_timeout(group, timeout)
 
     def connect_to_store(self) -> dist.Store | None:
-        """A connection of its own to the process group's store, for a thread; None at world size 1.
-
-        Keys begin with this attempt of the job: a restart under the same agent must not find the last one's.
-        """
-        if self.world_size == 1 or _store is None:
-            return None
-        import torch.distributed as dist
-
-        return dist.PrefixStore(_job_prefix(), connect_again(_store))
+        """A connection of its own to the job's store, for a thread; None at world size 1."""
+        return None if self.world_size == 1 else job_store.job_store_for_thread()
 
     def new_cpu_group(self) -> dist.ProcessGroup | None:
         """A further gloo group over all ranks, so that a thread's collectives do not meet others; None at world size 1.
@@ -278,12 +267,7 @@ class World:
 
     def another_rank_failed(self) -> bool:
         """Whether a rank of this job has said that it failed; does not wait."""
-        if self.world_size == 1 or _store is None:
-            return False
-        try:
-            return bool(_store.check([f"{_job_prefix()}/failed"]))
-        except RuntimeError:  # the store went away with its rank
-            return True
+        return self.world_size > 1 and job_store.another_rank_failed()
 
     # -- ends
 
@@ -294,7 +278,7 @@ class World:
         in the store for those that look, and the process exits with status 1; its closing sockets free the others.
         """
         text = "".join(traceback.format_exception(exc))
-        first = first_to_fail(_job_store(), self.rank)
+        first = first_to_fail(job_store.job_store(), self.rank)
         end_job(exc, text, rank=self.rank, first=first)
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -319,7 +303,7 @@ class World:
 
         _group_users -= 1
         if _group_users == 0 and _owns_group and dist.is_initialized():
-            _arrive(self.world_size, timeout_seconds)
+            job_store.leave(_launches, self.world_size, timeout_seconds)
             dist.barrier(group=self.cpu_group)
             dist.destroy_process_group()
             _owns_group = False
@@ -330,56 +314,10 @@ class World:
         self.cpu_group = self.mesh = None
 
 
-def _arrive(world_size: int, timeout_seconds: float | None) -> None:
-    """Says in the store that this rank leaves, and with a time-out waits until all ranks have said so.
-
-    Not by a collective: a rank that gives up must not leave one running, and gloo's monitored_barrier keeps its
-    time-out on rank 0 only.
-    """
-    if _store is None:
-        return
-    key = f"{_job_prefix()}/{_launches}/leaving"
-    if _store.add(key, 1) == world_size:
-        _store.set(f"{key}/all", "")
-    if timeout_seconds is not None:
-        _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
-
-
-def _job_store() -> dist.Store | None:
-    """The process group's store under this attempt's prefix, for the main thread."""
-    if _store is None:
-        return None
-    import torch.distributed as dist
-
-    return dist.PrefixStore(_job_prefix(), _store)
-
-
-def _job_prefix() -> str:
-    """Where this attempt of the job keeps its keys: a restart under the same agent must not find the last one's."""
-    return f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def _backend(device_type: str) -> str:
     import torch.distributed as dist
 
     return str(dist.get_default_backend_for_device(device_type))
-
-
-def _connect_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    import torch.distributed as dist
-
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0 and not agent_hosts,
-        timeout=timeout,
-        multi_tenant=True,
-    )
 
 
 def close_at_exit(world: World) -> None:

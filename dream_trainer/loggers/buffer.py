@@ -40,26 +40,38 @@ _NOTHING = Total(0.0, 0.0)
 _WIDEST = 8
 
 
-# Reduction, what was already reduced, values, weights.
-_Taken = tuple[str, Total, list[Scalar], list[Scalar]]
-
-
 class _Column:
     """The values of one key since the last flush: those already reduced, and those still on their device."""
 
-    __slots__ = ("reduce", "total", "values", "weights")
+    __slots__ = ("reduce", "total", "values")
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
         self.total = _NOTHING
-        self.values: list[Scalar] = []
-        self.weights: list[Scalar] = []
+        self.values: list[tuple[Scalar, Scalar]] = []  # each with its weight
 
-    def take(self) -> _Taken:
-        """What it holds; it is empty then."""
-        taken = self.reduce, self.total, self.values, self.weights
-        self.total, self.values, self.weights = _NOTHING, [], []
-        return taken
+
+class _Taken(NamedTuple):
+    """What a column held."""
+
+    reduce: str
+    total: Total
+    values: list[tuple[Scalar, Scalar]]
+    tensors: list[Tensor]
+    """Those among the values and weights."""
+
+    def land(self, numbers: Iterator[float]) -> Total:
+        """All of it as one, when the next of `numbers` are what the tensors hold."""
+        values: Iterable[tuple[Any, Any]] = self.values
+        if self.tensors:
+            values = [
+                (
+                    next(numbers) if isinstance(value, Tensor) else value,
+                    next(numbers) if isinstance(weight, Tensor) else weight,
+                )
+                for value, weight in values
+            ]
+        return _mean(self.total, values) if self.reduce == "mean" else _combined(self.reduce, self.total, values)
 
 
 class Flight(NamedTuple):
@@ -72,14 +84,7 @@ class Flight(NamedTuple):
     def land(self) -> dict[str, tuple[str, Total]]:
         """Each key's reduction and total."""
         numbers = iter(self.numbers())
-        found = {}
-        for name, (reduce, total, values, weights) in self.columns.items():
-            weighed: Iterable[tuple[float, float]]
-            weighed = zip(_filled(values, numbers), _filled(weights, numbers), strict=True)
-            if reduce == "mean":
-                weighed = [(value * weight, weight) for value, weight in weighed]
-            found[name] = reduce, _combined(reduce, total, weighed)
-        return found
+        return {name: (column.reduce, column.land(numbers)) for name, column in self.columns.items()}
 
 
 class MetricBuffer:
@@ -97,7 +102,7 @@ class MetricBuffer:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
-        # Reductions of all keys ever reduced, in an order that is the same on all ranks.
+        # Reductions of all keys that ever crossed ranks, in an order that is the same on all of them.
         self._agreed: dict[str, str] = {}
         # The columns that values went to since the last `mark` or `begin`, in order.
         self._since_mark: list[_Column] = []
@@ -113,7 +118,7 @@ class MetricBuffer:
             reduce: "mean", "sum", "min", "max" or "last".
 
         Raises:
-            TypeError: The value or weight is no scalar.
+            TypeError: The value or weight is no scalar, or the name no string.
             ValueError: The reduction is unknown or not the key's, or the weight is negative.
         """
         if type(value) is not float:
@@ -125,8 +130,7 @@ class MetricBuffer:
         column = self._columns.get(name)
         if column is None or column.reduce != reduce:
             column = self._new_column(name, reduce)
-        column.values.append(value)
-        column.weights.append(weight)
+        column.values.append((value, weight))
         self._since_mark.append(column)
 
     def add_result(self, result: Mapping[str, Any], weight: Scalar, prefix: str = "") -> None:
@@ -137,15 +141,18 @@ class MetricBuffer:
         Args:
             result: What the step returned.
             weight: Weight of all of it.
-            prefix: Put before each name as it is.
+            prefix: Put before each name that does not begin with it.
         """
         for key, value in result.items():
+            name = f"{prefix}{key}"
+            if prefix and name.startswith(prefix, len(prefix)):
+                name = key
             kind = type(value)
             is_plain = kind is float or (kind is Tensor and value.dim() == 0 and value.is_floating_point())
             if is_plain or is_scalar(value):
-                self.add(f"{prefix}{key}", value, weight)
+                self.add(name, value, weight)
             elif isinstance(value, Mapping):
-                self.add_result(value, weight, f"{prefix}{key}/")
+                self.add_result(value, weight, f"{name}/")
 
     def has_values(self) -> bool:
         """Whether anything was added since the last `begin`."""
@@ -158,7 +165,7 @@ class MetricBuffer:
     def rewind(self) -> None:
         """Forgets what was added since the last `mark` or `begin`."""
         for column in self._since_mark:
-            del column.values[-1], column.weights[-1]
+            del column.values[-1]
         self._since_mark.clear()
 
     def reduce(self, world: World) -> dict[str, float]:
@@ -168,15 +175,14 @@ class MetricBuffer:
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
         self._since_mark.clear()
-        taken = {
-            name: column.take()
-            for name, column in self._columns.items()
-            if column.values or column.total is not _NOTHING
-        }
-        waiting: list[Tensor] = []
-        for _, _, values, weights in taken.values():
-            waiting += [item for item in values if isinstance(item, Tensor)]
-            waiting += [item for item in weights if isinstance(item, Tensor)]
+        taken, waiting = {}, []
+        for name, column in self._columns.items():
+            total, values = column.total, column.values
+            if values or total is not _NOTHING:
+                tensors = [item for pair in values for item in pair if isinstance(item, Tensor)]
+                taken[name] = _Taken(column.reduce, total, values, tensors)
+                waiting += tensors
+                column.total, column.values = _NOTHING, []
         return Flight(taken, start_copy(waiting))
 
     def finish(self, flight: Flight, world: World) -> dict[str, float]:
@@ -230,6 +236,8 @@ class MetricBuffer:
                 column.total = _combined(reduce, column.total, [Total(value, weight)])
 
     def _new_column(self, name: str, reduce: str) -> _Column:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{name!r} is no name for a metric. Use a string that is not empty.")
         known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
         if known != reduce:
             raise ValueError(
@@ -313,25 +321,28 @@ def _counted(mine: dict[str, tuple[str, Total]], world: World) -> dict[str, tupl
     return {name: (reduce, total if reduce in ("min", "max") else _NOTHING) for name, (reduce, total) in mine.items()}
 
 
-def _filled(items: list[Scalar], numbers: Iterator[float]) -> list[float]:
-    return [next(numbers) if isinstance(item, Tensor) else item for item in items]
+def _mean(total: Total, values: Iterable[tuple[float, float]]) -> Total:
+    """A weighted sum and further values with their weights. From left to right, so that it is the same bits however
+    often it was interrupted."""
+    value, weight = total
+    for new_value, new_weight in values:
+        if new_weight != 0:
+            value += new_value * new_weight
+            weight += new_weight
+    return Total(value, weight)
 
 
 def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) -> Total:
-    """`total` and further ones, in order. From left to right, so that it is the same bits however often it was
-    interrupted."""
+    """`total` and further ones, from left to right too; means as their sums."""
     value, weight = total
-    if reduce in ("mean", "sum"):
-        for new_value, new_weight in totals:
-            if new_weight != 0:
-                value += new_value
-                weight += new_weight
-        return Total(value, weight)
     for new_value, new_weight in totals:
         if new_weight == 0:
             continue
-        is_further = new_value < value if reduce == "min" else new_value > value
-        if weight == 0 or reduce == "last" or is_further or math.isnan(new_value):
+        if weight == 0 or reduce == "last":
+            value = new_value
+        elif reduce in ("mean", "sum"):
+            value += new_value
+        elif math.isnan(new_value) or (new_value < value if reduce == "min" else new_value > value):
             value = new_value
         weight += new_weight
     return Total(value, weight)
@@ -341,9 +352,10 @@ def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: W
     """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
 
     One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds
-    that are not agreed yet. Only where that is not zero on all ranks, a second exchange names them.
+    that are not agreed yet, or on something else. Only where that is not zero on all ranks, a second exchange names
+    them.
     """
-    unknown = {name: record for name, record in mine.items() if name not in agreed}
+    unknown = {name: record for name, record in mine.items() if agreed.get(name) != record[0]}
     vector = [float(len(unknown))]
     for name in agreed:
         vector += mine[name][1] if name in mine else _NOTHING

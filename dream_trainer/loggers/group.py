@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.config.logger import LoggerName, LoggerParameters
+from dream_trainer.errors import HookError
 from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.media import Media
 
@@ -24,12 +25,15 @@ class LoggerGroup:
         report: Says a message once for a key.
         strict: Whether an exception of a logger goes on to the caller; else it is reported once.
 
+    Raises:
+        HookError: What `configure_loggers` returned is no list of loggers.
+
     Attributes:
         is_open: Whether `open` was called since the last `close`.
     """
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
-        self._loggers = loggers
+        self._loggers = _checked(loggers)
         self._open: list[Logger] = []
         self.is_open = False
         self._report = report
@@ -124,3 +128,20 @@ def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
             from dream_trainer.loggers.image_files import ImageFilesLogger
 
             return ImageFilesLogger()
+
+
+def _checked(returned: object) -> list[Logger]:
+    """What the user's `configure_loggers` returned, if it is what it should be."""
+    if not isinstance(returned, list | tuple):
+        what = f"a {type(returned).__name__}" if isinstance(returned, Logger) else repr(returned)
+        raise HookError(f"configure_loggers returned {what}, not a list. Return a list of loggers, [] for none.")
+    for logger in returned:
+        if isinstance(logger, type):
+            name = logger.__name__
+            raise HookError(f"configure_loggers returned {name} in its list, a class. Write {name}() there.")
+        if not isinstance(logger, Logger):
+            raise HookError(
+                f"configure_loggers returned {logger!r} in its list, which is no logger. Derive its class from "
+                "dream_trainer.loggers.Logger."
+            )
+    return list(returned)

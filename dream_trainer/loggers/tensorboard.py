@@ -22,8 +22,9 @@ class TensorBoardLogger(Logger):
     """Writes event files to `tensorboard/` in the run directory: `tensorboard --logdir runs`.
 
     All metrics of a line are one event, and each event is in the operating system's hands when it is logged. When a run
-    resumes at a step, a new file tells TensorBoard to forget what the earlier ones have of later steps. A run that
-    starts from nothing where there is a directory keeps that as `tensorboard.1` (2, 3, ...). Tables are shown as text.
+    resumes at a step, events of later steps are dropped from the earlier files, and a new file tells a TensorBoard that
+    has read them to forget them. A run that starts from nothing where there is a directory keeps that as
+    `tensorboard.1` (2, 3, ...). Tables are shown as text.
     """
 
     def __init__(self) -> None:
@@ -39,15 +40,17 @@ class TensorBoardLogger(Logger):
         if resumed_step is None:
             set_aside(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob("events.out.tfevents.*"):
+            _drop_later_events(path, resumed_step or 0)
         now = time.time()
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._event = Event
         self._file = (directory / name).open("ab")
+        self._event = Event
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        if resumed_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=now, step=resumed_step + 1, session_log=start))
+        # What comes before the second start that TensorBoard reads, it forgets from its step on; the first is none.
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=now, step=0 if resumed_step is None else resumed_step + 1, session_log=start))
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Writes all metrics as one event."""
@@ -81,6 +84,29 @@ class TensorBoardLogger(Logger):
         assert self._file is not None  # there is no event without `open`
         self._file.write(_record(event.SerializeToString()))
         self._file.flush()
+
+
+def _drop_later_events(path: Path, last_step: int) -> None:
+    """Replaces an event file, if there is anything to drop: events of later steps, and what follows a record that a
+    kill cut short, which nobody can read."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    temporary = path.with_name("earlier.tmp")  # a name that TensorBoard passes over
+    size = path.stat().st_size
+    with path.open("rb") as file, temporary.open("wb") as kept:
+        while length := file.read(8):
+            rest = file.read(4 + min(size, int.from_bytes(length, "little")) + 4)
+            data = rest[4:-4]
+            if _record(data) != length + rest:
+                break
+            if Event.FromString(data).step <= last_step:
+                kept.write(length + rest)
+        kept.flush()
+        os.fsync(kept.fileno())
+    if temporary.stat().st_size < size:
+        temporary.replace(path)
+    else:
+        temporary.unlink()
 
 
 def _record(data: bytes) -> bytes:

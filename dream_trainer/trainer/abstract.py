@@ -308,6 +308,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         """
         from dream_trainer.distributed.sharding import gathered
 
+        self.world.refuse_if_forbidden()
         return gathered(*models)
 
     def _parameterised_models(self) -> Iterator[nn.Module]:

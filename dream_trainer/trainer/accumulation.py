@@ -8,7 +8,7 @@ exact. Derivation and measured error (7.8e-16 after 50 float64 steps): DESIGN se
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,7 @@ class Accumulation:
         stepped: Whether `step` ran in the window.
         is_open: Whether a window is running.
         had_gradients: Whether any step so far had a gradient.
+        losses: What `backward` was given in the running micro-batch; None, and not kept, unless a listener puts a list.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -78,6 +79,7 @@ class Accumulation:
         # Listeners may change gradients, so the norm is taken anew: on all ranks, also where only rank 0 listens.
         self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
         self._after_step = trainer._events["post_optimizer_step"]
+        self.losses: list[Tensor] | None = None
         self.size = 1
         self.is_last = True
         self.batch_weight: Weight | None = None
@@ -110,6 +112,8 @@ class Accumulation:
         """A micro-batch begins."""
         self.is_last = is_last
         self.batch_weight = None
+        if self.losses is not None:
+            self.losses.clear()
         self._batch_backwards = 0
         self._batch_is_empty = False
 
@@ -120,6 +124,8 @@ class Accumulation:
         if loss is None:
             self._skip_batch()
             return
+        if self.losses is not None:
+            self.losses.append(loss.detach())
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
@@ -196,8 +202,8 @@ class Accumulation:
                 "leak into the next. "
                 "Call self.step(model, optimizer) when `not self.is_accumulating_gradients`."
             )
-        unspent = set(self._totals) - self._spent
-        if unspent:
+        if len(self._spent) < len(self._totals):
+            unspent = self._totals.keys() - self._spent
             names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
         self.is_open = False
@@ -211,6 +217,11 @@ class Accumulation:
         """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
         that a listener may follow without asking the host; None if it is known that it did not."""
         return self._guard.maybe_skipped
+
+    def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
+        """From now on calls `listener` with each optimizer whose step the host leaves out, since its gradients are not
+        finite, while they are there; `post_optimizer_step` does not come then."""
+        self._guard.left_out.append(listener)
 
     def settle(self) -> None:
         """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
@@ -346,7 +357,8 @@ class Accumulation:
     def _norm(self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None) -> tuple[Tensor, Weight | None]:
         if self._world.world_size > 1:
             return global_norm(plan, grads, weight, self._device)
-        return local_norm(plan, [grad for own in grads for grad in own], self._device), weight
+        own = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
+        return local_norm(plan, own, self._device), weight
 
     def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""

@@ -1,9 +1,11 @@
-"""What a trainer's constructor checks of its class and config, so that a mistake is named before anything runs."""
+"""What a trainer's constructor checks of its class, config and callbacks, so that a mistake is named before anything
+runs."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -11,22 +13,24 @@ from typing import TYPE_CHECKING, Any
 from dream_trainer.errors import ConfigError, HookError
 
 if TYPE_CHECKING:
+    from dream_trainer.callbacks.base import Callback
     from dream_trainer.config.device import DeviceParameters
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
-    """Checks that `cls` has the hooks its parts require and `config` the fields they read.
+    """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read.
 
     Raises:
         ConfigError: The config is invalid or lacks the field of a mixin.
-        HookError: A required hook is not overridden.
+        HookError: A required hook is not overridden, or a hook or an event cannot take what it is called with.
     """
     from dream_trainer.config.base import check_config
 
     check_config(config)
     _check_config_classes(cls, config)
     _check_hooks(cls)
+    _check_signatures(cls, config.callbacks)
 
 
 def _parts(cls: type) -> list[type[AbstractTrainer]]:
@@ -52,6 +56,51 @@ def _check_hooks(cls: type) -> None:
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
             if getattr(cls, hook) is getattr(AbstractTrainer, hook):
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
+
+
+def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+    from dream_trainer.callbacks.base import Callback
+    from dream_trainer.trainer.hooks import Hooks
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    hooks = [*vars(Hooks), *vars(Lifecycle), "predict_step"]
+    kinds = {cls: hooks} | {type(callback): [*vars(Callback)] for callback in callbacks}
+    for kind, names in kinds.items():
+        for name in names:
+            if not name.startswith("_"):
+                _check_signature(kind, name)
+
+
+def _check_signature(cls: type, name: str) -> None:
+    """Raises HookError if the method `name` of `cls` cannot take the arguments of the one it overrides."""
+    owners = [part for part in cls.__mro__ if name in vars(part)]
+    ours = [part for part in owners if _is_ours(part)]
+    if not ours or owners[0] is ours[0]:
+        return
+    written, declared = inspect.unwrap(vars(owners[0])[name], stop=_may_change_arguments), vars(ours[-1])[name]
+    if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
+        return
+    expected, found = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    try:
+        found.bind(*expected)
+    except TypeError as error:
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
+        given = ", ".join(list(expected)[1:])
+        raise HookError(
+            f"{owners[0].__name__}.{name}{inspect.Signature(bare)} cannot be called with ({given}), as it will be: "
+            f"{error}. Write `def {name}({', '.join(expected)})`."
+        ) from None
+
+
+def _may_change_arguments(decorated: Any) -> bool:
+    """Whether a decorator is the user's, who knows what it hands on; those of PyTorch and contextlib hand on all."""
+    if not isinstance(decorated, FunctionType):
+        return True
+    return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("dream_trainer.")
 
 
 def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
@@ -111,7 +160,7 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
 
     hooks = {*vars(Hooks), *vars(Lifecycle), "predict_step"}
     kinds = {type(trainer): hooks} | {type(callback): {*vars(Callback)} for callback in trainer.callbacks}
-    parts = [(cls, part, part.__module__.startswith("dream_trainer.")) for cls in kinds for part in cls.__mro__]
+    parts = [(cls, part, _is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
     own = [
         (cls, name, function)

@@ -49,10 +49,11 @@ class MediaRecording(AbstractTrainer):
             captions: One text for each image, or None for it; where the logger can show them.
 
         Raises:
+            RuntimeError: A DTensor is logged where rank 0 runs alone, as in a main_process_only callback.
             ValueError: A shape is no image's, or there are more or fewer captions than images.
             TypeError: An image is no tensor or array, or of another dtype.
         """
-        found = [media.gathered(name, image) for image in images]
+        found = [self._gathered(name, image) for image in images]
         captions = [None] * len(found) if captions is None else captions
         if len(captions) != len(found):
             raise ValueError(f"{name!r} has {len(found)} images and {len(captions)} captions. Give one for each.")
@@ -79,7 +80,7 @@ class MediaRecording(AbstractTrainer):
         Raises:
             ValueError: The shape is no video's, or `fps` is not positive.
         """
-        found = media.gathered(name, frames)
+        found = self._gathered(name, frames)
         if found.dim() != 4 or not fps > 0:
             shape = tuple(found.shape)
             raise ValueError(
@@ -100,7 +101,7 @@ class MediaRecording(AbstractTrainer):
             ValueError: The shape is no sound's.
             TypeError: The samples are not floating point.
         """
-        found = media.gathered(name, samples)
+        found = self._gathered(name, samples)
         if self._takes_media():
             self._add_media(name, media.audio(name, found, sample_rate))
 
@@ -125,7 +126,7 @@ class MediaRecording(AbstractTrainer):
         """
         if bins < 1:
             raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
-        found = media.gathered(name, values)
+        found = self._gathered(name, values)
         if self._takes_media():
             self._add_media(name, media.histogram(found, bins))
 
@@ -139,6 +140,15 @@ class MediaRecording(AbstractTrainer):
             raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
         if self._takes_media():
             self._add_media(name, media.Text(text))
+
+    def _gathered(self, name: str, value: Any) -> Tensor:
+        world = self._world
+        if world is not None and world.forbidden is not None and world.mesh is not None:
+            from torch.distributed.tensor import DTensor
+
+            if isinstance(value, DTensor):
+                world.refuse_if_forbidden()
+        return media.gathered(name, value)
 
     def _takes_media(self) -> bool:
         return self.world.is_main and not (self.is_padding_batch or self.is_sanity_validation)

@@ -9,7 +9,7 @@ Other optimizers cannot skip on the device; for them the norm is read at each st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +39,9 @@ class NonFiniteGuard:
         trainer: Whose counters are advanced.
         loss_scale: Under fp16. A norm that is not finite is then an overflow, left out under any policy, as long as a
             lower scale may mend it.
+
+    Attributes:
+        left_out: Called with each optimizer whose step the host leaves out under "skip", while its gradients are there.
     """
 
     def __init__(self, policy: str, limit: int, trainer: AbstractTrainer, loss_scale: LossScale | None) -> None:
@@ -56,6 +59,7 @@ class NonFiniteGuard:
         self._in_a_row = 0
         self._reads_the_host = False
         self._may_skip = False
+        self.left_out: list[Callable[[Optimizer], None]] = []
 
     def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
         """From now on reads the norm at each step, since these optimizers cannot leave one out on the device.
@@ -120,7 +124,7 @@ class NonFiniteGuard:
             seen = torch.where(empty, _EMPTY, seen)
         self._may_skip = self._policy == "skip" or self._loss_scale is not None or isinstance(empty, Tensor)
         self._norms.append(seen)
-        self._steps.append(self._trainer.progress.global_step)
+        self._steps.append(self._step)
         for optimizer in optimizers:
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
             try:
@@ -149,16 +153,23 @@ class NonFiniteGuard:
                 self._loss_scale.update()
             if is_overflow:
                 raise RetryWindow
-            self._count_bad(value, self._trainer.progress.global_step, "runs of one window")
+            self._count_bad(value, self._step, "runs of one window")
             if not can_rerun:
                 raise NonFiniteError(
-                    f"the gradient norm is {value} in step {self._trainer.progress.global_step}, after another "
-                    "optimizer "
+                    f"the gradient norm is {value} in step {self._step}, after another optimizer "
                     'has stepped in the same window, which can therefore not be run again. Use nonfinite="skip".'
                 )
             raise RetryWindow
-        self._judge(value, self._trainer.progress.global_step)
+        self._judge(value, self._step)
+        for listener in self.left_out:
+            for optimizer in optimizers:
+                listener(optimizer)
         return True
+
+    @property
+    def _step(self) -> int:
+        """The running optimizer step, as what it logs will have it: it is not counted yet."""
+        return self._trainer.progress.global_step + 1
 
     @property
     def maybe_skipped(self) -> Tensor | None:

@@ -41,9 +41,9 @@ def _candidates(trainer: AbstractTrainer) -> Iterator[tuple[str, nn.Module]]:
         if is_metric(value):
             continue
         if isinstance(value, nn.ModuleList):
-            yield from ((f"{name}.{index}", child) for index, child in enumerate(value))
+            yield from ((f"{name}.{index}", child) for index, child in enumerate(value) if not is_metric(child))
         elif isinstance(value, nn.ModuleDict):
-            yield from ((f"{name}.{key}", child) for key, child in value.items())
+            yield from ((f"{name}.{key}", child) for key, child in value.items() if not is_metric(child))
         elif isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, list | tuple | set | dict):
@@ -94,9 +94,9 @@ def _named_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
     for name, value in _public_attributes(trainer):
         if isinstance(value, kinds):
             found[name] = value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:
             found.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple) or type(value) is nn.ModuleList:
             found.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
     return found
 
@@ -112,7 +112,7 @@ def named_schedulers(trainer: AbstractTrainer) -> dict[str, Scheduler]:
 
 
 def named_metrics(trainer: AbstractTrainer) -> dict[str, Any]:
-    """torchmetrics objects by attribute name; those in lists and dicts as `name.key`."""
+    """torchmetrics objects by attribute name; those in lists and dicts, modules or not, as `name.key`."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

@@ -24,7 +24,7 @@ class Session(Intermission):
     def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         self._first_batch_idx = 0  # of the running window
-        self._is_closed = self._has_failed = self._is_training = False
+        self._is_closed = self._has_failed = self._is_half_set_up = self._is_training = False
 
     def describe(self) -> str:
         """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
@@ -69,10 +69,18 @@ class Session(Intermission):
     def _start(self) -> None:
         """Launches, builds and resumes, once."""
         if self._is_closed or self._has_failed:
-            state = "closed" if self._is_closed else "left in the middle of a step by an exception"
+            left = "half set up" if self._is_half_set_up else "in the middle of a step"
+            state = "closed" if self._is_closed else f"left {left} by an exception"
             raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
         if self._is_ready:
             return
+        try:
+            self._launch_and_set_up()
+        except BaseException:
+            self._has_failed = self._is_half_set_up = True
+            raise
+
+    def _launch_and_set_up(self) -> None:
         self._notify("pre_launch")
         launch(self)
         self._notify("post_launch")
@@ -101,11 +109,20 @@ class Session(Intermission):
 
     @contextmanager
     def _failing_for_all(self) -> Iterator[None]:
-        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised."""
+        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised.
+
+        What is inside is for all ranks together, so a rank that is alone in it is refused before it begins.
+        """
+        if self._world is not None:
+            self._world.refuse_if_forbidden()
+        is_inside_fit = self._is_training and not self._has_failed
         try:
             yield
         except BaseException as exc:
-            self._has_failed = True
+            if is_inside_fit and self._world is not None and self._world.world_size == 1:
+                raise  # a callback may catch it; if none does, `fit` comes here
+            # Outside of training nothing is left that later calls meet: an evaluation puts everything back.
+            self._has_failed |= self._is_training
             try:
                 self._tell_of(exc)
             finally:

@@ -56,7 +56,10 @@ def validate(
             trainer._metrics_epoch_start(name)
             buffer = trainer._val_buffer = MetricBuffer()
             _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer)
-            found, of_metrics = buffer.reduce(trainer.world), trainer._metrics_epoch_end(name)
+            found, of_metrics = (
+                {key.removeprefix("val/"): value for key, value in part.items()}
+                for part in (buffer.reduce(trainer.world), trainer._metrics_epoch_end(name))
+            )
             for key in found.keys() & of_metrics.keys():
                 trainer._say_once(
                     f"twice {key}",
@@ -150,10 +153,12 @@ def in_step(
             fresh = fetch() if agreement is None else agreement.wait_for_batch(fetch)
         if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
-                name = f" {trainer.val_name!r}" if trainer.val_name else ""
+                # Without a buffer of its metrics it is no validation.
+                purpose = "loader to predict" if trainer._val_buffer is None else "validation loader"
+                loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
                 trainer._say_once(
-                    f"no batch{name}",
-                    f"the loader{name} gave no batch on any rank, so nothing comes of it. Check its dataset, "
+                    f"no batch: {loader}",
+                    f"the {loader} gave no batch on any rank, so nothing comes of it. Check its dataset, "
                     "batch_size and drop_last.",
                 )
             return

@@ -29,7 +29,8 @@ def watched(trainer: BaseTrainer) -> Iterator[None]:
     def where() -> str:
         phase = "training" if trainer.training else "validation"
         exchanges = trainer._agreement.exchanges  # one before each window and at each validation batch
-        return f"{phase}, step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"
+        alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
+        return f"{phase}, step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}{alone}"
 
     trainer._watchdog = Watchdog(
         where,

@@ -2,7 +2,8 @@
 
 The suite's trainer has a trained `model` and a frozen `teacher` of the same shape, validates every 4 of its 12 steps,
 and returns `loss` from its steps, in training also `picture`, a batch of images. Factories set what has no default, and
-what makes so short a run see the callback work. `SECOND` has those that refuse a second one like the first.
+what makes so short a run see the callback work. `SECOND` has those that refuse a second one like the first. What can
+print into a file does so into `PRINTED`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from collections.abc import Callable
 
 from dream_trainer import callbacks as cb
 
+PRINTED = io.StringIO()
+
 FACTORIES: dict[str, Callable[[], cb.Callback]] = {
     "ActivationStats": lambda: cb.ActivationStats(4),
-    "CompileReport": lambda: cb.CompileReport(file=io.StringIO()),
+    "CompileReport": lambda: cb.CompileReport(file=PRINTED),
     "EMA": lambda: cb.EMA(),
     "EarlyStopping": lambda: cb.EarlyStopping(patience=9),
-    "Every": lambda: cb.Every(5, "samples", lambda trainer: None),
+    "Every": lambda: cb.Every(20, "samples", lambda trainer: print("every", trainer.global_step, file=PRINTED)),
     "GarbageCollection": lambda: cb.GarbageCollection(2, 6),
     "GradientStats": lambda: cb.GradientStats(4),
     "ImageFiles": lambda: cb.ImageFiles("picture", every_n_steps=4),
     "LearningRate": lambda: cb.LearningRate(),
     "Memory": lambda: cb.Memory(4),
-    "ModelSummary": lambda: cb.ModelSummary(file=io.StringIO()),
+    "ModelSummary": lambda: cb.ModelSummary(file=PRINTED),
     "NonFiniteReport": lambda: cb.NonFiniteReport(),
     "Profiler": lambda: cb.Profiler(3, 2),
-    "Progress": lambda: cb.Progress(file=io.StringIO()),
+    "Progress": lambda: cb.Progress(file=PRINTED),
     "SWA": lambda: cb.SWA(4, every=3, unit="steps", validate=False),  # the EMA beside it validates
     "Throughput": lambda: cb.Throughput(every_n_steps=2, tokens_per_sample=4),
-    "TrainerSummary": lambda: cb.TrainerSummary(file=io.StringIO()),
+    "TrainerSummary": lambda: cb.TrainerSummary(file=PRINTED),
     "WeightStats": lambda: cb.WeightStats(4),
     "WeightTransfer": lambda: cb.WeightTransfer("model", "teacher", decay=0.9),
 }
@@ -41,6 +44,7 @@ SECOND: dict[str, Callable[[], cb.Callback]] = {
     "LearningRate": lambda: cb.LearningRate("rate"),
     "Memory": lambda: cb.Memory(2, name="more_memory"),
     "Profiler": lambda: cb.Profiler(8, 2),
+    "Progress": lambda: cb.Progress(file=io.StringIO()),
     "Throughput": lambda: cb.Throughput("speed", every_n_steps=3),
     "WeightStats": lambda: cb.WeightStats(2, name="more_weights"),
 }

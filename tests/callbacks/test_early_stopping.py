@@ -112,9 +112,42 @@ def test_a_metric_that_does_not_come_is_an_error_that_names_those_that_do() -> N
         with Told(config, [1.0] * 3) as trainer, pytest.raises(ConfigError, match=r"val/los'.*\['val/loss'\]"):
             trainer.fit()
         assert trainer.global_step == (0 if training else 2)
-    config = make_config(n_epochs=1, callbacks=[EarlyStopping()])
-    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="no validation to go by"):
+
+
+@pytest.mark.parametrize(
+    ("training", "remedy"),
+    [
+        ({"val_every_n_epochs": None}, "Set val_every_n_epochs, val_every_n_steps or val_every_minutes"),
+        ({"val_steps_per_epoch": 0}, "val_steps_per_epoch=0 .*Use None for all batches, or how many"),
+    ],
+    ids=str,
+)
+def test_a_run_that_never_validates_is_an_error_that_says_what_would(training: dict[str, Any], remedy: str) -> None:
+    with (
+        Told(make_config(n_epochs=1, callbacks=[EarlyStopping()], **training), [1.0]) as trainer,
+        pytest.raises(ConfigError, match=f"EarlyStopping.'val/loss'. has no validation to go by.*{remedy}"),
+    ):
         trainer.fit()
+    assert epochs_until_stopped(EarlyStopping(), [1.0], fast_dev_run=True, **training) == 1  # which validates anyway
+    config = make_config(n_epochs=1, callbacks=[EarlyStopping()])
+    with Alone(config, batches(1)) as trainer, pytest.raises(ConfigError, match="no validation to go by.*loader"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([NAN, NAN, NAN, NAN], "val/loss was NaN in each of 2 validations"),
+        ([0.5, NAN, 1.0, 0.0], "val/loss was not better than 0.5000 in 2 validations"),
+    ],
+    ids=str,
+)
+def test_the_reason_of_a_stop_names_what_there_was_to_beat(
+    values: list[float], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "dream_trainer"):
+        epochs_until_stopped(EarlyStopping(patience=2), values)
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(

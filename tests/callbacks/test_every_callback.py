@@ -1,4 +1,4 @@
-"""What holds for every callback there is: it trains, resumes, bears a twin, and changes nothing.
+"""What holds for every callback there is: it trains, resumes, bears a twin, serves the next trainer, changes nothing.
 
 That it does so on two ranks is tested in test_on_ranks.py, which starts them.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dream_trainer import callbacks as shipped
 from dream_trainer.config import to_dict
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.events import EVENTS
-from tests.callbacks.factories import FACTORIES, SECOND
+from tests.callbacks.factories import FACTORIES, PRINTED, SECOND
 from tests.trainer.small import assert_same_weights, weights
 
 INTERFACES = {"Callback", "CallbackCollection", "LoggingCallback", "TimedCallback"}
@@ -68,9 +69,27 @@ class Student(dt.DreamTrainer):
         return {"loss": mse_loss(self.model(batch[0]), batch[1])}
 
 
-def make(callbacks: Sequence[dt.Callback], *, batch_size: int = 8, max_steps: int = 12) -> Student:
-    return Student(
+class Fails(Student):
+    """Comes to an end in the midst of its eighth window, after the optimizer has stepped."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        result = super().training_step(batch, batch_idx)
+        if self.global_step == 7:
+            raise RuntimeError("the eighth window")
+        return result
+
+
+def make(
+    callbacks: Sequence[dt.Callback],
+    *,
+    kind: type[Student] = Student,
+    batch_size: int = 8,
+    max_steps: int = 12,
+    seed: int = 0,
+) -> Student:
+    return kind(
         dt.DreamTrainerConfig(
+            seed=seed,
             project="p",
             group="g",
             experiment="e",
@@ -148,8 +167,149 @@ def test_two_that_would_log_under_one_name_are_refused_when_put_together() -> No
                 dt.CallbackCollection([one, Listens(), other])
     with pytest.raises(ConfigError, match=r"LearningRate and Memory would both .* Memory\(name='lr_2'\)"):
         dt.CallbackCollection([shipped.LearningRate(), shipped.Memory(name="lr")])
-    with pytest.raises(ConfigError, match="name=10 names nothing"):
-        shipped.Throughput(10)  # type: ignore[arg-type]
+
+
+def nothing(trainer: Any) -> None:
+    """For `Every`."""
+
+
+WRONG: dict[str, Callable[[], dt.Callback]] = {
+    "decay='0.99' is not a number from 0.0 to below 1.0": lambda: shipped.EMA("0.99"),
+    "validate='no' is not a boolean. Use True or False": lambda: shipped.EMA(validate="no"),
+    "warm_up=10 is not a boolean": lambda: shipped.EMA(warm_up=10),
+    r"models=3 is no tuple of strings. Use such as models=\('model',\)": lambda: shipped.EMA(models=3),
+    "validate=None is not a boolean": lambda: shipped.SWA(2, validate=None),
+    r"metric=\['val/loss'\] is no name. Use .* metric='val/loss'": lambda: shipped.EarlyStopping(["val/loss"]),
+    "min_delta='0.1' is not a number of at least 0": lambda: shipped.EarlyStopping(min_delta="0.1"),
+    "depth='2' is not an integer": lambda: shipped.ModelSummary(depth="2"),
+    r"inputs is a Tensor.*inputs=\{'model': \(x,\)\}": lambda: shipped.ModelSummary(inputs=torch.ones(2)),
+    r"inputs\['net'\] is a Tensor.*'net': \(x,\)": lambda: shipped.ModelSummary(inputs={"net": torch.ones(2)}),
+    r"ranks=0 .*Use ranks=\[0\], or None for all": lambda: shipped.Profiler(ranks=0),
+    r"ranks=\['0'\] is no list of ranks": lambda: shipped.Profiler(ranks=["0"]),
+    "decay='0.9' is not a number from 0.0 to below 1.0": lambda: shipped.WeightTransfer("a", "b", decay="0.9"),
+    "buffers='no' is not a boolean": lambda: shipped.WeightTransfer("a", "b", buffers="no"),
+    r"target=Tanh\(\) is no name": lambda: shipped.WeightTransfer("a", torch.nn.Tanh()),
+    "tokens_per_sample='16' is not a number above zero": lambda: shipped.Throughput(tokens_per_sample="16"),
+    "device_flops='1e12' is not a number above zero": lambda: shipped.Throughput(device_flops="1e12"),
+    "flops_per_sample='6' is .* Or a function of the trainer": lambda: shipped.Throughput(flops_per_sample="6"),
+    "tokens=16 cannot be called.*function of a batch": lambda: shipped.Throughput(tokens=16),
+    "name=10 is no name": lambda: shipped.Throughput(10),
+    "tokens_per_sample='4' is not a number above zero": lambda: shipped.Progress(tokens_per_sample="4"),
+    "line_seconds='10' is not a number of at least 0": lambda: shipped.Progress(line_seconds="10"),
+    "refresh_seconds='1' is not a number of at least 0": lambda: shipped.Progress(refresh_seconds="1"),
+    "histograms='no' is not a boolean": lambda: shipped.GradientStats(histograms="no"),
+    "key=0 is no name. Use a string, such as key='samples'": lambda: shipped.ImageFiles(0),
+    "main_process_only=0 is not a boolean": lambda: shipped.Every(1, "steps", nothing, main_process_only=0),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_an_argument_of_another_type_is_an_error_that_names_it_when_the_callback_is_made(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WRONG[message]()
+
+
+def test_a_callback_that_cannot_be_put_in_order_or_has_no_name_is_refused_by_the_collection() -> None:
+    class Late(Listens):
+        order = "late"  # type: ignore[assignment]
+
+    class Forgets(shipped.LoggingCallback):
+        def __init__(self) -> None:
+            self.every = 3
+
+    with pytest.raises(ConfigError, match=r"Late.order='late' is not an integer. .*lower runs earlier"):
+        dt.CallbackCollection([Listens(), Late()])
+    with pytest.raises(ConfigError, match=r"Forgets has no name. Call super\(\).__init__\(name\) in its __init__"):
+        dt.CallbackCollection([Forgets()])
+
+
+def in_numbers(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def all_of_a_run(callback: dt.Callback, directory: Path, *, seed: int) -> dict[str, Any]:
+    """What can be seen of a run with the callback, but how long anything took."""
+    history: list[tuple[int, dict[str, float]]] = []
+
+    class Keeps(dt.Callback):
+        def on_log(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
+            timed = {name: 0.0 for name in metrics if name.startswith(("throughput/", "memory/"))}
+            history.append((step, metrics | timed))
+
+    directory.mkdir()
+    before = Path.cwd()
+    os.chdir(directory)
+    PRINTED.truncate(PRINTED.seek(0))
+    try:
+        with make([callback, Keeps()], seed=seed) as trainer:
+            trainer.fit()
+            return {
+                "history": history,
+                "model": in_numbers(weights(trainer.model)),
+                "teacher": in_numbers(weights(trainer.teacher)),
+                "state": callback.state_dict(),
+                "tensors": in_numbers(callback.checkpoint_tensors()),
+                "files": sorted(str(path) for path in Path().rglob("*")),
+                "printed": re.sub(
+                    r"waits for data \S+ \| |[\d.]+( \w)? (?=(steps|samples)/s)|(?<=eta )\S+|(?<=took )\S+",
+                    "",
+                    PRINTED.getvalue(),
+                ),
+            }
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_one_that_has_served_a_trainer_serves_the_next_as_a_new_one_would(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(callback: dt.Callback, number: int) -> dict[str, Any]:
+        capsys.readouterr()
+        found = all_of_a_run(callback, tmp_path / str(number), seed=0)
+        return found | {"output": capsys.readouterr().out}
+
+    expected, served = run(FACTORIES[name](), 0), FACTORIES[name]()
+    with pytest.raises(RuntimeError, match="the eighth window"):
+        trained([served], tmp_path / "fails", kind=Fails, seed=1)
+    for number in (1, 2):  # after one that has failed, and after one that was trained to its end
+        found = run(served, number)
+        for part, value in expected.items():
+            assert found[part] == value, part
+
+
+def test_one_that_has_served_a_trainer_resumes_the_next_as_a_new_one_would(tmp_path: Path) -> None:
+    def states(callbacks: Sequence[dt.Callback], number: int) -> tuple[dict[str, Any], list[Any]]:
+        trained([factory() for factory in FACTORIES.values()], tmp_path / str(number), max_steps=6)
+        found = trained(callbacks, tmp_path / str(number), max_steps=9)
+        tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
+        return in_numbers(found), [tensors, [callback.state_dict() for callback in callbacks]]
+
+    expected, served = states([factory() for factory in FACTORIES.values()], 0), [f() for f in FACTORIES.values()]
+    trained(served, tmp_path / "before", seed=1)
+    assert states(served, 1) == expected
+
+
+def test_a_second_fit_of_one_trainer_goes_on_with_what_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stops(shipped.Callback):
+        def post_train_step(self, trainer: Any) -> None:
+            if trainer.global_step == 6:
+                trainer.request_stop()
+
+    def states(fits: int) -> list[Any]:
+        (tmp_path / str(fits)).mkdir()
+        monkeypatch.chdir(tmp_path / str(fits))
+        callbacks = [factory() for factory in FACTORIES.values()]
+        with make(callbacks + [Stops()] * (fits - 1)) as trainer:
+            for _ in range(fits):
+                trainer.fit()
+            assert trainer.global_step == 12
+            tensors = [in_numbers(callback.checkpoint_tensors()) for callback in callbacks]
+            return [tensors, [callback.state_dict() for callback in callbacks]]
+
+    assert states(2) == states(1)
 
 
 @pytest.mark.pitfall(51)

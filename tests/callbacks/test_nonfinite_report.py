@@ -71,13 +71,35 @@ def test_a_run_that_raises_leaves_a_report_of_the_bad_step(optimizer: Any, caplo
     ((name, report),) = reports(trainer).items()
     assert name == "step_00000003_rank_0.json"
     assert report["step"] == 3
-    assert [batch["batch_idx"] for batch in report["batches"]][-1:] == [5]
+    assert report["has_bad_values"]
+    assert [(batch["batch_idx"], batch["values"]["loss"]) for batch in report["batches"]] == [(5, "nan")]
     parameters = {f"model.{name}" for name, _ in trainer.model.named_parameters()}
     assert set(report["gradients"]) == parameters
     assert report["n_gradients"] == len(parameters)
     said = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 1
     assert "step 3, rank 0: 6 of 6 gradients are not finite" in said[0].message
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, sgd], ids=["guarded on the device", "read on the host"])
+def test_a_step_that_is_skipped_is_told_with_its_parameters_and_its_batch(optimizer: Any) -> None:
+    trainer = make((5,), optimizer=optimizer, gradient_accumulation_steps=2, nonfinite="skip")
+    with trainer:
+        trainer.fit()
+    (report,) = reports(trainer).values()
+    assert len(report["gradients"]) == report["n_gradients"] == len(list(trainer.model.parameters()))
+    assert [batch["batch_idx"] for batch in report["batches"]] == [5]
+
+
+def test_a_second_trainer_is_told_of_and_has_reports_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    report = NonFiniteReport(max_reports=1)
+    for at, step in ((1, 2), (3, 4)):
+        caplog.clear()
+        with make((at,), report=report, nonfinite="skip") as trainer:
+            trainer.fit()
+        said = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+        assert [text.split(",")[0] for text in said] == [f"step {step}"]
+        assert f"step_{step:08d}_rank_0.json" in reports(trainer)
 
 
 def test_only_the_parameters_with_bad_gradients_are_named() -> None:

@@ -17,6 +17,7 @@ import torch.nn as nn
 import dream_trainer as dt
 from dream_trainer.callbacks import Progress
 from dream_trainer.callbacks.progress import Pace
+from dream_trainer.errors import ConfigError
 from tests.worlds import run_world
 
 
@@ -65,7 +66,7 @@ class Config(dt.BaseTrainerConfig, dt.SetupConfigMixin, dt.LoggerConfigMixin):
     pass
 
 
-def make(callback: Progress, **training: Any) -> Regression:
+def make(*callbacks: Progress, **training: Any) -> Regression:
     return Regression(
         Config(
             project="p",
@@ -74,7 +75,7 @@ def make(callback: Progress, **training: Any) -> Regression:
             training_parameters=dt.TrainingParameters(**training),
             device_parameters=dt.DeviceParameters(device="cpu"),
             logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
-            callbacks=dt.CallbackCollection([callback]),
+            callbacks=dt.CallbackCollection(callbacks),
         )
     )
 
@@ -111,6 +112,13 @@ def test_plain_lines_come_at_intervals(tmp_path: Path, monkeypatch: pytest.Monke
     fit(Progress(file=file, line_seconds=3600), tmp_path, monkeypatch, n_epochs=2)
     kinds = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert kinds == ["epoch 0", "validation", "validation", "epoch 2"]
+
+
+def test_two_that_would_print_every_line_twice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pair = Progress(), Progress(("val/loss",))
+    with pytest.raises(ConfigError, match="two Progress callbacks .*file=..."), make(*pair) as trainer:
+        trainer.fit()
 
 
 def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,14 @@ def test_flops_of_a_forward_are_those_of_its_products_and_nothing_is_computed(
     # 15 tokens through 4 x 8, 8 x 4 and 4 x 10.
     assert forward_flops(Tied(), (tokens,)) == 15 * 2 * (32 + 32 + 40)
     assert ", 3.12 K FLOPs per forward" in file.getvalue()
+
+    class Shorter(Trainer):
+        def configure_models(self) -> None:
+            self.model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
+
+    with Shorter(config) as trainer:  # the next trainer of this callback has another model of that name
+        trainer.fit()
+    assert ", 960 FLOPs per forward" in file.getvalue()
     dropout = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
     state, random = {k: v.clone() for k, v in dropout.state_dict().items()}, torch.get_rng_state()
     assert forward_flops(dropout, (torch.ones(2, 4),)) == 0

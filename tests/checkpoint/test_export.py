@@ -271,15 +271,21 @@ def test_an_existing_export_is_replaced_only_on_demand(tmp_path: Path, model: Ti
     assert_equal(read_directory(tmp_path / "empty"), expected_of(model))
 
 
-def test_what_no_export_wrote_is_never_removed(tmp_path: Path, checkpoint: Path) -> None:
+def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     out = tmp_path / "out"
-    export_checkpoint(checkpoint, out)
-    for name in ("tokenizer.json", "config.json"):
+    export_checkpoint(checkpoint, out, max_shard_size=300)
+    for name in ("tokenizer.json", "config.json"):  # this model has no config
         (out / name).write_text("mine")
-        with pytest.raises(CheckpointError, match=f"holds {name}, which this export would not write"):
-            export_checkpoint(checkpoint, out, overwrite=True)
-        assert (out / name).read_text() == "mine"
-        (out / name).unlink()
+    for _ in range(2):
+        export_checkpoint(checkpoint, out, overwrite=True)
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (out / "tokenizer.json").read_text() == (out / "config.json").read_text() == "mine"
+    assert_equal(read_directory(out), expected_of(model))
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(checkpoint, out)
+    (out / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="holds the directories folder, which no export wrote"):
+        export_checkpoint(checkpoint, out, overwrite=True)
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):
         export_checkpoint(checkpoint, tmp_path / "notes", overwrite=True)

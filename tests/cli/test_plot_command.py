@@ -61,14 +61,22 @@ def test_the_usual_metrics_are_drawn_as_logged(tmp_path: Path) -> None:
     assert found["samples per second"] == {"samples_per_second": [(2, 4.0), (3, 4.0), (4, 4.0)]}
 
 
+def test_a_metric_of_training_is_drawn_with_that_of_the_validation(tmp_path: Path) -> None:
+    records = [record(1, **{"train/f1": 0.5, "train/other": 1.0}), record(2, **{"val/a/f1": 0.25, "val/loss": 1.0})]
+    found = panels({"one": read_run(write(tmp_path / "one", records))}, (), "steps")
+    assert [curve.metric for curve in found["f1"]] == ["train/f1", "val/a/f1"]
+    assert "other" not in found
+
+
 @pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
 def test_names_that_end_in_a_usual_one_are_drawn_with_it(tmp_path: Path) -> None:
     names = ("my_loss", "my_lr", "lr/adamw/0", "head_learning_rate", "train/my_grad_norm", "train/gradient_norm")
+    names += ("gradients/model/norm", "gradients/model.head/norm")  # of a whole model, and of a part
     found = panels({"one": read_run(write(tmp_path / "one", [record(1, **dict.fromkeys(names, 1.0))]))}, (), "steps")
     assert {title: [curve.metric for curve in curves] for title, curves in found.items()} == {
         "loss": ["my_loss"],
         "learning rate": ["my_lr", "lr/adamw/0", "head_learning_rate"],
-        "gradient norm": ["train/my_grad_norm", "train/gradient_norm"],
+        "gradient norm": ["train/my_grad_norm", "train/gradient_norm", "gradients/model/norm"],
     }
 
 
@@ -86,6 +94,16 @@ def test_throughput_that_was_logged_is_taken_as_it_is(tmp_path: Path) -> None:
     found = lines(draw(panels({"one": read_run(run)}, (), "steps"), x="steps"))
     assert list(found) == ["loss", "tokens per second"]
     assert found["tokens per second"] == {"throughput/tokens_per_second": [(1, 7.0), (2, 7.0)]}
+
+
+def test_a_run_that_logged_no_throughput_has_what_its_lines_tell_beside_one_that_did(tmp_path: Path) -> None:
+    logged = [record(s, **{"throughput/samples_per_second": 7.0, "train/loss": 1.0}) for s in (1, 2)]
+    runs = {"told": read_run(write(tmp_path / "told", logged)), "silent": read_run(a_run(tmp_path / "silent"))}
+    found = lines(draw(panels(runs, (), "steps"), x="steps"))
+    assert found["samples per second"] == {
+        "told: throughput/samples_per_second": [(1, 7.0), (2, 7.0)],
+        "silent: samples_per_second": [(2, 4.0), (3, 4.0), (4, 4.0)],
+    }
 
 
 def test_several_runs_share_a_panel_and_are_told_apart(tmp_path: Path) -> None:

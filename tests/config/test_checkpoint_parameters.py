@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_what_goes_by_a_metric_needs_its_name(options: dict[str, Any], metric: s
     with pytest.raises(ConfigError, match=rf"{name}={value!r} does not say by which metric. Set best_metric"):
         dt.CheckpointParameters(best_metric=metric, **options)
     dt.CheckpointParameters(best_metric="val/loss", **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save_at_end": "no"},
+        {"async_save": "false"},
+        {"save_on_best": 1},
+        {"init_strict": None},
+        {"best_metric": ["val/loss"]},
+        {"init_from": 3},
+    ],
+)
+def test_a_value_of_another_type_is_named_and_not_taken_for_what_it_is_not(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"^{name}={re.escape(repr(value))} is not a (boolean|string). Use "):
+        dt.CheckpointParameters(**wrong)
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest", 0, 7, "runs/a/step_00000007", None])

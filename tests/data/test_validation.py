@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.data.stream import train_stream
 from dream_trainer.data.validation import validation_batches
 from dream_trainer.errors import DataError
 from tests.data.samples import DrawingDataset, ShuffledStream, global_states, rows
@@ -81,3 +83,34 @@ def test_per_rank_validation_is_used_as_it_is() -> None:
 def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(DataError, match="can be read once"):
         validation_batches(iter([1]), dp_rank=0, dp_size=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        [DataLoader(TensorDataset(torch.ones(2))), DataLoader(TensorDataset(torch.ones(2)))],
+        (DistributedDataLoader(TensorDataset(torch.ones(2))),),
+        PerRankLoader([PerRankLoader([torch.ones(2)])]),
+        {"one": DataLoader(TensorDataset(torch.ones(2)))},
+    ],
+)
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("open_data", [validation_batches, partial(train_stream, accumulation=1)])
+def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: int, open_data: Any) -> None:
+    with pytest.raises(DataError, match=r"of \d data loaders.*For validation give a dict of named loaders"):
+        open_data(several, dp_rank=0, dp_size=dp_size, seed=0)
+
+
+def test_a_list_of_batches_is_a_loader_whatever_the_batches_are() -> None:
+    batches = [[torch.ones(2), "text"], {"x": torch.ones(2)}]
+    assert list(validation_batches(batches, dp_rank=0, dp_size=1, seed=0)) == batches
+
+
+def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
+    empty = DataLoader(TensorDataset(torch.ones(0)))
+    with pytest.raises(DataError, match=r"The validation dataset \(TensorDataset\) has 0 samples\. Check its path"):
+        validation_batches(empty, dp_rank=0, dp_size=1, seed=0)
+    with pytest.raises(DataError, match=r"The training dataset \(TensorDataset\) has 0 samples\. Check its path"):
+        train_stream(empty, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    with pytest.raises(DataError, match=r"The training loader \(list\) has 0 batches"):
+        train_stream([], accumulation=1, dp_rank=0, dp_size=1, seed=0)

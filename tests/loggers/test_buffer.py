@@ -165,15 +165,15 @@ def test_the_graph_is_not_kept() -> None:
     loss = torch.ones(3, requires_grad=True).sum()
     buffer = MetricBuffer()
     buffer.add("loss", loss, loss)
-    column = buffer._columns["loss"]
-    assert all(isinstance(item, Tensor) and not item.requires_grad for item in (*column.values, *column.weights))
+    (kept,) = buffer._columns["loss"].values
+    assert all(isinstance(item, Tensor) and not item.requires_grad for item in kept)
 
 
 def test_a_small_part_does_not_keep_a_large_tensor() -> None:
     large = torch.zeros(1000, 1000)
     buffer = MetricBuffer()
     buffer.add("first", large[0, 0])
-    value = buffer._columns["first"].values[0]
+    ((value, _),) = buffer._columns["first"].values
     assert isinstance(value, Tensor)
     assert value.untyped_storage().nbytes() == 4
 
@@ -218,6 +218,44 @@ def test_a_result_is_logged_by_its_scalars_and_nested_names(world: World) -> Non
 def test_what_cannot_be_logged_is_an_error_that_names_it(add: Callable[[MetricBuffer], Any], error: type) -> None:
     with pytest.raises(error, match="bad"):
         add(MetricBuffer())
+
+
+def test_what_was_refused_does_not_decide_how_its_key_is_reduced(world: World) -> None:
+    buffer = MetricBuffer()
+    with pytest.raises(TypeError, match="'x'"):
+        buffer.add("x", "text", 1, "sum")  # type: ignore[arg-type]
+    buffer.add("x", 2.0)
+    buffer.add("x", 4.0)
+    assert buffer.reduce(world) == {"x": 3.0}
+
+
+def test_a_weight_that_is_no_number_shows(world: World) -> None:
+    buffer = MetricBuffer()
+    buffer.add("x", 2.0, math.nan)
+    assert math.isnan(buffer.reduce(world)["x"])
+
+
+def test_a_rewind_takes_back_what_came_after_the_mark_and_nothing_that_is_under_way(world: World) -> None:
+    buffer = MetricBuffer()
+    buffer.add("x", 1.0)
+    buffer.mark()
+    buffer.add("x", 5.0)
+    buffer.add("y", 5.0)
+    buffer.rewind()
+    buffer.add("x", 3.0)
+    flight = buffer.begin()
+    buffer.rewind()
+    assert buffer.finish(flight, world) == {"x": 2.0}
+    assert buffer.reduce(world) == {}
+
+
+def test_loading_forgets_what_was_there(world: World) -> None:
+    saved, other = MetricBuffer(), MetricBuffer()
+    saved.add("x", 1.0)
+    other.add("x", 5.0)
+    other.add("y", 5.0)
+    other.load_state_dict(saved.state_dict(world), world)
+    assert other.reduce(world) == {"x": 1.0}
 
 
 def test_a_key_keeps_its_reduction_after_a_flush(world: World) -> None:
@@ -294,6 +332,17 @@ def on_a_rank() -> dict[str, Any]:
         conflict.reduce(world)
     except ValueError as found:
         error = str(found)
+    late = MetricBuffer()
+    if world.rank:
+        late.add("late", 1.0, 1, "sum")
+    flight = late.begin()
+    late.add("late", 1.0, 1, "sum" if world.rank else "mean")
+    late.finish(flight, world)
+    late_error = None
+    try:
+        late.reduce(world)
+    except ValueError as found:
+        late_error = str(found)
     half, rest = MetricBuffer(), MetricBuffer()
     mine = records(world.rank)
     for name, value, weight, reduce in mine[:4]:
@@ -305,7 +354,8 @@ def on_a_rank() -> dict[str, Any]:
     state = half.state_dict(world)
     copies = on_copies(world) if world.world_size == 2 else {}
     world.close()
-    return {"flushes": flushes, "costs": costs, "error": error, "resumed": resumed, "state": state, "copies": copies}
+    errors = [error, late_error]
+    return {"flushes": flushes, "costs": costs, "errors": errors, "resumed": resumed, "state": state, "copies": copies}
 
 
 def on_copies(world: World) -> dict[str, Any]:
@@ -351,7 +401,7 @@ def expected(ranks: list[int]) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_world(on_a_rank, request.param)
 
@@ -372,9 +422,15 @@ def test_a_flush_of_known_keys_is_one_collective(ranks: list[dict[str, Any]]) ->
         assert rank["costs"] == ([0, 0, 0, 0] if len(ranks) == 1 else [2, 1, 1, 1])
 
 
-def test_one_key_with_two_reductions_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_one_key_with_two_reductions_is_an_error_on_every_rank_also_if_one_is_under_way(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
-        assert rank["error"] is None if len(ranks) == 1 else "'clash'" in rank["error"]
+        if len(ranks) == 1:
+            assert rank["errors"] == [None, None]
+        else:
+            assert "'clash'" in rank["errors"][0]
+            assert "'late'" in rank["errors"][1]
 
 
 def test_pending_values_of_all_ranks_survive_a_save(ranks: list[dict[str, Any]]) -> None:

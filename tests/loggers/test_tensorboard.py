@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image as Pillow
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import RecordWriter
 
 from dream_trainer.loggers.base import Stamp
@@ -25,6 +27,22 @@ def read(run_dir: Path) -> Any:
     found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=keep_all)
     found.Reload()
     return found
+
+
+def shown(run_dir: Path, tag: str) -> list[int]:
+    """Steps of a tag as the command `tensorboard --load_fast=false` has them, whose accumulator is another one."""
+    found = plugin_event_accumulator.EventAccumulator(
+        str(run_dir / "tensorboard"), tensor_size_guidance={"scalars": 0, "images": 0}
+    )
+    found.Reload()
+    return [event.step for event in found.Tensors(tag)]
+
+
+def recorded(run_dir: Path) -> list[int]:
+    """Steps of all summaries in all files, as they lie there."""
+    files = sorted((run_dir / "tensorboard").iterdir())
+    events = [event for file in files for event in EventFileLoader(str(file)).Load()]
+    return [event.step for event in events if event.HasField("summary")]
 
 
 def stamp(step: int) -> Stamp:
@@ -53,6 +71,34 @@ def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Pa
         assert [event.value for event in events] == pytest.approx([value(step) for step in range(1, 13)])
         assert [event.wall_time for event in events] == [1e9 + step for step in range(1, 13)]
     assert [event.step for event in found.Images("picture")] == list(range(1, 13))
+    assert shown(tmp_path, "train/loss") == shown(tmp_path, "picture") == list(range(1, 13))
+
+
+@pytest.mark.pitfall(44)
+def test_steps_that_do_not_come_again_are_in_no_file_after_a_resume_also_of_a_file_that_a_kill_cut_short(
+    tmp_path: Path,
+) -> None:
+    # TensorBoard's default reader forgets a step only when its tag comes again.
+    write(tmp_path, range(1, 10), killed=True)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes() + b"\xff" * 9)  # a length of 2**64 - 1, and a byte of its checksum
+    write(tmp_path, range(12, 15), 6)
+    write(tmp_path, range(20, 22), 13)
+    assert recorded(tmp_path) == [step for step in (*range(1, 7), 12, 13, 20, 21) for _ in range(2)]
+    assert shown(tmp_path, "picture") == [*range(1, 7), 12, 13, 20, 21]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
+
+
+@pytest.mark.pitfall(44)
+def test_a_tensorboard_that_watches_while_a_run_restarts_forgets_what_comes_again(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 10), killed=True)
+    watching = plugin_event_accumulator.EventAccumulator(
+        str(tmp_path / "tensorboard"), tensor_size_guidance={"scalars": 0}
+    )
+    watching.Reload()
+    write(tmp_path, range(7, 13), 6)
+    watching.Reload()
+    assert [event.step for event in watching.Tensors("train/loss")] == list(range(1, 13))
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:

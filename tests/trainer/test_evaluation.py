@@ -127,6 +127,12 @@ def test_a_mode_that_is_not_known_is_an_error() -> None:
         EvalParameters(best_metrics={"val/loss": "smallest"})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("names", [["val/loss"], "val/loss", None, {1: "min"}])
+def test_best_metrics_that_are_no_mapping_of_names_are_an_error(names: Any) -> None:
+    with pytest.raises(ConfigError, match=r"best_metrics=.* no dict of names.*best_metrics=\{'val/loss': 'min'\}"):
+        EvalParameters(best_metrics=names)
+
+
 # -- evaluate
 
 
@@ -171,7 +177,12 @@ def test_evaluate_without_a_step_or_without_data_is_an_error() -> None:
 def test_a_loader_without_a_batch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         fit(Checked(make_config(n_epochs=2), batches(1), {"far": []}))
-    assert caplog.text.count("the loader 'far' gave no batch on any rank") == 1
+        with Predicts(make_config(), batches(1)) as trainer:
+            assert trainer.evaluate([]) == {}
+            assert trainer.predict([]) == []
+    assert caplog.text.count("the validation loader 'far' gave no batch on any rank") == 1
+    assert caplog.text.count("the validation loader gave no batch on any rank") == 1
+    assert caplog.text.count("the loader to predict gave no batch on any rank") == 1
 
 
 def test_evaluate_takes_named_loaders_and_names_their_metrics() -> None:
@@ -213,20 +224,46 @@ def test_predict_without_predict_step_is_an_error() -> None:
 # -- torchmetrics, over ranks and with padding batches
 
 
+def sum_of_entries() -> Any:
+    """A metric that keeps an entry for each sample, as ROUGEScore and MeanAveragePrecision do."""
+    from torchmetrics import Metric
+
+    class SumOfEntries(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("entries", [], dist_reduce_fx=None)
+
+        def update(self, values: torch.Tensor) -> None:
+            self.entries.extend(values)
+
+        def compute(self) -> torch.Tensor:
+            return torch.stack(self.entries).sum()
+
+    return SumOfEntries()
+
+
 class Measured(Validates):
     """The same measures by torchmetrics and by hand."""
 
     def configure_metrics(self) -> None:
-        from torchmetrics import MeanAbsoluteError, MetricCollection
+        from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+        from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
         from torchmetrics.regression import PearsonCorrCoef
 
+        # These keep what they get in lists, which are empty or shorter on some ranks.
+        self.curves = MetricCollection({"auroc": BinaryAUROC(), "precision": BinaryAveragePrecision()}, prefix="curve_")
+        self.entries, self.never = sum_of_entries(), BinaryAUROC()
         self.mae = MeanAbsoluteError().set_dtype(torch.float64)
         self.more = MetricCollection({"pearson": PearsonCorrCoef().set_dtype(torch.float64)})
+        self.kept = nn.ModuleDict({"mse": MeanSquaredError().set_dtype(torch.float64)})
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         prediction = self.model(batch[0])
         self.mae(prediction, batch[1])
         self.more.update(prediction.flatten(), batch[1].flatten())
+        self.kept["mse"].update(prediction, batch[1])
+        self.curves.update(prediction.flatten().sigmoid(), (batch[2] % 2).flatten())
+        self.entries.update(batch[2])
         return super().validation_step(batch, batch_idx)
 
     def post_val_epoch(self, metrics: dict[str, float]) -> None:
@@ -236,25 +273,76 @@ class Measured(Validates):
         return self.model(batch[0])
 
 
-def test_a_metric_of_several_numbers_and_one_named_as_a_value_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    from torchmetrics import MeanAbsoluteError
+def test_a_metric_that_training_updates_is_as_it_was_after_a_validation_and_in_none_of_its_results() -> None:
+    from torchmetrics import SumMetric
+
+    class Counting(Checked):
+        def setup(self) -> None:
+            super().setup()
+            self.trained, self.validated = SumMetric(), SumMetric()
+            self.totals: list[float] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.trained.update(1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.validated.update(1.0)
+            return {}
+
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            super().post_val_epoch(metrics)
+            self.totals.append(float(self.trained.compute()))
+
+    config = make_config(n_epochs=2, val_every_n_steps=2, val_every_n_epochs=None)
+    trainer = fit(Counting(config, batches(4), batches(3)))
+    assert trainer.totals == [2, 4, 6, 8]
+    assert trainer.metrics == [{"val/validated": 3.0}] * 4
+
+
+def test_a_metric_that_training_and_validation_both_update_is_an_error() -> None:
+    from torchmetrics import SumMetric
+
+    class Shared(Checked):
+        def setup(self) -> None:
+            super().setup()
+            self.both = SumMetric()
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.both.update(1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.both.update(1.0)
+            return {}
+
+    with pytest.raises(HookError, match="'both' is updated in training and in validation.*Give each its own"):
+        fit(Shared(make_config(n_epochs=1), batches(4), batches(3)))
+
+
+def test_a_metric_of_several_numbers_and_names_that_are_taken_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from torchmetrics import MeanAbsoluteError, MetricCollection
     from torchmetrics.classification import BinaryConfusionMatrix
 
     class Vector(Checked):
         def setup(self) -> None:
             super().setup()
             self.confusion, self.loss = BinaryConfusionMatrix(), MeanAbsoluteError()
+            self.one, self.other = (MetricCollection({"off": MeanAbsoluteError()}) for _ in range(2))
 
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
             self.confusion.update(torch.tensor([1, 0]), torch.tensor([1, 1]))
             self.loss.update(torch.zeros(2), torch.ones(2))
+            self.one.update(torch.zeros(2), torch.ones(2))
+            self.other.update(torch.ones(2), torch.ones(2))
             return {"loss": 7.0}
 
     trainer = fit(Vector(make_config(n_epochs=2), batches(1), batches(1)))
-    assert trainer.metrics == [{"val/loss": 1.0}] * 2
+    assert trainer.metrics == [{"val/loss": 1.0, "val/off": 0.0}] * 2
     said = [line for line in caplog.messages if "metric" in line]
     assert [line.split(",")[0] for line in said] == [
         "metric 'confusion' computes a tensor of shape (2",
+        "two metrics are called 'off'",
         "'loss' is logged by validation_step and by the metric of that name",
     ]
 
@@ -278,6 +366,8 @@ def measure() -> dict[str, Any]:
                 again = trainer.evaluate()
                 predicted = torch.cat(trainer.predict(DataLoader(Samples(7), 2)))
                 found[f"{name}/{size}"] = (trainer.metrics, again, alone, predicted, weights(trainer.model))
+                one = trainer.evaluate(DataLoader(Samples(1), 4))  # of two ranks the other one has no sample
+                found[f"{name}/{size}/one"] = (one, trainer.metrics, None, None, weights(trainer.model))
     rank = int(os.environ["RANK"])
     mine = batches(3)[: rank + 1]
     with ShardedMeasured(
@@ -294,10 +384,17 @@ def by_hand(state: dict[str, torch.Tensor], numbers: list[int]) -> dict[str, flo
     data = Samples(8)
     with torch.no_grad():
         predicted, y = model(data.x)[numbers], data.y[numbers]
-    pearson = torch.corrcoef(torch.stack([predicted.flatten(), y.flatten()]))[0, 1]
-    return {
+    several = {}
+    if len(numbers) > 1:
+        positive, negative = (predicted.flatten()[torch.tensor(numbers) % 2 == odd] for odd in (1, 0))
+        several = {
+            "val/pearson": torch.corrcoef(torch.stack([predicted.flatten(), y.flatten()]))[0, 1].item(),
+            "val/curve_auroc": (positive.unsqueeze(1) > negative).double().mean().item(),
+        }
+    return several | {
         "val/mae": (predicted - y).abs().mean().item(),
-        "val/pearson": pearson.item(),
+        "val/entries": sum(numbers),
+        "val/kept.mse": (predicted - y).square().mean().item(),
         "val/loss": (predicted - y).square().mean().item(),
     }
 
@@ -309,9 +406,12 @@ def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_i
     pytest.importorskip("torchmetrics")
     results = run_world(measure, world_size)
     for case in results[0]:
-        metrics, again, alone, predicted, state = results[0][case]
-        assert all(rank[case][0] == metrics and rank[case][1] == metrics for rank in results), case
-        if case == "unequal":
+        metrics, _, alone, predicted, state = results[0][case]
+        # As text, where NaN is as NaN: the correlation of one sample.
+        assert all(repr(rank[case][:2]) == repr((metrics, metrics)) for rank in results), case
+        if case.endswith("one"):
+            numbers = [0]
+        elif case == "unequal":
             numbers = [n for rank in range(world_size) for n in range(2 * (rank + 1))]
         else:
             numbers = list(range(7))
@@ -320,5 +420,9 @@ def test_metrics_are_exact_over_ranks_with_padding_batches_and_predictions_are_i
             model.load_state_dict(state)
             torch.testing.assert_close(predicted, model(Samples(7).x).detach())
             assert all(torch.equal(rank[case][3], predicted) for rank in results)
-        assert again == metrics
-        assert metrics == pytest.approx(by_hand(state, numbers), rel=1e-9), case
+        expected = by_hand(state, numbers)
+        for name in expected:
+            accuracy = 1e-6 if name == "val/curve_auroc" else 1e-9  # it computes in float32
+            assert metrics[name] == pytest.approx(expected[name], rel=accuracy), (case, name)
+        names = {"val/pearson", "val/curve_auroc", "val/curve_precision"}
+        assert metrics.keys() == expected.keys() | names, case

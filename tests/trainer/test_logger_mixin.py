@@ -93,11 +93,13 @@ class Config(dt.BaseTrainerConfig, dt.LoggerConfigMixin):
     pass
 
 
-def make_config(cls: type = Config, every: int = 1, loggers: tuple[Any, ...] = (), **training: Any) -> Any:
+def make_config(
+    cls: type = Config, every: int = 1, loggers: tuple[Any, ...] = (), experiment: str = "e", **training: Any
+) -> Any:
     return cls(
         project="p",
         group="g",
-        experiment="e",
+        experiment=experiment,
         training_parameters=dt.TrainingParameters(**({"n_epochs": 1} | training)),
         device_parameters=CPU,
         logger_parameters=dt.LoggerParameters(loggers=loggers, log_every_n_steps=every),
@@ -215,6 +217,29 @@ def test_window_means_respect_weights_whenever_they_are_flushed(every: int) -> N
     assert memory.column("train/loss") == pytest.approx(expected, rel=1e-12)
 
 
+def test_windows_without_a_step_have_no_line_of_their_own() -> None:
+    class Rests(Algorithm):
+        batches: ClassVar[list[Any]] = [(torch.ones(1), 1)] * 6
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            if batch_idx in (2, 3):
+                self.log("rested", 1.0, weight=1, reduce="sum")
+                return {}
+            return super().training_step(batch, batch_idx)
+
+    memory = fit(Rests, make_config(every=2))
+    assert memory.steps == [2, 4]
+    assert memory.column("rested") == {4: 2.0}
+
+
+def test_the_cadence_of_lines_may_change_until_training_starts() -> None:
+    memory, config = Memory(), make_config(every=100)
+    with Algorithm(config, memory) as trainer:
+        config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=2)
+        trainer.fit()
+    assert memory.steps == [2, 4]
+
+
 @pytest.mark.parametrize("name", Stamp._fields)
 def test_a_name_of_the_stamp_is_refused(name: str) -> None:
     trainer = Algorithm(make_config())
@@ -313,6 +338,24 @@ class Validating(Algorithm):
         self.log("val/largest", batch.max(), reduce="max")
         self.log("tokens", batch.numel(), reduce="sum")
         return {"loss": batch.mean()}
+
+
+def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
+    class Says(Validating):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {f"train/{name}": value for name, value in super().training_step(batch, batch_idx).items()}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {f"val/{name}": value for name, value in super().validation_step(batch, batch_idx).items()}
+
+    said, not_said = fit(Says, make_config()), fit(Validating, make_config(experiment="other"))
+    assert [metrics for _, metrics in said.lines] == [metrics for _, metrics in not_said.lines]
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_a_name_that_is_none_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name!r} is no name"):
+        Algorithm(make_config()).log(name, 1.0)
 
 
 @pytest.mark.pitfall(48)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -116,19 +117,41 @@ class Watches(dt.Callback):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.refused = ""
+        self.refused: dict[str, str] = {}
 
     def post_train_step(self, trainer: Any) -> None:
         self.steps.append(trainer.global_step)
-        try:
-            trainer.world.barrier()
-        except RuntimeError as error:
-            self.refused = str(error)
+        for name, communicate in COMMUNICATE.items():
+            try:
+                communicate(trainer)
+            except RuntimeError as error:
+                self.refused[name] = str(error)
+        trainer.log_histogram("of its own", torch.ones(3))
 
 
-def main_process_only() -> tuple[list[int], str]:
+def a_shard(trainer: Any) -> Any:
+    return next(trainer.model.parameters())
+
+
+COMMUNICATE: dict[str, Callable[[Any], object]] = {
+    "barrier": lambda trainer: trainer.world.barrier(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "predict": lambda trainer: trainer.predict(DistributedDataLoader(Samples(4), 1)),
+    "histogram": lambda trainer: trainer.log_histogram("weights", a_shard(trainer)),
+    "images": lambda trainer: trainer.log_images("weights", [a_shard(trainer)]),
+    "gathered": lambda trainer: trainer.gathered(trainer.model),
+}
+
+
+class Evaluated(Validates, Sharded, dt.EvalMixin, dt.LoggerMixin):
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model(batch[0])
+
+
+def main_process_only() -> tuple[list[int], dict[str, str]]:
     watch = Watches()
-    with Spread(make_config(n_epochs=1, callbacks=[watch]), DistributedDataLoader(Samples(12), 2)) as trainer:
+    data = DistributedDataLoader(Samples(12), 2), DistributedDataLoader(Samples(4), 2)
+    with Evaluated(make_config(n_epochs=1, callbacks=[watch]), *data) as trainer:
         trainer.fit()
     return watch.steps, watch.refused
 
@@ -463,8 +486,9 @@ def test_a_limit_that_one_ranks_clock_sees_ends_all_at_the_same_step(two: list[d
 
 def test_a_main_process_only_callback_runs_on_rank_0_and_its_collectives_raise(two: list[dict[str, Any]]) -> None:
     assert two[0]["main"][0] == [1, 2, 3]
-    assert "Watches.post_train_step, which is main_process_only" in two[0]["main"][1]
-    assert two[1]["main"] == ([], "")
+    assert two[0]["main"][1].keys() == COMMUNICATE.keys()
+    assert all("Watches.post_train_step, which is main_process_only" in text for text in two[0]["main"][1].values())
+    assert two[1]["main"] == ([], {})
 
 
 def test_a_main_process_only_callback_may_look_at_gradients_while_other_ranks_have_none(

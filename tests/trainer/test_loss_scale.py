@@ -155,6 +155,18 @@ def test_gradients_that_no_scale_mends_are_an_error(policy: str, fused: bool) ->
     assert trainer.scales[-1] < 1
 
 
+def test_no_step_trains_on_after_gradients_that_no_scale_mends_though_nobody_has_looked_yet() -> None:
+    config = make_config(devices=FP16, max_steps=45, train_batch_size=SIZE)
+    trainer = Trainer(config, [math.nan] * 30 + [1.0] * 15)
+    with pytest.raises(NonFiniteError):
+        trainer.fit()
+    assert len(trainer.scales) == 45  # the norms are read at the end
+    before = network()
+    fill(before)
+    assert all(torch.equal(weight, weights(before)[name]) for name, weight in weights(trainer.model).items())
+    trainer.close()
+
+
 def test_retry_runs_an_overflowed_window_again_at_half_the_scale() -> None:
     config = make_config(devices=FP16, n_epochs=1, train_batch_size=SIZE, nonfinite="retry")
     with Trainer(config, WILD) as trainer:

@@ -69,12 +69,12 @@ def train(make_optimizer: Any, poison: dict[int, tuple[float, int]], count: int 
 @pytest.mark.pitfall(14)
 @OPTIMIZERS
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_raise_names_the_step_and_leaves_the_weights_of_before_it_whatever_runs_after(
+def test_raise_names_the_step_as_loggers_do_and_leaves_the_weights_of_before_it_whatever_runs_after(
     make_optimizer: Any, value: float
 ) -> None:
     trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=make_optimizer)
     trainer.poison = {3: (value, 1)}
-    with pytest.raises(NonFiniteError, match=r"optimizer step 3 .*nonfinite=\"skip\""):
+    with pytest.raises(NonFiniteError, match=r"optimizer step 4 .*nonfinite=\"skip\""):
         trainer.fit()
     data = batches(6)
     assert_same_weights(weights(trainer.model), by_hand([[b] for b in data[:3]], make_optimizer=make_optimizer))
@@ -90,7 +90,7 @@ def test_raise_is_seen_before_a_validation(make_optimizer: Any) -> None:
         make_config(n_epochs=1, val_every_n_steps=3), batches(6), batches(1), make_optimizer=make_optimizer
     )
     trainer.poison = {1: (float("nan"), 1)}
-    with pytest.raises(NonFiniteError, match="optimizer step 1 "):
+    with pytest.raises(NonFiniteError, match="optimizer step 2 "):
         trainer.fit()
 
 
@@ -244,7 +244,7 @@ def test_raise_lets_no_optimizer_train_on_after_a_bad_step_if_one_of_two_cannot_
             return {}
 
     trainer = Pair(make_config(n_epochs=1), batches(8))
-    with pytest.raises(NonFiniteError, match=f"optimizer step {bad_step} "):
+    with pytest.raises(NonFiniteError, match=f"optimizer step {bad_step + 1} "):
         trainer.fit()
     before = [[batch] for batch in batches(8)[:bad_step]]
     second = sgd if first is fused_adamw else fused_adamw
@@ -334,7 +334,7 @@ def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
     ranks = run_ranks(code, 2, tmp_path)
     text = "".join(error for _, error in ranks)
     assert [status for status, _ in ranks] == [1, 1], text
-    assert "optimizer step 1 is nan" in text
+    assert "optimizer step 2 is nan" in text
     distances = [float(found) for found in re.findall(r"^([0-9.e-]+)$", text, flags=re.MULTILINE)]
     assert len(distances) == 2
     assert max(distances) < 1e-12

@@ -101,7 +101,11 @@ def test_metrics_are_metrics_and_no_models() -> None:
     trainer.mean = torchmetrics.MeanMetric()
     trainer.errors = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])
     trainer.by_name = {"sum": torchmetrics.SumMetric()}
-    assert list(trainer.named_metrics()) == ["mean", "errors", "by_name.sum"]
+    trainer.modules = nn.ModuleDict({"max": torchmetrics.MaxMetric()})
+    trainer.more = nn.ModuleList([torchmetrics.CatMetric(), torchmetrics.classification.BinaryAUROC(thresholds=5)])
+    trainer.tracker = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=True)  # its own list
+    trainer.tracker.increment()
+    assert list(trainer.named_metrics()) == ["mean", "errors", "by_name.sum", "modules.max", "more.0", "more.1"]
     assert list(trainer.named_models()) == ["model"]
 
 

@@ -5,7 +5,8 @@
 The model is an MLP 32-64-64-10 with batch 32, fused AdamW and clipping at 1.0: small enough that the trainer's own work
 shows. Both sides run in one process and one thread, by turns of 50 steps: the plain loop does its turn where the
 trainer asks for its next batch, so that whatever slows the machine slows both. A figure is the median over blocks of
-200 steps, each with one validation, of one side's CPU time or of the difference of the two.
+200 steps, with one validation each where there are any, of one side's CPU time or of the difference of the two; the
+table has the median over runs, and the least and the most of them.
 "bare" is `BaseTrainer` beside a loop with `clip_grad_norm_`. "everyday" is `DreamTrainer` beside a loop that
 validates every 200 steps, writes a JSONL line every 10, steps a scheduler and shows a progress bar. "full" is the same
 with learning rate, throughput, memory and garbage collection watched, and TensorBoard beside JSONL, next to that loop.
@@ -23,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ from dream_trainer import (
 )
 from dream_trainer import callbacks as cb
 
+Loop = Generator[None, None, None]
 VALIDATE_EVERY, LOG_EVERY, TURN = 200, 10, 50
 # Measured on the same model by others, bare and everyday, as CPU microseconds per step over the plain loop.
 PEERS = {"Fabric": (73, 72), "Accelerate": (146, 187), "HF Trainer": (229, 310), "Lightning": (241, 699)}
@@ -112,7 +114,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def plain_bare(steps: int) -> Iterator[None]:
+def plain_bare(steps: int) -> Loop:
     model = make_model()
     optimizer = make_optimizer(model)
     for x, y in Batches(steps):
@@ -124,7 +126,7 @@ def plain_bare(steps: int) -> Iterator[None]:
         yield
 
 
-def plain_everyday(steps: int) -> Iterator[None]:
+def plain_everyday(steps: int) -> Loop:
     from rich.progress import Progress
 
     model = make_model()
@@ -247,10 +249,14 @@ def run_everyday(turns: Turns, loggers: LoggerParameters, callbacks: list[Callba
         trainer.fit()
 
 
-def measure(plain: Callable[[int], Iterator[None]], fit: Callable[[Turns], None], steps: int) -> tuple[float, float]:
+def measure(plain: Callable[[int], Loop], fit: Callable[[Turns], None], steps: int) -> tuple[float, float]:
     """Median microseconds per step of the plain loop, and median difference of ours to it."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        turns = Turns(steps, plain(steps))
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.closing(plain(steps)) as loop,
+    ):
+        turns = Turns(steps, loop)
         fit(turns)
     blocks = turns.blocks()
     return statistics.median(a for a, _ in blocks), statistics.median(b - a for a, b in blocks)
@@ -280,7 +286,7 @@ def main() -> None:
     texts = [f"{statistics.median(own):+.0f} ({own[0]:+.0f}..{own[-1]:+.0f})" for own in ours]
     print(f"{'Dream Trainer':14}" + "".join(f"{text:>18}" for text in texts))
     for name, (first, second) in PEERS.items():
-        print(f"{name:14}{first:+18}{second:+18}   (measured elsewhere, same model)")
+        print(f"{name:14}{first:+18}{second:+18}   (measured elsewhere, same model, in pairs of runs)")
 
 
 if __name__ == "__main__":

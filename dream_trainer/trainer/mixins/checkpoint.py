@@ -263,6 +263,8 @@ class CheckpointMixin(AbstractTrainer):
             epoch_ended and epochs is not None and self.current_epoch % epochs == 0
         )
         self._is_best = False
+        if not (must or due or is_last):
+            return
         # With nothing left to go on with, a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips()):

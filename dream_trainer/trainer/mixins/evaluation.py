@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn as nn
 
 from dream_trainer.data.nested import detach, to_device
 from dream_trainer.data.validation import validation_batches
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.metrics import computed, updates
 from dream_trainer.trainer.registry import is_metric
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
 
@@ -28,7 +30,7 @@ class EvalParameters:
     """What to remember of validations.
 
     Raises:
-        ConfigError: A mode is not known.
+        ConfigError: `best_metrics` is no mapping of names, or a mode is not known.
     """
 
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
@@ -36,6 +38,11 @@ class EvalParameters:
     better. One that a validation does not give is warned of, but for the default's."""
 
     def __post_init__(self) -> None:
+        best = self.best_metrics
+        if not isinstance(best, Mapping) or not all(isinstance(name, str) for name in best):
+            raise ConfigError(
+                f"best_metrics={best!r} is no dict of names and modes. Use such as best_metrics={{'val/loss': 'min'}}."
+            )
         for name, mode in self.best_metrics.items():
             if mode not in ("min", "max"):
                 raise ConfigError(f"best_metrics[{name!r}]={mode!r} is not known. Use 'min' or 'max'.")
@@ -64,6 +71,10 @@ class EvalMixin(AbstractTrainer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.best: dict[str, float] = {}
+        # How often this rank has updated each metric by the end of the last validation.
+        self._updates: dict[str, int] = {}
+        # Those that some rank has updated since, so that they are training's; as they were when this validation began.
+        self._of_training: dict[str, int] = {}
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
@@ -143,10 +154,24 @@ class EvalMixin(AbstractTrainer):
 
     # -- around each loader
 
+    @contextmanager
+    def _validation_context(self) -> Iterator[None]:
+        """Metrics that training updates stay as they are."""
+        counts = {name: updates(metric) for name, metric in self.named_metrics().items()}
+        mine = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
+        found = set().union(*self.world.all_gather_object(mine)) if counts else set()
+        self._of_training = {name: counts[name] for name in found}
+        try:
+            with super()._validation_context():
+                yield
+        finally:
+            self._updates = {name: updates(metric) for name, metric in self.named_metrics().items()}
+
     def _metrics_epoch_start(self, name: str) -> None:
         super()._metrics_epoch_start(name)
-        for metric in self.named_metrics().values():
-            metric.reset()
+        for metric_name, metric in self.named_metrics().items():
+            if metric_name not in self._of_training:
+                metric.reset()
 
     @contextmanager
     def _metrics_padding(self) -> Iterator[None]:
@@ -163,10 +188,19 @@ class EvalMixin(AbstractTrainer):
 
     def _metrics_epoch_end(self, name: str) -> dict[str, float]:
         found = super()._metrics_epoch_end(name)
+        taken: set[str] = set()
         for metric_name, metric in self.named_metrics().items():
-            # Every rank computes, also one without a sample: compute is a collective.
-            value = metric.compute()
-            values = value if isinstance(value, Mapping) else {metric_name: value}
+            if metric_name in self._of_training:
+                self._refuse_if_shared(metric_name, metric)
+                continue
+            values = computed(metric_name, metric, self.world)
+            for key in taken.intersection(values):
+                self._say_once(
+                    f"metrics {key}",
+                    f"two metrics are called {key!r}, of which the one assigned later is logged. Give each collection "
+                    "a prefix of its own.",
+                )
+            taken.update(values)
             for key, item in values.items():
                 shape = tuple(torch.as_tensor(item).shape)
                 if math.prod(shape) == 1:
@@ -178,6 +212,13 @@ class EvalMixin(AbstractTrainer):
                         "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
                     )
         return found
+
+    def _refuse_if_shared(self, name: str, metric: Any) -> None:
+        if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
+            raise HookError(
+                f"metric {name!r} is updated in training and in validation, so that neither's value would be its own. "
+                "Give each its own metric."
+            )
 
     # -- after a validation
 
@@ -206,8 +247,8 @@ class EvalMixin(AbstractTrainer):
 
 
 def _holds_metric(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    if is_metric(value):
+        return True
+    if isinstance(value, list | tuple | nn.ModuleList):
         return any(is_metric(item) for item in value)
-    if isinstance(value, dict):
-        return any(is_metric(item) for item in value.values())
-    return is_metric(value)
+    return isinstance(value, Mapping | nn.ModuleDict) and any(is_metric(item) for item in value.values())

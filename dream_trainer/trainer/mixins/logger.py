@@ -63,6 +63,7 @@ class LoggerMixin(MediaRecording):
         self._resumed_step: int | None = None
         # Names in the lines of the resumed step that a process wrote after the checkpoint: they come again.
         self._coming_again: list[set[str]] = []
+        self._line_every = 1  # steps; from the config once that is final
         self._flushed_step = 0
         # Step of the checkpoint, saved or loaded last, that has what was not yet flushed there.
         self._saved_step: int | None = None
@@ -180,22 +181,19 @@ class LoggerMixin(MediaRecording):
             self._land()
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last and not (self._agreement.stopped and self._pending_is_saved())
-        self._flush_if_due()
+        if self._run_has_ended or self.progress.global_step % self._line_every == 0:
+            self._flush()
         if is_last:
             self._land()
-
-    def _flush_if_due(self) -> None:
-        step = self.global_step
-        is_due = step % self.config.logger_parameters.log_every_n_steps == 0 or self._run_has_ended
-        if is_due and step != self._flushed_step:
-            self._flush()
 
     def _pending_is_saved(self) -> bool:
         """Whether a checkpoint has what is not yet flushed; the run that goes on from there writes it."""
         return self._saved_step == self.global_step and not self._run_has_ended
 
     def _flush(self) -> None:
-        """Starts what was logged on its way to the host, stamped with this step; `_land` writes it."""
+        """Starts what was logged on its way to the host, stamped with this step; `_land` writes it. Once a step."""
+        if self._flushed_step == self.global_step:
+            return
         self._decide(None)
         self._flushed_step = self.global_step
         self._flight = self._metrics.begin(), self._stamp()
@@ -251,6 +249,7 @@ class LoggerMixin(MediaRecording):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
+        self._line_every = self.config.logger_parameters.log_every_n_steps
         if self.world.is_main:
             strict = self.config.logger_parameters.strict
             self._loggers = LoggerGroup(self.configure_loggers(), self._say_once, strict=strict)
@@ -287,7 +286,8 @@ class LoggerMixin(MediaRecording):
         if not self._has_failed:  # what failed may be a logger
             # A listener may save at the window's end, before `_window_finished`, which would write what is saved here.
             self._run_has_ended |= self._last_window_is_done()
-            self._flush_if_due()
+            if self._run_has_ended or self.progress.global_step % self._line_every == 0:
+                self._flush()
             self._land()
         self._decide(None)
         pending = None

@@ -23,6 +23,7 @@ from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.checks import refuse_unused_parallelism
 from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.metrics import parts
 from dream_trainer.trainer.precision import half_dtype, sharding_policy
 from dream_trainer.trainer.registry import refuse_private_models
 
@@ -133,7 +134,8 @@ class SetupMixin(AbstractTrainer):
         self.configure_metrics()
         for metric in self.named_metrics().values():
             metric.to(self.world.device)
-            metric.process_group = self.world.data_group
+            for part in parts(metric):
+                part.process_group = self.world.data_group
 
     @property
     def _mesh(self) -> DeviceMesh:

@@ -1,0 +1,99 @@
+"""torchmetrics' objects over ranks: computed from the samples of all, whichever of them a rank has seen.
+
+Their own exchange takes for granted that ranks have updated a metric as often as each other. Where one has not, a state
+that is a list is shorter on it, which hangs, or empty and of another dtype, which ends the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
+
+
+class _List(NamedTuple):
+    """A state that is a list, as one rank holds it."""
+
+    length: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    """Dtype and shape of its first entry, if that is a tensor; no dtype if it is not or there is none."""
+
+
+def parts(metric: Any) -> list[Any]:
+    """The metrics in a metric or collection, wrapped ones too; of a single one itself."""
+    return [part for part in metric.modules() if isinstance(part, sys.modules["torchmetrics"].Metric)]
+
+
+def updates(metric: Any) -> int:
+    """How often this rank has updated a metric, or the members of a collection, since their reset."""
+    return sum(part.update_count for part in parts(metric))
+
+
+def computed(name: str, metric: Any, world: World) -> dict[str, Any]:
+    """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it.
+
+    Args:
+        name: Of a metric that computes one value.
+        metric: Of torchmetrics.
+        world: The ranks; of those that see the same data the first counts.
+
+    Returns:
+        Nothing if no rank has updated it since its reset.
+    """
+    found = parts(metric)
+    if not any(world.all_gather_object(any(part.update_called for part in found))):
+        return {}
+    if world.world_size == 1:
+        value = metric.compute()
+    else:
+        with _exchanged([part for part in found if part.dist_sync_fn is None], world):
+            value = metric.compute()
+    return dict(value) if isinstance(value, Mapping) else {name: value}
+
+
+@contextmanager
+def _exchanged(metrics: Sequence[Any], world: World) -> Iterator[None]:
+    """Inside, the metrics exchange their states in our way, with lists filled up to equal lengths."""
+    lists = [
+        {key: state for key, state in metric.metric_state.items() if isinstance(state, list)} for metric in metrics
+    ]
+    ranks = world.all_gather_object([{key: _described(state) for key, state in own.items()} for own in lists])
+    fillers: list[Tensor] = []
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        counts = world.counts_data and not any(tensor is filler for filler in fillers)
+        every = world.all_gather_object(tensor.detach().cpu() if counts else None)
+        return [other.to(tensor.device) for other in every if other is not None]
+
+    try:
+        for index, (metric, own) in enumerate(zip(metrics, lists, strict=True)):
+            metric.dist_sync_fn = gather
+            for key, state in own.items():
+                described = [rank[index][key] for rank in ranks]
+                lacking = max(other.length for other in described) - len(state)
+                example = next((other for other in described if other.dtype is not None), None)
+                if lacking and example is not None:
+                    shape = (0, *example.shape[1:])  # joins with the others, where a metric joins its own entries first
+                    filler = torch.empty(shape, dtype=example.dtype, device=metric.device)
+                    fillers.append(filler)
+                    setattr(metric, key, [*state, *[filler] * lacking])
+        yield
+    finally:
+        for metric, own in zip(metrics, lists, strict=True):
+            metric.dist_sync_fn = None
+            for key, state in own.items():
+                setattr(metric, key, state)
+
+
+def _described(state: list[Any]) -> _List:
+    if state and isinstance(state[0], Tensor):
+        return _List(len(state), state[0].dtype, tuple(state[0].shape))
+    return _List(len(state), None, ())
