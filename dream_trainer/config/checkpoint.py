@@ -77,10 +77,12 @@ class CheckpointParameters:
                 check_integer(name, value, minimum=1, hint=" None turns it off.")
         for name in ("save_on_best", "save_at_end", "async_save", "init_strict"):
             check_boolean(name, self._value(name))
-        for name, example in {"best_metric": "val/loss", "init_from": "weights/model.safetensors"}.items():
-            given = self._value(name)
-            if not isinstance(given, str | PurePath | None):
-                raise ConfigError(f'{name}={given!r} is not a string. Use one, such as "{example}", or None.')
+        if not isinstance(self.best_metric, str | None):
+            raise ConfigError(
+                f'best_metric={self.best_metric!r} is not a string. Use one, such as "val/loss", or None.'
+            )
+        if not isinstance(self.init_from, str | PurePath | None):
+            raise ConfigError(f"init_from={self.init_from!r} is not a string. Use the path of weights, or None.")
         if self.save_every_n_minutes is not None:
             check_positive("save_every_n_minutes", self.save_every_n_minutes)
         check_choice("when_busy", self.when_busy, get_args(WhenBusy))

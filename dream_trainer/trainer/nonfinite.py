@@ -124,7 +124,7 @@ class NonFiniteGuard:
             seen = torch.where(empty, _EMPTY, seen)
         self._may_skip = self._policy == "skip" or self._loss_scale is not None or isinstance(empty, Tensor)
         self._norms.append(seen)
-        self._steps.append(self._trainer.progress.global_step + 1)
+        self._steps.append(self._step)
         for optimizer in optimizers:
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
             try:

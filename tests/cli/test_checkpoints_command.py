@@ -435,7 +435,8 @@ def test_help_waits_for_no_torch() -> None:
         "import sys; from dream_trainer.cli.main import main; code = main(['checkpoints', 'prune', '--help'])\n"
         "assert code == 0 and 'torch' not in sys.modules, sorted(name for name in sys.modules if 'torch' in name)[:5]"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def dream_trainer(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

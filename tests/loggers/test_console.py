@@ -76,4 +76,5 @@ def test_loggers_import_nothing_optional() -> None:
         "bad = optional & set(sys.modules)\n"
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

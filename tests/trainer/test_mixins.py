@@ -210,7 +210,8 @@ def test_importing_one_mixin_imports_no_other_and_no_optional_package() -> None:
         "bad = (others | {'wandb', 'torchmetrics', 'tensorboard', 'matplotlib', 'rich', 'tyro'}) & loaded\n"
         "assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_hooks_that_only_setup_mixin_calls_are_said_once_where_it_is_missing(caplog: pytest.LogCaptureFixture) -> None:

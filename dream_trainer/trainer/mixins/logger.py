@@ -181,19 +181,22 @@ class LoggerMixin(MediaRecording):
             self._land()
         super()._window_finished(is_last=is_last)
         self._run_has_ended = is_last and not (self._agreement.stopped and self._pending_is_saved())
-        if self._run_has_ended or self.progress.global_step % self._line_every == 0:
-            self._flush()
+        self._flush_if_due()
         if is_last:
             self._land()
+
+    def _flush_if_due(self) -> None:
+        step = self.global_step
+        is_due = self._run_has_ended or step % self._line_every == 0
+        if is_due and step != self._flushed_step:
+            self._flush()
 
     def _pending_is_saved(self) -> bool:
         """Whether a checkpoint has what is not yet flushed; the run that goes on from there writes it."""
         return self._saved_step == self.global_step and not self._run_has_ended
 
     def _flush(self) -> None:
-        """Starts what was logged on its way to the host, stamped with this step; `_land` writes it. Once a step."""
-        if self._flushed_step == self.global_step:
-            return
+        """Starts what was logged on its way to the host, stamped with this step; `_land` writes it."""
         self._decide(None)
         self._flushed_step = self.global_step
         self._flight = self._metrics.begin(), self._stamp()
@@ -286,8 +289,7 @@ class LoggerMixin(MediaRecording):
         if not self._has_failed:  # what failed may be a logger
             # A listener may save at the window's end, before `_window_finished`, which would write what is saved here.
             self._run_has_ended |= self._last_window_is_done()
-            if self._run_has_ended or self.progress.global_step % self._line_every == 0:
-                self._flush()
+            self._flush_if_due()
             self._land()
         self._decide(None)
         pending = None
