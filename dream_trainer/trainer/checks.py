@@ -58,15 +58,19 @@ def _check_hooks(cls: type) -> None:
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
 
 
-def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
+    """The names of what may be overridden in the user's trainer and in each class of callbacks."""
     from dream_trainer.callbacks.base import Callback
     from dream_trainer.trainer.hooks import Hooks
     from dream_trainer.trainer.lifecycle import Lifecycle
 
-    hooks = [*vars(Hooks), *vars(Lifecycle), "predict_step"]
-    kinds = {cls: hooks} | {type(callback): [*vars(Callback)] for callback in callbacks}
-    for kind, names in kinds.items():
-        for name in names:
+    own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step"}}
+    return own | {type(callback): {*vars(Callback)} for callback in callbacks}
+
+
+def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+    for kind, names in _hooks(cls, callbacks).items():
+        for name in sorted(names):
             if not name.startswith("_"):
                 _check_signature(kind, name)
 
@@ -154,12 +158,7 @@ def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
 def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
     none, so that nothing calls them: misspelt, or another framework's."""
-    from dream_trainer.callbacks.base import Callback
-    from dream_trainer.trainer.hooks import Hooks
-    from dream_trainer.trainer.lifecycle import Lifecycle
-
-    hooks = {*vars(Hooks), *vars(Lifecycle), "predict_step"}
-    kinds = {type(trainer): hooks} | {type(callback): {*vars(Callback)} for callback in trainer.callbacks}
+    kinds = _hooks(type(trainer), trainer.callbacks)
     parts = [(cls, part, _is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
     own = [
