@@ -384,6 +384,20 @@ MUTANTS = [
         "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
         "tests/callbacks/test_learning_rate.py",
     ),
+    Mutant(
+        "events behind the trainer go unheard",
+        f"{TRAINER}/overrides.py",
+        "            is_reached = False\n            continue",
+        "            break",
+        "tests/trainer/test_overrides.py",
+    ),
+    Mutant(
+        "of two classes with one event the first is heard",
+        f"{TRAINER}/overrides.py",
+        "is_reached = hands_on(part, event)",
+        "is_reached = True",
+        "tests/trainer/test_overrides.py",
+    ),
 ]
 
 

@@ -109,7 +109,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self._val_weight: int = 0
         self._batch: Any = None
         self._batch_samples: int | None = None
-        self._events = event_table(self, AbstractTrainer, is_main=True)
+        self._events = event_table(self, is_main=True)
         self._stop_reason: str | None = None
         self._save_requested = False
         self._said_once: set[str] = set()

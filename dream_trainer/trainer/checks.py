@@ -7,10 +7,13 @@ import inspect
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from types import CodeType, FunctionType
+from itertools import pairwise
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.events import EVENTS
+from dream_trainer.trainer.overrides import definers, hands_on, heard, is_ours, names_in
 
 if TYPE_CHECKING:
     from dream_trainer.callbacks.base import Callback
@@ -29,7 +32,10 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
 
     check_config(config)
     _check_config_classes(cls, config)
+    for kind, names in _hooks(cls, config.callbacks).items():
+        _refuse_uncalled(kind, names)
     _check_hooks(cls)
+    _refuse_lost_state(cls)
     _check_signatures(cls, config.callbacks)
 
 
@@ -68,6 +74,52 @@ def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[ty
     return own | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
+def _refuse_uncalled(cls: type, names: set[str]) -> None:
+    """Raises HookError if a definition in a class of the user's stands behind ours, where nothing calls it.
+
+    A trainer's events are called there too.
+    """
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    events = set(EVENTS) if issubclass(cls, Lifecycle) else set()
+    for name in sorted(names - events):
+        owners = definers(cls, name)
+        ours = next((index for index, part in enumerate(owners) if is_ours(part)), None)
+        if name.startswith("_") or ours is None or (ours > 0 and not hands_on(owners[ours - 1], name)):
+            continue
+        for part in owners[ours:]:
+            if not is_ours(part):
+                raise HookError(
+                    f"{part.__name__}.{name} is never called: {owners[ours].__name__}.{name} stands before it. Write "
+                    f"`class {cls.__name__}({_order(cls, part)})`."
+                )
+
+
+def _order(cls: type, part: type) -> str:
+    """The bases of `cls` with the one that brings `part` in first."""
+    first = [base for base in cls.__bases__ if issubclass(base, part)]
+    return ", ".join(base.__name__ for base in [*first, *(b for b in cls.__bases__ if b not in first)])
+
+
+_STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
+
+
+def _refuse_lost_state(cls: type) -> None:
+    """Raises HookError if two classes have state to save and only one would be asked for it."""
+    for name in _STATE_HOOKS:
+        owners = [part for part in definers(cls, name) if not is_ours(part)]
+        for part, lost in pairwise(owners):
+            if not hands_on(part, name):
+                raise HookError(
+                    f"{part.__name__}.{name} and {lost.__name__}.{name} are both defined, and only the first is "
+                    f"called: the other's state would be lost. Call super().{name}({_ARGUMENTS.get(name, '')}) in "
+                    f"{part.__name__}.{name}."
+                )
+
+
+_ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
+
+
 def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
     for kind, names in _hooks(cls, callbacks).items():
         for name in sorted(names):
@@ -77,11 +129,18 @@ def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback])
 
 def _check_signature(cls: type, name: str) -> None:
     """Raises HookError if the method `name` of `cls` cannot take the arguments of the one it overrides."""
-    owners = [part for part in cls.__mro__ if name in vars(part)]
-    ours = [part for part in owners if _is_ours(part)]
-    if not ours or owners[0] is ours[0]:
+    owners = definers(cls, name)
+    ours = [part for part in owners if is_ours(part)]
+    if not ours:
         return
-    written, declared = inspect.unwrap(vars(owners[0])[name], stop=_may_change_arguments), vars(ours[-1])[name]
+    called = heard(cls, name) if name in EVENTS else [owners[0]]
+    for part in called:
+        if not is_ours(part):
+            _check_arguments(part, name, vars(ours[-1])[name])
+
+
+def _check_arguments(part: type, name: str, declared: Any) -> None:
+    written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
     if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
         return
     expected, found = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
@@ -91,7 +150,7 @@ def _check_signature(cls: type, name: str) -> None:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
         given = ", ".join(list(expected)[1:])
         raise HookError(
-            f"{owners[0].__name__}.{name}{inspect.Signature(bare)} cannot be called with ({given}), as it will be: "
+            f"{part.__name__}.{name}{inspect.Signature(bare)} cannot be called with ({given}), as it will be: "
             f"{error}. Write `def {name}({', '.join(expected)})`."
         ) from None
 
@@ -101,10 +160,6 @@ def _may_change_arguments(decorated: Any) -> bool:
     if not isinstance(decorated, FunctionType):
         return True
     return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("dream_trainer.")
 
 
 def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
@@ -159,7 +214,7 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
     none, so that nothing calls them: misspelt, or another framework's."""
     kinds = _hooks(type(trainer), trainer.callbacks)
-    parts = [(cls, part, _is_ours(part)) for cls in kinds for part in cls.__mro__]
+    parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
     own = [
         (cls, name, function)
@@ -167,17 +222,13 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
         for name, value in vars(part).items()
         if not is_ours and isinstance(function := inspect.unwrap(value), FunctionType)
     ]
-    called |= {used for _, name, function in own for used in _names_in(function.__code__) - {name}}
+    called |= {used for _, name, function in own for used in names_in(function.__code__) - {name}}
     return [
         f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it, or begin "
         "its name with an underscore if your own code calls it."
         for cls, name, _ in own
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
     ]
-
-
-def _names_in(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _nearest(name: str, hooks: set[str]) -> str | None:

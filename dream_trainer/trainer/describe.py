@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 def describe(trainer: AbstractTrainer) -> str:
     """Markdown of the trainer's setup order and event table; works before launch."""
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
     name = type(trainer).__name__
     stages = trainer._setup_stages() or [("setup", f"{name} sets itself up")]
     lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
     lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
-    lines += ["", "## Events", "", describe_events(trainer, AbstractTrainer)]
+    lines += ["", "## Events", "", describe_events(trainer)]
     optimizers = trainer.named_optimizers()
     if optimizers:
         lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]

@@ -1,7 +1,8 @@
 """The trainer's events, and the table of who really listens to each.
 
-An event is a method that the user's trainer class and callbacks may define. The table is built once, from the methods
-that override the documented no-ops, so an event that nobody listens to costs the loop one empty tuple.
+An event is a method that callbacks and the classes of the user's trainer may define: each definition is heard once, so
+mixins of the user's need no `super()` and no order. The table is built once, from the methods that override the
+documented no-ops, so an event that nobody listens to costs the loop one empty tuple.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.callbacks.base import Callback
+from dream_trainer.trainer.overrides import bound, heard
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -52,16 +54,9 @@ def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:
     return [c for c in trainer.callbacks.in_order() if getattr(type(c), event) is not noop]
 
 
-def trainer_listens(trainer: AbstractTrainer, event: str, base: type) -> bool:
-    """Whether the user's trainer class overrides `event` of `base`."""
-    return getattr(type(trainer), event) is not getattr(base, event)
-
-
 def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
     """Whether `event` has a listener on any rank; the same answer on all of them."""
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-    return trainer_listens(trainer, event, AbstractTrainer) or bool(listening_callbacks(trainer, event))
+    return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
 
 
 def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
@@ -86,17 +81,16 @@ def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Liste
     return on_main_process
 
 
-def event_table(trainer: AbstractTrainer, base: type, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
+def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
     """For each event the methods to call on this rank: the trainer's own first, then callbacks by order and position.
 
     Args:
         trainer: The trainer.
-        base: The class that declares the no-op events.
         is_main: Whether this is rank 0; other ranks leave out main-process-only callbacks.
     """
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
-        listeners: list[Listener] = [getattr(trainer, event)] if trainer_listens(trainer, event, base) else []
+        listeners: list[Listener] = [bound(trainer, event, part) for part in heard(type(trainer), event)]
         listeners += [
             _listener(trainer, callback, event)
             for callback in listening_callbacks(trainer, event)
@@ -106,13 +100,13 @@ def event_table(trainer: AbstractTrainer, base: type, *, is_main: bool) -> Mappi
     return table
 
 
-def describe_events(trainer: AbstractTrainer, base: type) -> str:
+def describe_events(trainer: AbstractTrainer) -> str:
     """The events somebody listens to as a Markdown table: who, in which order, on which ranks."""
     rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
     for event in EVENTS:
         name = event
-        if trainer_listens(trainer, event, base):
-            rows.append(f"| {name} | {type(trainer).__name__} | first | all |")
+        for part in heard(type(trainer), event):
+            rows.append(f"| {name} | {part.__name__} | first | all |")
             name = ""
         for callback in listening_callbacks(trainer, event):
             ranks = "0" if callback.main_process_only else "all"

@@ -23,8 +23,6 @@ def launch(trainer: Session) -> None:
     Raises:
         ConfigError: The mesh does not fit, the device is missing, or several ranks have nothing that keeps them equal.
     """
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
     cls = type(trainer)
     _record_collectives(trainer)
     world = trainer._world = World(trainer.config.device_parameters, shard_by_default=cls._shards_parameters)
@@ -41,7 +39,7 @@ def launch(trainer: Session) -> None:
         trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
     for message in uncalled_methods(trainer):
         trainer._say_once(message, message)
-    trainer._events = event_table(trainer, AbstractTrainer, is_main=world.is_main)
+    trainer._events = event_table(trainer, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", trainer.config.seed))
 
 

@@ -1,0 +1,69 @@
+"""Which classes of a user's trainer define a name, and which of these definitions are called.
+
+Python calls the first one in the class's resolution order, and each further one only through `super()`. That loses
+definitions without a word: of a mixin that stands behind the trainer it is mixed into, whose own no-op comes first, and
+of two mixins with the same event. So every definition of an event is heard once, and a hook that nothing would call is
+an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+
+def is_ours(cls: type) -> bool:
+    """Whether `cls` is part of the framework and not of a user's program."""
+    return cls.__module__.startswith("dream_trainer.")
+
+
+def definers(cls: type, name: str) -> list[type]:
+    """The classes that define `name`, in the order in which Python looks."""
+    return [part for part in cls.__mro__ if name in vars(part)]
+
+
+def heard(cls: type, event: str) -> list[type]:
+    """The user's classes whose definition of `event` is to be called, so that each definition runs once.
+
+    One that a definition before it reaches by `super()` is not among them.
+    """
+    found = []
+    is_reached = False
+    for part in definers(cls, event):
+        if is_ours(part):  # the documented no-op, which hands on to nobody
+            is_reached = False
+            continue
+        if not is_reached:
+            found.append(part)
+        is_reached = hands_on(part, event)
+    return found
+
+
+def bound(instance: object, name: str, part: type) -> Callable[..., Any]:
+    """The definition of `name` in `part`, a class of `instance`, as a method of `instance`."""
+    order = type(instance).__mro__
+    index = order.index(part)
+    # super() goes on behind a class, so it is told the one before.
+    owner: Any = instance if index == 0 else super(order[index - 1], instance)
+    method: Callable[..., Any] = getattr(owner, name)
+    return method
+
+
+def hands_on(part: type, name: str) -> bool:
+    """Whether the definition of `name` in `part` calls the next one: `super().name(...)` or `Base.name(self, ...)`."""
+    function = written(vars(part)[name])
+    return isinstance(function, FunctionType) and name in names_in(function.__code__)
+
+
+def written(value: Any) -> Any:
+    """The function that an attribute of a class was written as, without decorators that keep it."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return inspect.unwrap(value)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """All names of attributes and globals that `code` uses, its inner functions included."""
+    return {*code.co_names}.union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

@@ -1,0 +1,155 @@
+"""Definitions of a user's classes are heard wherever the class stands, once each, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.errors import HookError
+from tests.trainer.small import Alone, batches, make_config
+
+heard: list[str] = []
+
+
+class NoiseMixin:
+    """A user's mixin that is no trainer."""
+
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("noise")
+
+
+class ClippingMixin:
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("clipping")
+
+
+class PoliteMixin:
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("polite")
+        super().pre_optimizer_step(model, optimizer)  # type: ignore[misc]
+
+
+class Own(Alone):
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("own")
+
+
+class PoliteOwn(Alone):
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("own")
+        super().pre_optimizer_step(model, optimizer)
+
+
+class Twice(Own):
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("derived")
+
+
+def trained(*bases: type) -> list[str]:
+    """Who heard of the one optimizer step of a trainer with these bases."""
+    heard.clear()
+    with type("Mine", bases, {})(make_config(n_epochs=1), batches(1)) as trainer:
+        trainer.fit()
+    return list(heard)
+
+
+@pytest.mark.pitfall(79)
+@pytest.mark.parametrize(
+    ("bases", "expected"),
+    [
+        ((Alone, NoiseMixin), ["noise"]),
+        ((NoiseMixin, Alone), ["noise"]),
+        ((NoiseMixin, ClippingMixin, Alone), ["noise", "clipping"]),
+        ((NoiseMixin, Alone, ClippingMixin), ["noise", "clipping"]),
+        ((Alone, NoiseMixin, ClippingMixin), ["noise", "clipping"]),
+        ((PoliteMixin, NoiseMixin, Alone), ["polite", "noise"]),
+        ((PoliteMixin, Alone, NoiseMixin), ["polite", "noise"]),
+        ((Own, NoiseMixin), ["own", "noise"]),
+        ((PoliteOwn, NoiseMixin), ["own", "noise"]),
+        ((PoliteMixin, Own), ["polite", "own"]),
+        ((Twice,), ["derived", "own"]),
+    ],
+)
+def test_every_definition_of_an_event_is_heard_once_wherever_its_class_stands(
+    bases: tuple[type, ...], expected: list[str]
+) -> None:
+    assert trained(*bases) == expected
+
+
+def test_describe_names_each_class_that_hears_an_event() -> None:
+    trainer = type("Mine", (Own, NoiseMixin), {})(make_config(), batches(1))
+    assert "| pre_optimizer_step | Own | first | all |" in trainer.describe()
+    assert "|  | NoiseMixin | first | all |" in trainer.describe()
+
+
+@pytest.mark.pitfall(79)
+def test_an_event_behind_the_base_that_cannot_take_its_arguments_is_refused() -> None:
+    class Short:
+        def pre_optimizer_step(self) -> None: ...
+
+    with pytest.raises(HookError, match=r"Short\.pre_optimizer_step\(self\) cannot be called"):
+        type("Mine", (Own, Short), {})(make_config(), batches(1))
+
+
+class MovesMixin:
+    def move_batch(self, batch: Any, device: torch.device) -> Any:
+        return batch
+
+
+class LoadsMixin:
+    def configure_dataloaders(self) -> Any:
+        return batches(1), None
+
+
+@pytest.mark.pitfall(79)
+@pytest.mark.parametrize(("mixin", "hook"), [(MovesMixin, "move_batch"), (LoadsMixin, "configure_dataloaders")])
+def test_a_hook_of_a_mixin_behind_the_trainer_is_refused_with_the_order_that_calls_it(mixin: type, hook: str) -> None:
+    class Bare(dt.BaseTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(HookError) as caught:
+        type("Mine", (Bare, mixin), {})(make_config())
+    assert f"{mixin.__name__}.{hook} is never called" in str(caught.value)
+    assert f"class Mine({mixin.__name__}, Bare)" in str(caught.value)
+
+
+def test_a_hook_that_the_class_overrides_anyway_may_stand_behind() -> None:
+    class Mine(Alone, MovesMixin):
+        def move_batch(self, batch: Any, device: torch.device) -> Any:
+            return batch
+
+    Mine(make_config(), batches(1))
+
+
+class CountsMixin:
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+class NamesMixin:
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": "x"}
+
+
+@pytest.mark.pitfall(79)
+def test_of_two_states_of_which_one_would_not_be_saved_both_classes_are_named() -> None:
+    with pytest.raises(HookError) as caught:
+        type("Mine", (CountsMixin, NamesMixin, Alone), {})(make_config(), batches(1))
+    assert "CountsMixin.state_dict" in str(caught.value)
+    assert "NamesMixin.state_dict" in str(caught.value)
+    assert "super().state_dict()" in str(caught.value)
+
+
+@pytest.mark.pitfall(79)
+def test_an_event_of_a_mixin_behind_callback_is_refused_with_the_order_that_calls_it() -> None:
+    class Watches:
+        def post_epoch(self, trainer: Any) -> None: ...
+
+    class Mine(dt.Callback, Watches): ...
+
+    with pytest.raises(HookError, match=r"Watches\.post_epoch is never called.*class Mine\(Watches, Callback\)"):
+        Alone(make_config(callbacks=[Mine()]), batches(1))
