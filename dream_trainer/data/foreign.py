@@ -7,13 +7,13 @@ differently, and a pass that is replayed to resume in its middle comes out as it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sized
-from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import hash_seed, noticing_draws, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -47,11 +47,12 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
             part.set_epoch(epoch)
 
 
-def iterate(loader: Iterable[Any], *, seed: int, epoch: int, dp_rank: int, first: int = 0) -> Iterator[Any]:
-    """One pass over `loader`.
+def iterate(
+    loader: Iterable[Any], *, seed: int, epoch: int, dp_rank: int, first: int = 0, draws: bool | None = True
+) -> Iterator[Any]:
+    """One pass over `loader`, each batch with a stream of random numbers of its own, which costs about 100 us.
 
-    A torch `DataLoader` (samplers, datasets without workers) draws from the global generators of this process and gets
-    its own stream; it costs about 100 us for each batch. Any other iterable is iterated bare.
+    A list, a tuple or a range draws nothing and is iterated bare.
 
     Args:
         loader: Any iterable of batches.
@@ -59,10 +60,80 @@ def iterate(loader: Iterable[Any], *, seed: int, epoch: int, dp_rank: int, first
         epoch: Number of the pass.
         dp_rank: This rank among the data-parallel ones.
         first: Number of the batch within the pass that comes first, for a loader that was put there by its own state.
+        draws: As in `SeededPass`.
     """
+    if type(loader) in (list, tuple, range):
+        return iter(loader)
+    return SeededPass(loader, seed, epoch, dp_rank, first, draws)
+
+
+class SeededPass(Iterator[Any]):
+    """One pass over a loader that may draw from the global generators.
+
+    The order of a pass is drawn in its loader's `__iter__` or with its first batch, so one stream serves both; every
+    other batch has its own. A loader that was put into the middle of a pass by its own state draws that order again
+    (then it needs the same stream) or only what belongs to the batch (then it needs the batch's): what it did before
+    tells which.
+
+    Args:
+        loader: Any iterable of batches.
+        seed: The run's seed.
+        epoch: Number of the pass.
+        dp_rank: This rank among the data-parallel ones.
+        first: Number of the batch that comes first.
+        draws: Whether batches after a pass's first were seen to draw; None if none was looked at.
+
+    Attributes:
+        draws: The same, with what was seen since. Not looked at any more once it is True.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], seed: int, epoch: int, dp_rank: int, first: int, draws: bool | None
+    ) -> None:
+        self.draws = draws
+        self._loader = loader
+        self._numbers = seed, epoch, dp_rank
+        self._next = self._first = first
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        seed, epoch, dp_rank = self._numbers
+        with preserved_random_state():
+            is_opening = self._batches is None
+            if self._batches is None:
+                seed_cpu(hash_seed(b"pass", seed, epoch, dp_rank))
+                self._batches = iter(self._loader)
+            if not is_opening or (self._first > 0 and self.draws):
+                seed_cpu(hash_seed(b"batch", seed, epoch, self._next, dp_rank))
+            if self.draws or is_opening:
+                batch = next(self._batches)
+            else:
+                self.draws = False
+                with noticing_draws() as noticed:
+                    batch = next(self._batches)
+                self.draws = noticed[0]
+        self._next += 1
+        return batch
+
+
+def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
+    """Whether a loader with a state of its own comes back by it to where it was, random draws included.
+
+    Where torchdata finds no state in a part it iterates that part again, and draws another time, or from another
+    stream, than in the first run.
+
+    Args:
+        loader: A StatefulLoader.
+        draws: As in `SeededPass`.
+    """
+    if draws is None:
+        return False
     if isinstance(loader, DataLoader):
-        return _seeded_batches(loader, seed, epoch, dp_rank, first)
-    return iter(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            return isinstance(loader.dataset, StatefulLoader) or loader.num_workers > 0
+        return isinstance(loader.batch_sampler, BatchSampler | StatefulLoader) or loader.batch_sampler is None
+    nodes = sys.modules.get("torchdata.nodes")
+    return nodes is None or not isinstance(loader, nodes.Loader) or not draws
 
 
 def known_length(loader: object) -> int | None:
@@ -73,23 +144,3 @@ def known_length(loader: object) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader has __len__ even over a dataset that has none
         return None
-
-
-def _seeded_batches(loader: DataLoader[Any], seed: int, epoch: int, dp_rank: int, first: int) -> Iterator[Any]:
-    with preserved_random_state():
-        seed_cpu(hash_seed(b"pass", seed, epoch, dp_rank))
-        batches = iter(loader)
-        # A sampler draws its order with the first batch, or already in `iter` where the loader's own state has it
-        # replayed: one stream for both makes the orders equal.
-        opening = list(islice(batches, 1)) if first == 0 else []
-    yield from opening
-    if first == 0 and not opening:
-        return
-    for number in count(first + len(opening)):
-        with preserved_random_state():
-            seed_cpu(hash_seed(b"batch", seed, epoch, number, dp_rank))
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield batch

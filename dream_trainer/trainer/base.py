@@ -247,8 +247,8 @@ class BaseTrainer(Session):
         if window.samples is not None:
             self._window_samples = window.samples
             return
-        self._sizes = [self.batch_size(batch) for batch in window.batches]
-        if self.world.counts_data:
+        self._sizes = window.sizes
+        if self._sizes is not None and self.world.counts_data:
             self._window_samples = sum(self._sizes)
 
     def _run_window(self, window: Window) -> None:

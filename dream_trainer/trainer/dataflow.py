@@ -72,6 +72,7 @@ def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         seed=trainer.config.seed,
+        batch_size=trainer.batch_size,
     )
 
 

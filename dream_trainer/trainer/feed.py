@@ -53,9 +53,7 @@ class WindowFeed:
         self._forget()
         self.rank_state = rank_state
         if position != DataPosition(0, 0, 0) or rank_state is not None:
-            self._stream.seek(position, rank_state)
-        if is_pass_over:
-            self._stream.end_pass()
+            self._stream.seek(position, rank_state, is_pass_over=is_pass_over)
 
     def fetch(self) -> None:
         """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
@@ -161,4 +159,5 @@ def _cut(window: Window, size: int) -> Window | None:
     if size == window.size:
         return replace(window, is_last=True)
     end = DataPosition(window.end.epoch, window.end.samples, window.end.batches - (window.size - size))
-    return replace(window, size=size, batches=list(window.batches)[:size], end=end, is_last=True)
+    sizes = None if window.sizes is None else window.sizes[:size]
+    return replace(window, size=size, batches=list(window.batches)[:size], end=end, is_last=True, sizes=sizes)

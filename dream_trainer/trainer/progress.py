@@ -48,7 +48,10 @@ class Progress:
         self.global_step += stepped
         self.epoch_steps += 1
         self.samples_seen += samples
-        self.data = end
+        # Only here are the samples of all ranks known where a loader is not ours, and a resume needs them: a batch may
+        # hold another number of them by then.
+        before = self.data.samples if self.data.epoch == end.epoch else 0
+        self.data = end if end.samples else DataPosition(end.epoch, before + samples, end.batches)
 
     def finish_epoch(self) -> None:
         """Counts a completed epoch and starts the next."""

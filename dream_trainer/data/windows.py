@@ -1,0 +1,93 @@
+"""What a stream of training data is: windows, and the positions between them.
+
+A position is what is saved: where a window ends, not where workers have read ahead to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where training is in the data."""
+
+    epoch: int
+    """Number of the pass over the data, from 0."""
+    samples: int
+    """Samples of this pass that all ranks consumed together; 0 in the windows of a loader that is not ours, where only
+    the trainer counts those of all ranks."""
+    batches: int
+    """Batches of this pass that this rank consumed."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step."""
+
+    size: int
+    """Number of micro-batches."""
+    batches: Iterable[Any]
+    """Exactly `size` batches; from our own loader they are loaded as they are iterated, and have to be before the next
+    window is."""
+    samples: int | None
+    """Samples of all ranks together, or None where only counting them would tell."""
+    end: DataPosition
+    """The position after this window."""
+    rank_state: dict[str, Any] | None
+    """What `TrainStream.seek` needs besides `end`: the state of a loader that keeps its own, as it was after this
+    window."""
+    is_uneven: bool
+    """Whether ranks or micro-batches hold different numbers of samples, so that only `weight=` makes each sample count
+    alike."""
+    is_last: bool | None
+    """Whether this is the last window of its pass; None where only looking for the next one would tell."""
+    sizes: list[int] | None = None
+    """Samples in each of this rank's micro-batches, of a loader that is not ours."""
+
+
+class TrainStream(ABC):
+    """The training data of one rank, window by window."""
+
+    steps_per_epoch: int | None
+    """Windows in one whole pass; None if the loader does not know its length."""
+    is_even: bool
+    """Whether every rank gets windows of the same number of micro-batches, and equally many, by construction."""
+
+    @abstractmethod
+    def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
+        """Goes on after `position`; with `is_pass_over`, with the next pass.
+
+        Args:
+            position: A window's `end`, from a run with any world size and accumulation.
+            rank_state: The same window's `rank_state` on this rank; None if it had none or the world size changed.
+            is_pass_over: Whether that window was the last of its pass.
+
+        Raises:
+            DataError: A loader that is not ours cannot be brought there.
+        """
+
+    @abstractmethod
+    def next_window(self) -> Window | None:
+        """The next window; None if this pass is over, and the call after that begins the next pass.
+
+        Raises:
+            DataError: A pass came out empty, on a single data-parallel rank.
+        """
+
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
+        """This rank's batches of positions `first` to `end` of a pass, each as its samples' indices in the dataset;
+        None if the loader alone knows."""
+        return None
+
+    @abstractmethod
+    def end_pass(self) -> None:
+        """Leaves out what is left of this pass; the next window is the first of the next one. No effect between
+        passes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends worker processes. The stream may be used again after `seek`."""

@@ -1,0 +1,262 @@
+"""Loaders that are not ours, stopped at each window and resumed by new objects: the same batches as in one go."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.data.nested import batch_size
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from dream_trainer.errors import DataError
+from tests.data.samples import ShuffledStream, global_states
+from tests.data.test_foreign import read
+
+LENGTH = 20
+
+
+class LiveShuffle:
+    """A shuffle buffer that hands its state out as it is, and draws each sample from a global generator."""
+
+    def __init__(self) -> None:
+        self.buffer: list[int] = []
+        self.next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            batch = []
+            while len(batch) < 2:
+                while self.next < LENGTH and len(self.buffer) < 6:
+                    self.buffer.append(self.next)
+                    self.next += 1
+                if not self.buffer:
+                    self.next = 0
+                    return
+                batch.append(self.buffer.pop(random.randrange(len(self.buffer))))
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer, self.next = state["buffer"], state["next"]
+
+
+class OrderAtStart:
+    """Draws a pass's order when the pass begins, and knows only how far it is in it."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(LENGTH).tolist()
+        while self.next < LENGTH:
+            self.next += 2
+            yield order[self.next - 2 : self.next]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class HandWritten:
+    """Draws its order and each batch's noise, and keeps no state."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order = torch.randperm(LENGTH).tolist()
+        for first in range(0, LENGTH, 2):
+            yield [*order[first : first + 2], random.random()]
+
+
+class EagerBatches:
+    """A batch sampler that draws the whole order in `__iter__`."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(LENGTH).tolist()
+        return iter([order[first : first + 2] for first in range(0, LENGTH, 2)])
+
+    def __len__(self) -> int:
+        return LENGTH // 2
+
+
+class LazyBatches(EagerBatches):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from super().__iter__()
+
+
+DATA = list(range(LENGTH))
+
+
+def nodes_by_number() -> nodes.Loader[Any]:
+    return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(DATA, RandomSampler(DATA)), 2))
+
+
+def nodes_in_a_stream() -> nodes.Loader[Any]:
+    return nodes.Loader(nodes.Batcher(nodes.IterableWrapper(ShuffledStream(LENGTH)), 2))
+
+
+MAKERS: list[Callable[[], Any]] = [
+    LiveShuffle,
+    OrderAtStart,
+    HandWritten,
+    nodes_by_number,
+    nodes_in_a_stream,
+    lambda: StatefulDataLoader(DATA, batch_sampler=EagerBatches()),
+    lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
+    lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
+]
+NAMES = ["live shuffle", "order at start", "hand-written", "nodes", "nodes stream", "eager", "lazy", "stateful stream"]
+
+
+def open_stream(loader: Any, accumulation: int = 3, **options: Any) -> TrainStream:
+    return train_stream(loader, accumulation=accumulation, **({"dp_rank": 0, "dp_size": 1, "seed": 3} | options))
+
+
+@pytest.mark.pitfall(75)
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("make", MAKERS, ids=NAMES)
+def test_a_resumed_pass_has_the_batches_of_the_uninterrupted_one(make: Callable[[], Any]) -> None:
+    expected = read(open_stream(make()), passes=3)
+    assert sorted(number for batch in expected[0:4] for row in batch for number in row if number in DATA) == DATA
+    assert expected[0:4] != expected[4:8]  # another order in each pass
+    for stop_after in range(1, 8):
+        first = open_stream(make())
+        windows = []
+        while len(windows) < stop_after:
+            if (window := first.next_window()) is not None:
+                windows.append(window)
+        first.next_window()  # read ahead, as the loop does
+        state = typed_json.loads(typed_json.dumps(windows[-1].rank_state))
+        torch.manual_seed(stop_after)
+        random.seed(stop_after)
+        second = open_stream(make())
+        second.seek(windows[-1].end, state)
+        assert read(second, passes=3 - windows[-1].end.epoch) == expected[stop_after:], stop_after
+
+
+@pytest.mark.pitfall(75)
+def test_a_state_that_was_loaded_and_not_yet_left_behind_is_saved_again_as_it_was() -> None:
+    stream = open_stream(LiveShuffle())
+    window = stream.next_window()
+    assert window is not None
+    assert window.rank_state is not None
+    before = typed_json.dumps(window.rank_state)
+    second = open_stream(LiveShuffle())
+    second.seek(window.end, window.rank_state)
+    second.next_window()
+    assert typed_json.dumps(window.rank_state) == before
+
+
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("make", MAKERS, ids=NAMES)
+def test_training_draws_the_same_whatever_its_loader_draws(make: Callable[[], Any]) -> None:
+    before = global_states()
+    read(open_stream(make()), passes=2)
+    assert global_states() == before
+
+
+@pytest.mark.pitfall(76)
+def test_ranks_draw_differently_from_a_hand_written_loader() -> None:
+    ranks = [read(open_stream(PerRankLoader(HandWritten()), dp_rank=rank, dp_size=2), passes=1) for rank in (0, 1)]
+    assert ranks[0] != ranks[1]
+
+
+class Strided:
+    """Each rank's part of one shuffled order, as `DistributedSampler` deals it; counts what is read."""
+
+    def __init__(self, size: int, rank: int, world_size: int) -> None:
+        self.size, self.rank, self.world_size, self.reads = size, rank, world_size, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(1))[self.rank :: self.world_size]
+        for batch in order.split(self.size):
+            self.reads += 1
+            yield batch
+
+
+class StridedWithState(Strided):
+    def state_dict(self) -> dict[str, Any]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("another number of ranks cannot use it")
+
+
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("kind", [Strided, StridedWithState])
+def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type[Strided]) -> None:
+    # 2 ranks consumed 3 batches of 4 each, 24 of 48 samples; one rank with batches of 8 has the other 24 to train.
+    whole = read(open_stream(kind(8, 0, 1), accumulation=1), passes=1)
+    stream = open_stream(kind(8, 0, 1), accumulation=1, batch_size=batch_size)
+    stream.seek(DataPosition(0, 24, 3), None)
+    assert read(stream, passes=1) == whole[3:]
+    four = [PerRankLoader(kind(2, rank, 4)) for rank in range(4)]
+    rest = []
+    for rank, loader in enumerate(four):
+        stream = open_stream(loader, accumulation=1, dp_rank=rank, dp_size=4, batch_size=batch_size)
+        stream.seek(DataPosition(0, 24, 3), None)
+        rest += [number for ((batch,),) in zip(read(stream, passes=1)) for number in batch]
+    assert sorted(rest) == sorted(number for (batch,) in whole[3:] for number in batch)
+
+
+@pytest.mark.pitfall(76)
+def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
+    stream = open_stream(Strided(4, 0, 1), batch_size=batch_size)
+    window = stream.next_window()
+    assert window is not None
+    assert window.rank_state is not None
+    assert window.rank_state["samples"] == 12
+    resumed = open_stream(Strided(2, 0, 1), batch_size=batch_size)
+    resumed.seek(window.end, window.rank_state)
+    assert [number for batches in read(resumed, passes=1) for batch in batches for number in batch] == [
+        number for batches in read(stream, passes=1) for batch in batches for number in batch
+    ]
+
+
+@pytest.mark.pitfall(76)
+def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
+    stream = open_stream(Strided(5, 0, 1), batch_size=batch_size)
+    with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
+        stream.seek(DataPosition(0, 24, 3), None)
+    stream = open_stream(PerRankLoader(Strided(5, 0, 1)), dp_size=5, batch_size=batch_size)
+    with pytest.raises(DataError, match="24 samples.*dp_size=5"):
+        stream.seek(DataPosition(0, 24, 3), None)
+    stream = open_stream(Strided(8, 0, 1), batch_size=batch_size)
+    with pytest.raises(DataError, match="64 samples.*ended after 48"):
+        stream.seek(DataPosition(0, 64, 3), None)
+
+
+@pytest.mark.pitfall(76)
+def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytest.LogCaptureFixture) -> None:
+    loader = Strided(4, 0, 1)
+    stream = open_stream(loader, batch_size=batch_size)
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
+    assert (loader.reads, caplog.records) == (0, [])
+    window = stream.next_window()
+    assert window is not None
+    assert window.end == DataPosition(1, 0, 3)
+
+
+def weighted(generator: torch.Generator | None = None) -> DataLoader[Any]:
+    sampler = WeightedRandomSampler([1.0] * LENGTH, LENGTH, replacement=False, generator=generator)
+    return DataLoader(DATA, 2, sampler=sampler)
+
+
+def test_a_plain_loader_reads_again_by_samples_too() -> None:
+    expected = [number for batches in read(open_stream(weighted()), passes=1) for batch in batches for number in batch]
+    stream = open_stream(weighted(), batch_size=batch_size)
+    stream.seek(DataPosition(0, 8, 1), None)
+    assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
