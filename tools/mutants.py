@@ -426,6 +426,27 @@ MUTANTS = [
         "is_reached = True",
         "tests/trainer/test_overrides.py",
     ),
+    Mutant(
+        "real weights are left unequal on ranks",
+        "dream_trainer/distributed/equal_weights.py",
+        "tensors[name].copy_(world.broadcast(values))",
+        "world.broadcast(values)",
+        "tests/trainer/test_whole_weights.py",
+    ),
+    Mutant(
+        "optimizers of strangers are accepted",
+        f"{TRAINER}/registry.py",
+        "            if id(parameter) in known:",
+        "            if True:",
+        "tests/trainer/test_whole_weights.py",
+    ),
+    Mutant(
+        "saving gathers",
+        "dream_trainer/distributed/entrance.py",
+        "(save|load|push",
+        "(load|push",
+        "tests/trainer/test_whole_weights.py",
+    ),
 ]
 
 

@@ -8,8 +8,9 @@ named, by an attribute of the instance.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 from dream_trainer.distributed.class_change import Changed, change_class, own_class
 from dream_trainer.distributed.torch_compat import begin_root
 
-# Not ways to compute with a model, whatever they are given.
+# Not ways to compute with a model, whatever they are given. They may run on one rank alone.
 _NO_FORWARD = frozenset({"forward", "init_weights", "reset_parameters"})
+_KEEPS_BOOKS = re.compile(r"(save|load|push|export|print|count|num|describe|register|state_dict)(_|$)")
 
 
 class Entrance:
@@ -91,22 +93,41 @@ class Part(Changed):
         return self._entrance.run(super().forward, *args, **kwargs)
 
 
-def enter_by_methods(model: nn.Module, check: Callable[[], object]) -> None:
-    """Makes the public methods of `model` ways into it; before it is sharded.
+def forward_methods(module: nn.Module) -> list[str]:
+    """Public methods of `module` that compute with its weights, as far as their names tell.
 
-    Those that its author wrote, when they are given a tensor: `encode(x)` computes, `count_parameters()` does not, and
-    may be called on one rank alone.
+    Those that its author wrote, but for what saves, loads, counts or prints (`save_pretrained`, `num_parameters`).
+    """
+    passed_over = _NO_FORWARD | vars(nn.Module).keys()
+    own = {
+        name
+        for base in own_class(module).__mro__
+        if not base.__module__.startswith("torch.")
+        for name, value in vars(base).items()
+        if isfunction(value) and not name.startswith("_") and not _KEEPS_BOOKS.match(name)
+    }
+    return sorted(own - passed_over)
+
+
+def enter_by_methods(model: nn.Module, names: Iterable[str], check: Callable[[], object]) -> None:
+    """Makes methods of `model` ways into it, when they are given a tensor; before it is sharded.
 
     Args:
         model: Changed in place.
+        names: Of the methods.
         check: Called before each call; raises where ranks may not communicate.
     """
-    change_class(model, Entered, **_routed_methods(model))
+    change_class(model, Entered, key=tuple(names), **_routed_methods(model, names))
     model._entrance = Entrance(model, check)  # type: ignore[assignment]
 
 
-def enter_by_parts(model: nn.Module) -> None:
-    """Makes the parts of `model` that lie in its own group ways into it; once it is sharded and real."""
+def enter_by_parts(model: nn.Module, methods: Callable[[nn.Module], Sequence[str]]) -> None:
+    """Makes the parts of `model` that lie in its own group ways into it; once it is sharded and real.
+
+    Args:
+        model: Changed in place.
+        methods: The names of the methods of a part that compute with its weights.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule) or not isinstance(model, Entered):
@@ -114,7 +135,8 @@ def enter_by_parts(model: nn.Module) -> None:
     begin_root(model)
     for part in _in_the_same_group(model):
         if part is not model and next(part.parameters(recurse=False), None) is not None:
-            change_class(part, Part, **_routed_methods(part))
+            names = tuple(methods(part))
+            change_class(part, Part, key=names, **_routed_methods(part, names))
             part._entrance = model._entrance
 
 
@@ -125,21 +147,8 @@ def _in_the_same_group(module: nn.Module) -> list[nn.Module]:
     return [module, *(part for child in children for part in _in_the_same_group(child))]
 
 
-def _routed_methods(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    return {name: _by_call(getattr(type(module), name)) for name in _written(own_class(module))}
-
-
-def _written(cls: type[nn.Module]) -> list[str]:
-    """Public methods of a module class and its bases, up to PyTorch's own classes."""
-    passed_over = _NO_FORWARD | vars(nn.Module).keys()
-    own = {
-        name
-        for base in cls.__mro__
-        if not base.__module__.startswith("torch.")
-        for name, value in vars(base).items()
-        if isfunction(value) and not name.startswith("_")
-    }
-    return sorted(own - passed_over)
+def _routed_methods(module: nn.Module, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    return {name: _by_call(getattr(type(module), name)) for name in names}
 
 
 def _by_call(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.distributed.class_change import own_class
-from dream_trainer.distributed.torch_compat import gathered_twins, kept_gathered, sharded_parameters
-from dream_trainer.errors import ConfigError
+from dream_trainer.distributed.torch_compat import gathered_twins, sharded_parameters, whole_parameters
+from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -139,12 +139,24 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(*models: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of `models` are whole on each rank, and their forwards gather nothing. No gradients."""
+    """Inside, `models` have whole copies of their parameters on each rank, and forwards gather nothing. No gradients.
+
+    Raises:
+        StepError: Weights are loaded inside, into copies that nobody keeps.
+    """
     with torch.no_grad(), ExitStack() as stack:
         for model in models:
             for module in fsdp_modules(model):
-                stack.enter_context(kept_gathered(module))
+                stack.enter_context(whole_parameters(module))
+            stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
         yield
+
+
+def _refuse_to_load(*_: Any) -> None:
+    raise StepError(
+        "load_state_dict() was called inside gathered(), whose weights are copies that are gone at its end. Call it "
+        "outside, with sharded values, or use load_weights in load_pretrained()."
+    )
 
 
 @contextmanager

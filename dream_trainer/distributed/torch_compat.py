@@ -83,20 +83,54 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 
 
 @contextmanager
-def kept_gathered(module: FSDPModule) -> Iterator[None]:
-    """Gathers the parameters of `fully_shard(module)` and keeps them so inside, whatever forwards run; a collective."""
-    group = module._get_fsdp_state()._fsdp_param_group
+def whole_parameters(module: FSDPModule) -> Iterator[None]:
+    """Puts plain, whole copies in full precision in the place of what `fully_shard(module)` manages; a collective.
+
+    Inside, forwards gather nothing and cast nothing, and `state_dict()` has the copies. Over a tensor-parallel
+    dimension the parameters stay split, as its plan computes with them.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    state = module._get_fsdp_state()
+    group = state._fsdp_param_group
     if group is None:
         yield
         return
-    # `set_reshard_after_forward` sets this, and nothing tells how it was set.
-    before, group.post_forward_mesh_info = group.post_forward_mesh_info, None
-    module.unshard()
+    module.reshard()
+    # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
+    before = group.post_forward_mesh_info, state._mp_policy
+    group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
+    for managed in group.fsdp_params:
+        whole = _whole(managed.sharded_param.detach()).to(group.device)
+        managed._setattr_on_modules(torch.nn.Parameter(whole, managed.sharded_param.requires_grad))
+    group._sharded_state = ShardedState.UNSHARDED
+    group._to_sharded = _do_nothing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        group.post_forward_mesh_info = before
-        module.reshard()
+        del group._to_sharded
+        group._sharded_state = ShardedState.SHARDED
+        group.post_forward_mesh_info, state._mp_policy = before
+        for managed in group.fsdp_params:
+            managed._setattr_on_modules(managed.sharded_param)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """All of a parameter that `fully_shard` cut; still split over tensor-parallel ranks, if it was before."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        return cast(Tensor, parameter.full_tensor())
+    kept = parameter.placements[-1]
+    local = parameter.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), kept]).to_local()
+    return DTensor.from_local(
+        local, mesh["tp"], [kept], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _do_nothing(*_: Any) -> None: ...
 
 
 def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:

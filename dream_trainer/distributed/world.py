@@ -207,6 +207,14 @@ class World:
         dist.broadcast_object_list(box, src=src, group=self.cpu_group)
         return box[0]
 
+    def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
+        """Overwrites a contiguous CPU tensor with rank `src`'s, of the same shape, and returns it."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            dist.broadcast(values, src=src, group=self.cpu_group)
+        return values
+
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         """Reduces a CPU tensor over all ranks in place and returns it; `op` is "sum", "min" or "max"."""
         if self._may_communicate():

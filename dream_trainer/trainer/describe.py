@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from dream_trainer.distributed.class_change import own_class
 from dream_trainer.distributed.gradients import guards_itself
 from dream_trainer.trainer.events import describe_events
 
@@ -24,7 +25,28 @@ def describe(trainer: AbstractTrainer) -> str:
     if optimizers:
         lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]
         lines += [f"| {name} | {_guard(trainer, optimizer)} |" for name, optimizer in optimizers.items()]
+    routed = _forward_methods(trainer)
+    if routed:
+        lines += [
+            "",
+            "## Methods that gather what is sharded",
+            "",
+            "| Model | Class | Methods |",
+            "| --- | --- | --- |",
+        ]
+        lines += routed
     return "\n".join(lines)
+
+
+def _forward_methods(trainer: AbstractTrainer) -> list[str]:
+    rows = []
+    for name, model in trainer.named_models().items():
+        kinds = {own_class(module): module for module in model.modules()}
+        for kind, module in kinds.items():
+            methods = trainer.forward_methods(module)
+            if methods:
+                rows.append(f"| {name} | {kind.__name__} | {', '.join(methods)} |")
+    return rows
 
 
 def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:

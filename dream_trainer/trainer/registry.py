@@ -89,7 +89,45 @@ def named_models(trainer: AbstractTrainer) -> dict[str, nn.Module]:
     return models
 
 
+def refuse_strangers(trainer: AbstractTrainer, before: Mapping[int, str]) -> None:
+    """Checks that every parameter that an optimizer updates is one of the trainer's models'.
+
+    Any other gets no gradient that is reduced over ranks, and is not saved.
+
+    Args:
+        trainer: Its models are sharded and real.
+        before: Names of the models' parameters before they were sharded, by `id`.
+
+    Raises:
+        HookError: One is not; the message names the optimizer and the parameter.
+    """
+    known = {id(parameter) for model in named_models(trainer).values() for parameter in model.parameters()}
+    for name, optimizer in named_optimizers(trainer).items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) in known:
+                continue
+            if id(parameter) in before:
+                raise HookError(
+                    f"self.{name} updates {before[id(parameter)]} as it was before it was sharded, which is not "
+                    "trained. Collect parameters in configure_optimizers(), where they are the ones that train."
+                )
+            raise HookError(
+                f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of the "
+                "trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a module that "
+                "configure_models() assigns to self."
+            )
+
+
 def _named_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
+    """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
+    found: dict[str, Any] = {}
+    for name, value in _all_by_type(trainer, kinds).items():
+        if not any(value is other for other in found.values()):
+            found[name] = value
+    return found
+
+
+def _all_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in _public_attributes(trainer):
         if isinstance(value, kinds):

@@ -339,3 +339,30 @@ def test_a_backward_is_told_from_a_forward() -> None:
     x.sum().backward()
     assert seen == [True]
     assert not in_backward()
+
+
+def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from dream_trainer.distributed.torch_compat import forget_meshes, whole_parameters
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    out = model(torch.ones(2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad(), whole_parameters(model):
+        found, inside = model.state_dict(), model(torch.ones(2))
+        after = dict(model.named_parameters())
+    outside = model(torch.ones(2))
+    dist.destroy_process_group()
+    forget_meshes()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(after[name], value) for name, value in expected.items())
+    assert torch.equal(inside, out)
+    assert outside.dtype == torch.bfloat16
+    assert all(isinstance(p, DTensor) for p in model.parameters())

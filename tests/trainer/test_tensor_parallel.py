@@ -167,8 +167,15 @@ def train(cells: list[Cell], directory: str) -> list[dict[str, Any]]:
         with Trained(config_of(cell)) as trainer:
             trainer.fit()
             model = trainer.model
+            tokens = Tokens(4)[0][0].unsqueeze(0)
+            outside = full(model(tokens).detach())
+            with trainer.gathered(model):
+                inside = full(model(tokens))
+                kept = weights_of(model)
             results.append(
                 {
+                    "gathered": torch.equal(inside, outside),
+                    "kept": kept,
                     "losses": trainer.losses,
                     "norms": trainer.norms,
                     "weights": weights_of(model),
@@ -195,6 +202,8 @@ def test_training_on_split_layers_equals_a_loop_written_by_hand(cells: list[Cell
         losses = defaultdict(list)
         for result in ranks:
             assert result["tied"] == cell.case.tied
+            assert result["gathered"]
+            assert all(torch.equal(weight, result["weights"][name]) for name, weight in result["kept"].items())
             assert len(result["norms"]) == len(expected["norms"])
             assert all(map(close, result["norms"], expected["norms"])), (cell, result["norms"], expected["norms"])
             assert result["weights"].keys() == expected["weights"].keys()

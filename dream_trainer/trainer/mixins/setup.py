@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn as nn
 
 from dream_trainer.distributed.entrance import enter_by_methods, enter_by_parts
+from dream_trainer.distributed.equal_weights import make_equal, real_tensors
 from dream_trainer.distributed.half_norms import norms_in_float32
 from dream_trainer.distributed.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, move_what_is_whole, shard_by_blocks
@@ -25,7 +27,7 @@ from dream_trainer.trainer.checks import refuse_unused_parallelism
 from dream_trainer.trainer.dataflow import connect_data
 from dream_trainer.trainer.metrics import parts
 from dream_trainer.trainer.precision import half_dtype, sharding_policy
-from dream_trainer.trainer.registry import refuse_private_models
+from dream_trainer.trainer.registry import refuse_private_models, refuse_strangers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,11 +78,13 @@ class SetupMixin(AbstractTrainer):
         refuse_unused_parallelism(type(self), config.device_parameters)
         self._tape = Tape(config.seed)
         self._wrapped: list[FSDPModule] = []
+        self._built_early: dict[str, nn.Module] = {}
 
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
         before = set(vars(self))
+        self._built_early = self.named_models()
         with self._tape.recording():
             self.configure_models()
         refuse_private_models({name: value for name, value in vars(self).items() if name not in before})
@@ -98,6 +102,7 @@ class SetupMixin(AbstractTrainer):
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
+        self._make_real_weights_equal()
         plan = remember(models, self._tape)
         devices = self.config.device_parameters
         if devices.tensor_parallel > 1:
@@ -109,7 +114,7 @@ class SetupMixin(AbstractTrainer):
             self.apply_compile()
         if self.world.world_size > 1:
             for model in self._parameterised_models():
-                enter_by_methods(model, self.world.refuse_if_forbidden)
+                enter_by_methods(model, self.forward_methods(model), self.world.refuse_if_forbidden)
                 keep_recurrent_weights_in_place(model)
                 if half_dtype(devices) is not None:
                     norms_in_float32(model, self.world.device)
@@ -120,7 +125,7 @@ class SetupMixin(AbstractTrainer):
             for model in models.values():
                 if self.world.parameter_device != self.world.device:
                     move_what_is_whole(model, self.world.device)
-                enter_by_parts(model)
+                enter_by_parts(model, self.forward_methods)
         self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
         self.load_pretrained()
         connect_data(self)
@@ -128,6 +133,7 @@ class SetupMixin(AbstractTrainer):
         self.configure_optimizers()
         if not self.named_optimizers():
             raise HookError("configure_optimizers assigned no optimizer to self.")
+        refuse_strangers(self, plan.parameters)
         for optimizer in self.named_optimizers().values():
             refuse_unshardable(optimizer)
         self.configure_schedulers()
@@ -136,6 +142,22 @@ class SetupMixin(AbstractTrainer):
             metric.to(self.world.device)
             for part in parts(metric):
                 part.process_group = self.world.data_group
+
+    def _make_real_weights_equal(self) -> None:
+        """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
+        early = [f"self.{name}" for name, model in self._built_early.items() if real_tensors({"": model})]
+        differ = make_equal(real_tensors(self.named_models()), self.world)
+        taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
+        if early:
+            self._say_once(
+                "built early",
+                f"{', '.join(early)} was built before configure_models, where no seed of the run's holds: unless its "
+                f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
+            )
+        elif differ:
+            self._say_once(
+                "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
+            )
 
     @property
     def _mesh(self) -> DeviceMesh:

@@ -1,0 +1,248 @@
+"""Methods that save or count are no forwards, `gathered` gives plain and whole weights, and what a trainer is given
+that was built too early is made equal over ranks or refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.errors import HookError, StepError
+from tests.trainer.small import Samples, Sharded, Spread, make_config, network
+from tests.worlds import run_world
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(Samples(16), batch_size=2)
+
+
+class Model(nn.Module):
+    """With methods that people's models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def save_pretrained(self, path: str, state_dict: dict[str, Tensor]) -> None:
+        torch.save(state_dict, path)
+
+    def count_parameters(self, like: Tensor) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def tell(self, state: dict[str, Tensor]) -> int:
+        return len(state)
+
+
+class Saves(Spread, dt.FSDPMixin):
+    def configure_models(self) -> None:
+        self.model = Model().double()
+
+    def init_weights(self) -> None:
+        with torch.no_grad():
+            for index, parameter in enumerate(self.model.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) * 0.01 + index)
+
+    def forward_methods(self, module: nn.Module) -> list[str]:
+        return [name for name in super().forward_methods(module) if name != "tell"]
+
+
+def saved_on_rank_0(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    with Saves(make_config(max_steps=1), loader()) as trainer:
+        trainer.fit()
+        model, found = trainer.model, {}
+        with trainer.gathered(model):
+            state = model.state_dict()
+            found["plain"] = all(type(value) is Tensor for value in state.values())
+            found["shapes"] = [tuple(value.shape) for value in state.values()]
+            x = torch.ones(1, 3, dtype=torch.float64)
+            found["after"] = model(x).item()
+            found["state"] = {name: value.clone() for name, value in state.items()}
+            found["refused"] = ""
+            try:
+                model.load_state_dict(state)
+            except StepError as error:
+                found["refused"] = str(error)
+        if trainer.world.is_main:
+            model.save_pretrained("weights.pt", state_dict=found["state"])
+            found["count"] = model.count_parameters(x)
+            found["tell"] = model.tell(found["state"])
+        found["again"] = model(x).item()
+        found["encoded"] = model.encode(x).detach()
+        found["described"] = trainer.describe()
+        return found
+
+
+@pytest.mark.pitfall(83)
+def test_saving_and_counting_run_on_one_rank_alone_and_gathered_weights_are_plain_and_whole(tmp_path: Path) -> None:
+    results = run_world(saved_on_rank_0, 2, str(tmp_path))
+    plain = Model().double()
+    for found in results:
+        assert found["plain"]
+        assert found["shapes"] == [tuple(p.shape) for p in plain.parameters()]
+        plain.load_state_dict(found["state"])
+        x = torch.ones(1, 3, dtype=torch.float64)
+        assert found["after"] == found["again"] == plain(x).item()
+        assert torch.equal(found["encoded"], plain.encode(x))
+        assert "gathered" in found["refused"]
+        assert "| model | Model | encode |" in found["described"]
+    assert results[0]["count"] == sum(p.numel() for p in plain.parameters())
+    assert results[0]["tell"] == 6
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(saved[name], value) for name, value in results[1]["state"].items())
+
+
+def gathered_under_bf16(directory: str) -> list[Any]:
+    os.chdir(directory)
+    devices = dt.DeviceParameters(device="cpu", precision="bf16")
+    config = make_config(max_steps=1, devices=devices)
+
+    class Half(Saves):
+        def configure_models(self) -> None:
+            self.model = Model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            loss = self.model(batch[0].float()).square().mean()
+            self.backward(loss)
+            self.step(self.model, self.optimizer)
+            return {}
+
+    with Half(config, loader()) as trainer:
+        trainer.fit()
+        exact = {name: p.full_tensor().detach().clone() for name, p in trainer.model.named_parameters()}
+        with trainer.gathered(trainer.model):
+            inside = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+            trainer.model(torch.ones(1, 3))  # without autocast it computes in float32
+            with trainer.autocast():
+                half = trainer.model(torch.ones(1, 3))
+        return [exact, inside, half]
+
+
+@pytest.mark.pitfall(83)
+def test_gathered_weights_have_full_precision_under_bf16(tmp_path: Path) -> None:
+    for exact, inside, _ in run_world(gathered_under_bf16, 2, str(tmp_path)):
+        for name, value in exact.items():
+            assert inside[name].dtype == torch.float32
+            assert torch.equal(inside[name], value)
+
+
+# -- models built in the constructor
+
+
+class BuiltEarly(Sharded):
+    """The habit of Lightning."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model = network()
+
+    def configure_models(self) -> None: ...
+
+    def init_weights(self) -> None: ...
+
+
+def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, str]:
+    os.chdir(directory)
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))  # as unseeded processes are
+    said: list[str] = []
+    with BuiltEarly(make_config(max_steps=1), loader()) as trainer:
+        own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        say = trainer._say_once
+        trainer._say_once = lambda key, message: (said.append(message), say(key, message))  # type: ignore[method-assign]
+        trainer.fit()
+        trained = {name: p.full_tensor().detach() for name, p in trainer.model.named_parameters()}
+    return own, trained, "\n".join(said)  # type: ignore[return-value]
+
+
+@pytest.mark.pitfall(73)
+def test_models_built_in_the_constructor_start_equal_on_all_ranks_and_are_named(tmp_path: Path) -> None:
+    first, second = run_world(built_in_the_constructor, 2, str(tmp_path))
+    assert not torch.equal(first[0]["1.weight"], second[0]["1.weight"])  # they were built unequal
+    for name, value in first[1].items():
+        assert torch.equal(value, second[1][name])
+    assert "self.model was built before configure_models" in first[2]
+    assert "Rank 0's" in first[2]
+
+
+# -- parameters collected too early
+
+
+class CollectsEarly(Sharded):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.collected = list(self.model.parameters())
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.collected, lr=0.1)
+
+
+class Stranger(Sharded):
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.temperature = nn.Parameter(torch.zeros(2))
+        self.second = torch.optim.SGD([self.temperature], lr=0.1)
+
+
+def refused(kind: type[Sharded], directory: str) -> str:
+    os.chdir(directory)
+    trainer = kind(make_config(max_steps=1), loader())
+    try:
+        trainer._launch_and_set_up()
+    except HookError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "nothing was refused"
+
+
+@pytest.mark.pitfall(74)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (CollectsEarly, ["self.optimizer", "model.0.0.0.weight", "configure_optimizers"]),
+        (Stranger, ["self.second", "shape (2,)", "no model of the trainer"]),
+    ],
+)
+def test_an_optimizer_of_parameters_that_no_model_has_is_refused_on_all_ranks(
+    kind: type[Sharded], words: list[str], tmp_path: Path
+) -> None:
+    for said in run_world(refused, 2, kind, str(tmp_path)):
+        assert all(word in said for word in words), said
+
+
+def test_an_optimizer_under_two_names_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Twice(Spread):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.again = self.optimizer
+            self.all_of_them = [self.optimizer]
+
+    with Twice(make_config(max_steps=1), loader()) as trainer:
+        trainer.fit()
+        assert list(trainer.named_optimizers()) == ["optimizer"]
+
+
+def test_one_rank_alone_names_a_model_that_was_built_in_the_constructor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(max_steps=1)
+    with BuiltEarly(replace(config), loader()) as trainer:
+        trainer.fit()
+    assert "self.model was built before configure_models" in caplog.text
