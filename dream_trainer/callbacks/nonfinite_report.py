@@ -239,7 +239,7 @@ class NonFiniteReport(Callback):
                 if nans or infs:
                     inputs.append({"shape": list(tensor.shape), "nan": nans, "inf": infs})
 
-        map_tensors(look, trainer._batch)
+        map_tensors(look, trainer._window.batch)
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
         return {"inputs": inputs, "weights": weights}
 

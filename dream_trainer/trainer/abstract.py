@@ -26,6 +26,7 @@ from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.precision import autocast, under_autocast
 from dream_trainer.trainer.progress import Progress
 from dream_trainer.trainer.recording import Recording
+from dream_trainer.trainer.window import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.config.base import BaseTrainerConfig
@@ -61,12 +62,10 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         train_dataloader: The training loader, as configured.
         val_dataloaders: Validation loaders by name; a single one is named "".
         training: Whether the trainer trains (True) or validates (False).
-        is_accumulating_gradients: True unless this batch ends its accumulation window.
         is_padding_batch: Whether this validation batch only keeps collectives company and counts for nothing.
         is_sanity_validation: Whether the running validation is the one before training, which logs nothing.
         is_evaluating: Whether `evaluate()` runs, which is no validation of the training (EvalMixin).
         val_name: Name of the validation loader at work; "" for a single one.
-        local_batches: Training batches processed since this process started.
         best: Best value seen of each validation metric asked for (EvalMixin).
     """
 
@@ -95,20 +94,17 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self.train_dataloader: Any = None
         self.val_dataloaders: dict[str, Any] = {}
         self.training = True
-        self.is_accumulating_gradients = False
         self.is_padding_batch = False
         self.is_sanity_validation = False
         self.is_evaluating = False
         self.val_name = ""
-        self.local_batches = 0
         self._world: World | None = None
         self._train_stream: TrainStream | None = None
         self._is_ready = False
         self._val_batches: dict[str, ValidationBatches] = {}
         self._val_buffer: MetricBuffer | None = None
         self._val_weight: int = 0
-        self._batch: Any = None
-        self._batch_samples: int | None = None
+        self._window = WindowState()
         self._events = event_table(self, is_main=True)
         self._stop_reason: str | None = None
         self._save_requested = False
@@ -142,6 +138,16 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     def batch_idx(self) -> int:
         """Micro-batches of this rank completed in the epoch, which is the 0-based number of the running one."""
         return self.progress.batch_idx
+
+    @property
+    def local_batches(self) -> int:
+        """Training batches processed since this process started."""
+        return self._window.local_batches
+
+    @property
+    def is_accumulating_gradients(self) -> bool:
+        """True unless this batch ends its accumulation window; an epoch's last batch ends one too."""
+        return self._window.is_accumulating
 
     @property
     def samples_seen(self) -> int:
@@ -265,9 +271,10 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
 
     def _samples_in_batch(self) -> int:
         """Samples of the running micro-batch on this rank, counted once."""
-        if self._batch_samples is None:
-            self._batch_samples = self.batch_size(self._batch)
-        return self._batch_samples
+        window = self._window
+        if window.batch_samples is None:
+            window.batch_samples = self.batch_size(window.batch)
+        return window.batch_samples
 
     def _patience(self) -> AbstractContextManager[None]:
         """For phases without batches that may take long: the watchdog bears them."""

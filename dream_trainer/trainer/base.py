@@ -67,11 +67,7 @@ class BaseTrainer(Session):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._gradients_sync = True
-        self._epoch_ends = False  # with the window just completed
         self._is_first_window = True
-        self._window_samples = 0
-        self._sizes: list[int] | None = None
         # Optimizer steps that end an epoch whatever the data holds; None: the data's end does.
         self._epoch_limit = steps_in_epoch(config.training_parameters, None)
 
@@ -203,7 +199,7 @@ class BaseTrainer(Session):
             if window is None:  # a pass without a window; two in a row are an error
                 continue
             self._run_window(window)
-            is_over = self._epoch_ends
+            is_over = self._window.epoch_ends
             if self._between_windows(epoch_ended=is_over):
                 return
 
@@ -218,7 +214,7 @@ class BaseTrainer(Session):
             return None
         self._count_samples(feed.window)
         while True:
-            flags = self._flags = agreement.exchange(samples=self._window_samples, short=feed.is_short)
+            flags = self._window.flags = agreement.exchange(samples=self._window.samples, short=feed.is_short)
             if agreement.stopped:
                 return None
             if flags.save:
@@ -228,8 +224,8 @@ class BaseTrainer(Session):
         if flags.short:
             feed.agree()
             self._count_samples(feed.window)
-            samples = self.world.all_reduce(torch.tensor([self._window_samples])).item()
-            self._flags = flags._replace(samples=int(samples))
+            samples = self.world.all_reduce(torch.tensor([self._window.samples])).item()
+            self._window.flags = flags._replace(samples=int(samples))
         return feed.take()
 
     def _save_while_waiting(self) -> bool:
@@ -241,15 +237,15 @@ class BaseTrainer(Session):
 
     def _count_samples(self, window: Window | None) -> None:
         """What this rank adds to the count of a window's samples; of all ranks, where the stream can tell."""
-        self._sizes, self._window_samples = None, 0
+        self._window.sizes, self._window.samples = None, 0
         if window is None:
             return
         if window.samples is not None:
-            self._window_samples = window.samples
+            self._window.samples = window.samples
             return
-        self._sizes = window.sizes
-        if self._sizes is not None and self.world.counts_data:
-            self._window_samples = sum(self._sizes)
+        self._window.sizes = window.sizes
+        if self._window.sizes is not None and self.world.counts_data:
+            self._window.samples = sum(self._window.sizes)
 
     def _run_window(self, window: Window) -> None:
         """Trains one accumulation window and advances the counters."""
@@ -257,32 +253,33 @@ class BaseTrainer(Session):
         if self.config.training_parameters.nonfinite != "retry":
             self._run_batches(window)
             return
-        before = self.progress.batch_idx, self.local_batches
+        before = self.progress.batch_idx, self._window.local_batches
         while True:
             try:
                 return self._run_batches(window)
             except RetryWindow:
-                self.progress.batch_idx, self.local_batches = before
+                self.progress.batch_idx, self._window.local_batches = before
                 self._window_dropped()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 
     def _run_batches(self, window: Window) -> None:
         accumulation, progress, device = self._accumulation, self.progress, self.world.device
+        state = self._window
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
-        after_window, sizes = self._events["post_train_step"], self._sizes
+        after_window, sizes = self._events["post_train_step"], state.sizes
         training_step = self._training_step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
-        self._first_batch_idx = progress.batch_idx
+        state.first_batch_idx = progress.batch_idx
         for index, batch in enumerate(window.batches, start=1):
             is_last = index == window.size
             batch_idx = progress.batch_idx
-            batch = self._batch = self.move_batch(batch, device)
-            self._batch_samples = None if sizes is None else sizes[index - 1]
-            if is_last is not self._gradients_sync:
+            batch = state.batch = self.move_batch(batch, device)
+            state.batch_samples = None if sizes is None else sizes[index - 1]
+            if is_last is not state.gradients_sync:
                 self._sync_gradients(is_last)
-                self._gradients_sync = is_last
-            self.is_accumulating_gradients = not is_last
+                state.gradients_sync = is_last
+            state.is_accumulating = not is_last
             accumulation.start_batch(is_last=is_last)
             for listener in before:
                 listener(batch, batch_idx)
@@ -292,7 +289,7 @@ class BaseTrainer(Session):
                     f"training_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
                 )
             progress.batch_idx += 1
-            self.local_batches += 1
+            state.local_batches += 1
             if is_last:
                 self._complete_window(window)
             self._log_step("train", result, accumulation.batch_weight)
@@ -307,11 +304,11 @@ class BaseTrainer(Session):
         """The one place where completed work is counted, before anybody is told of it."""
         stepped = self._accumulation.finish_window()
         self._feed.trained(window)
-        samples = self._window_samples if self._ranks_are_even else self._flags.samples
+        samples = self._window.samples if self._ranks_are_even else self._window.flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
         self.progress.is_pass_over = self._feed.is_pass_over
-        self._epoch_ends = self._epoch_is_over()
-        self._note_what_follows(epoch_ended=self._epoch_ends)
+        self._window.epoch_ends = self._epoch_is_over()
+        self._note_what_follows(epoch_ended=self._window.epoch_ends)
         if not self._has_trained:
             if self._is_first_window:
                 self._is_first_window = False

@@ -7,7 +7,6 @@ checkpoint, and a resumed run does it first.
 from __future__ import annotations
 
 from dream_trainer.config.base import BaseTrainerConfig
-from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.signals import Interrupted
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.agreement import Agreement
@@ -27,8 +26,6 @@ class Intermission(AbstractTrainer):
         self._cadence = Cadence(config.training_parameters)
         self._agreement = Agreement(self, self._cadence)
         self._limits = limits(config.training_parameters)
-        self._flags = Flags()  # what all ranks said before the last window
-        self._validates = False  # whether a validation follows it
         self._has_stepped = False  # whether any window of this process counted as an optimizer step
         self._has_trained = False  # whether any of these steps had a gradient
 
@@ -41,18 +38,18 @@ class Intermission(AbstractTrainer):
         is_last = self._limit_reached(epochs=self.progress.current_epoch + epoch_ended)
         self._window_finished(is_last=is_last)
         stepped = self._accumulation.stepped
-        if is_last or epoch_ended or self._validates:
-            return self._conclude(stepped=stepped, epoch_ended=epoch_ended, validates=self._validates)
+        if is_last or epoch_ended or self._window.validates:
+            return self._conclude(stepped=stepped, epoch_ended=epoch_ended, validates=self._window.validates)
         self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
         return False
 
     def _note_what_follows(self, *, epoch_ended: bool) -> None:
         """Writes into the counters what is to be done after the window just completed, for a checkpoint of before."""
         stepped = self._accumulation.stepped
-        self._validates = bool(self._val_batches) and self._cadence.validation_is_due(
-            self.progress, stepped=stepped, epoch_ended=epoch_ended, by_the_clock=bool(self._flags.validate)
+        self._window.validates = bool(self._val_batches) and self._cadence.validation_is_due(
+            self.progress, stepped=stepped, epoch_ended=epoch_ended, by_the_clock=bool(self._window.flags.validate)
         )
-        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=self._validates)
+        self._owe(stepped=stepped, epoch_ended=epoch_ended, validates=self._window.validates)
 
     def _owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
         is_owed = validates or epoch_ended

@@ -23,7 +23,6 @@ class Session(Intermission):
 
     def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
-        self._first_batch_idx = 0  # of the running window
         self._is_closed = self._has_failed = self._is_half_set_up = self._is_training = False
 
     def describe(self) -> str:
@@ -130,7 +129,7 @@ class Session(Intermission):
                     self._world.fail(exc)
                 if self._is_training and isinstance(exc, Exception):
                     if self._accumulation.is_open:
-                        self.progress.batch_idx = self._first_batch_idx
+                        self.progress.batch_idx = self._window.first_batch_idx
                         self._window_dropped()
                     self._save_after_exception()
             raise

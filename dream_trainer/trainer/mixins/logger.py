@@ -134,7 +134,7 @@ class LoggerMixin(MediaRecording):
         if self._after_validation is not None:
             self._after_validation.add(name, value, 1.0 if weight is None else weight, reduce)
             return
-        if weight is None and self._is_ready and self._batch is not None:
+        if weight is None and self._is_ready and self._window.batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
                 check_reduction(name, reduce)

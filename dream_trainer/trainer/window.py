@@ -1,0 +1,39 @@
+"""What the loop writes down at each batch and window, in one place: an object with slots, as this is the step path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dream_trainer.distributed.pulse import Flags
+
+
+@dataclass(slots=True)
+class WindowState:
+    """The accumulation window that runs, or ran last.
+
+    Attributes:
+        batch: The running micro-batch, on the device.
+        batch_samples: Its samples on this rank; None while nobody has counted them.
+        sizes: Samples of each of this rank's batches; None where the stream counts by itself.
+        samples: This rank's share of the window's samples; of all ranks, where the stream can tell.
+        flags: What all ranks said before it.
+        is_accumulating: Whether further batches of the window follow the running one.
+        gradients_sync: Whether the next backward reduces gradients over ranks.
+        first_batch_idx: Number of its first batch in the epoch.
+        epoch_ends: Whether the epoch ends with it.
+        validates: Whether a validation follows it.
+        local_batches: Training batches processed since this process started.
+    """
+
+    batch: Any = None
+    batch_samples: int | None = None
+    sizes: list[int] | None = None
+    samples: int = 0
+    flags: Flags = field(default_factory=Flags)
+    is_accumulating: bool = False
+    gradients_sync: bool = True
+    first_batch_idx: int = 0
+    epoch_ends: bool = False
+    validates: bool = False
+    local_batches: int = 0
