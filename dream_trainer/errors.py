@@ -16,6 +16,10 @@ class HookError(DreamTrainerError, TypeError):
     """A hook is missing, or returned something of the wrong kind."""
 
 
+class RanksDifferError(DreamTrainerError, ValueError):
+    """Something is not the same on all ranks that has to be: config, data, optimizers."""
+
+
 class DataError(DreamTrainerError, ValueError):
     """A data loader is empty, uneven, or cannot be split over ranks."""
 

@@ -176,11 +176,26 @@ class ShardReader:
         self._iterator = iter(self._torch_loader)
         return self._iterator
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on all ranks, for the samples to be dealt to them."""
+        loader = self.loader
+        return {
+            "samples": len(loader.dataset),
+            "batch size": loader.batch_size,
+            "shuffle": loader.shuffle,
+            "drop_last": loader.drop_last,
+        }
+
+    @property
+    def keyed_dataset(self) -> KeyedDataset:
+        """The dataset as the run reads it: seeded by sample, and collated."""
+        loader = self.loader
+        return KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
+
     def load(self, epoch: int, indices: list[int]) -> Any:
         """One batch of the samples at `indices`, loaded in this process."""
-        loader = self.loader
-        dataset = KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None)
-        return dataset.__getitems__((epoch, indices))
+        return self.keyed_dataset.__getitems__((epoch, indices))
 
     def release(self) -> None:
         """Lets go of the last pass's iterator, and so of its workers unless they are persistent."""
@@ -195,7 +210,7 @@ class ShardReader:
     def _build(self) -> DataLoader[Any]:
         loader = self.loader
         return DataLoader(
-            KeyedDataset(loader.dataset, loader.collate_fn, self.seed if loader.seed_samples else None),
+            self.keyed_dataset,
             batch_sampler=self.sampler,  # type: ignore[arg-type]  # what it yields goes to KeyedDataset as it is
             collate_fn=_as_it_is,
             generator=self.generator,

@@ -80,6 +80,7 @@ class ShardStream(TrainStream):
         drop_last: Whether samples that do not fill a global batch are dropped.
     """
 
+    reader: ShardReader
     is_even = True
 
     def __init__(
@@ -94,7 +95,7 @@ class ShardStream(TrainStream):
             raise self._too_small()
         self.steps_per_epoch = -(-self._end // self._global_batch_size)
         self.dropped_samples = self._length - self._end
-        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
 
@@ -113,7 +114,7 @@ class ShardStream(TrainStream):
             self._begin(DataPosition(position.epoch + 1, 0, 0))
             return None
         if self._iterator is None:
-            self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
+            self._iterator = self.reader.batches(position.epoch, position.samples, self._end)
         size, last_chunk = divmod(samples, self._sharding.chunk_size)
         is_uneven = False
         if last_chunk:
@@ -124,7 +125,7 @@ class ShardStream(TrainStream):
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last)
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        return self._reader.sampler.indices(epoch, first, end)
+        return self.reader.sampler.indices(epoch, first, end)
 
     def end_pass(self) -> None:
         if self._position.samples:
@@ -132,11 +133,11 @@ class ShardStream(TrainStream):
 
     def close(self) -> None:
         self._iterator = None
-        self._reader.close()
+        self.reader.close()
 
     def _begin(self, position: DataPosition) -> None:
         self._iterator = None
-        self._reader.release()
+        self.reader.release()
         self._position = position
         self._end = self._pass_end(position.samples)
 

@@ -16,6 +16,9 @@ from dream_trainer.errors import DataError
 class ValidationBatches(ABC):
     """This rank's validation batches; each iteration begins anew."""
 
+    reader: ShardReader | None = None
+    """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -64,21 +67,23 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
 class ShardValidation(ValidationBatches):
     """One rank's share of a DistributedDataLoader."""
 
+    reader: ShardReader
+
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._length = len(loader.dataset)
-        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._reader.batches(VALIDATION_EPOCH, 0, self._length)
+        return self.reader.batches(VALIDATION_EPOCH, 0, self._length)
 
     def __len__(self) -> int:
-        return len(self._reader.sampler)
+        return len(self.reader.sampler)
 
     def any_batch(self) -> Any | None:
-        return self._reader.load(VALIDATION_EPOCH, [0])
+        return self.reader.load(VALIDATION_EPOCH, [0])
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
 
 
 class ForeignValidation(ValidationBatches):

@@ -8,7 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dream_trainer.data.loader import ShardReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class TrainStream(ABC):
 
     steps_per_epoch: int | None
     """Windows in one whole pass; None if the loader does not know its length."""
+    reader: ShardReader | None
+    """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
     is_even: bool
     """Whether every rank gets windows of the same number of micro-batches, and equally many, by construction."""
 

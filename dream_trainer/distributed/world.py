@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dream_trainer.distributed import job_store
+from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job, first_to_fail
 from dream_trainer.distributed.torch_compat import forget_meshes, set_group_timeout
 from dream_trainer.errors import ConfigError
@@ -100,6 +101,7 @@ class World:
 
         Raises:
             ConfigError: The mesh does not fit the world size, or the device is missing.
+            RanksDifferError: The ranks lay different meshes.
         """
         from dream_trainer.config.device import resolve_mesh
 
@@ -162,6 +164,8 @@ class World:
             _owns_group = True
         _group_users += 1
         self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+        mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
+        refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
 
     @property

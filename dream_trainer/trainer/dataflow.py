@@ -9,6 +9,7 @@ from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation import validation_batches
 from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.trainer.equality import agree_on_data
 
 if TYPE_CHECKING:
     from dream_trainer.config.training import TrainingParameters
@@ -22,6 +23,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         HookError: The hook returned something other than `(train, val)`, or validation data without a step.
         DataError: The data is empty, or cannot be split over the ranks.
         ConfigError: The batch sizes do not divide.
+        RanksDifferError: Ranks have other data than each other, where the trainer deals one dataset to all.
     """
     from dream_trainer.config.training import TrainingParameters, accumulation_steps
 
@@ -55,13 +57,14 @@ def connect_data(trainer: AbstractTrainer) -> None:
         stream.close()
         stream = _stream(trainer, PerRankLoader(batches))
     trainer._train_stream = stream
-    trainer.steps_per_epoch = steps_in_epoch(parameters, stream.steps_per_epoch)
-    trainer.total_steps = planned_steps(parameters, stream.steps_per_epoch, global_batch_size(trainer))
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._val_batches = {
         name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
         for name, loader in trainer.val_dataloaders.items()
     }
+    steps = agree_on_data(trainer)
+    trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
+    trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
 
 
 def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:

@@ -11,6 +11,7 @@ from dream_trainer.distributed.torch_compat import enable_flight_recorder
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.checks import uncalled_hooks, uncalled_methods
+from dream_trainer.trainer.equality import refuse_different_configs
 from dream_trainer.trainer.events import event_table
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def launch(trainer: Session) -> None:
 
     Raises:
         ConfigError: The mesh does not fit, the device is missing, or several ranks have nothing that keeps them equal.
+        RanksDifferError: The ranks have other configs than each other.
     """
     cls = type(trainer)
     _record_collectives(trainer)
@@ -35,6 +37,7 @@ def launch(trainer: Session) -> None:
         atexit.register(_close_if_alive, weakref.ref(trainer))
     else:
         close_at_exit(world)
+    refuse_different_configs(trainer)
     for hook in uncalled_hooks(cls):
         trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
     for message in uncalled_methods(trainer):

@@ -25,6 +25,7 @@ from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.checks import refuse_unused_parallelism
 from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.equality import refuse_different_optimizers
 from dream_trainer.trainer.metrics import parts
 from dream_trainer.trainer.precision import half_dtype, sharding_policy
 from dream_trainer.trainer.registry import refuse_private_models, refuse_strangers
@@ -137,6 +138,7 @@ class SetupMixin(AbstractTrainer):
         for optimizer in self.named_optimizers().values():
             refuse_unshardable(optimizer)
         self.configure_schedulers()
+        refuse_different_optimizers(self)
         self.configure_metrics()
         for metric in self.named_metrics().values():
             metric.to(self.world.device)

@@ -1,0 +1,148 @@
+"""A few samples of a dataset, compared between ranks: does every rank hold the same data?
+
+The trainer deals one dataset to all ranks. One that each rank has split already would be split twice, and each sample
+of one that is shuffled by rank would be trained several times or never; both look right on every rank alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Dataset
+
+from dream_trainer.data.seeding import KeyedDataset, WorkerInit, draws_nothing
+from dream_trainer.distributed.seeds import preserved_random_state
+
+if TYPE_CHECKING:
+    from dream_trainer.data.loader import ShardReader
+
+Leaf = str | int | list[float]
+Summary = dict[str, Leaf]
+"""Parts of a sample by their place in it: a digest, or a few numbers of what another host may compute a little
+differently."""
+
+_NUMBERS = 64
+_TOLERANCE = 0.01
+
+
+def probed(readers: Mapping[str, ShardReader]) -> dict[str, list[Summary]]:
+    """Summaries of the first and last sample of each dataset; empty ones of what cannot be loaded.
+
+    Where the run loads in worker processes a worker loads these too: what a dataset opens when it is first read (a
+    database, a file) must not be open in the process that is forked.
+    """
+    found: dict[str, list[Summary]] = {}
+    in_workers: dict[Any, dict[str, ShardReader]] = {}
+    for name, reader in readers.items():
+        loader = reader.loader
+        if loader.num_workers == 0 or draws_nothing(loader.dataset):
+            samples = _Samples({name: reader})
+            with preserved_random_state():
+                found[name] = [samples[key] for key in samples.keys]
+        else:
+            in_workers.setdefault((loader.multiprocessing_context, loader.worker_init_fn), {})[name] = reader
+    for (context, worker_init_fn), group in in_workers.items():
+        samples = _Samples(group)
+        torch_loader = DataLoader(
+            samples,
+            batch_size=None,
+            sampler=samples.keys,
+            generator=torch.Generator(device="cpu"),
+            num_workers=1,
+            multiprocessing_context=context,
+            worker_init_fn=WorkerInit(worker_init_fn),
+        )
+        for (name, _), told in zip(samples.keys, torch_loader, strict=True):
+            found.setdefault(name, []).append(told)
+    return {name: found[name] for name in readers}
+
+
+class _Samples(Dataset[Summary]):
+    """The first and last sample of datasets, as summaries, by (name, index)."""
+
+    def __init__(self, readers: Mapping[str, ShardReader]) -> None:
+        self.datasets = {
+            name: KeyedDataset(reader.loader.dataset, summary, reader.keyed_dataset.seed)
+            for name, reader in readers.items()
+        }
+        self.keys = [(name, index) for name, data in self.datasets.items() for index in sorted({0, len(data) - 1})]
+
+    def __getitem__(self, key: tuple[str, int]) -> Summary:
+        name, index = key
+        try:
+            found: Summary = self.datasets[name].__getitems__((0, [index]))
+        except Exception:  # training will meet it, and tell of it better
+            return {}
+        return found
+
+
+def summary(sample: Any) -> Summary:
+    """What of a sample can be compared between ranks: tensors, arrays, numbers and strings in nested containers."""
+    found: Summary = {}
+    _collect("sample", sample, found)
+    return found
+
+
+def _collect(name: str, value: Any, found: Summary) -> None:
+    if isinstance(value, str | bytes):
+        # A file's name may differ between hosts.
+        found[f"{name} (text)"] = xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value)
+    elif isinstance(value, bool | int | float | np.generic):
+        _collect_array(name, np.asarray(value), found)
+    elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+        tensor = value.detach().cpu()
+        _collect_array(name, (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(), found)
+    elif isinstance(value, np.ndarray):
+        _collect_array(name, value, found)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(f"{name}[{key!r}]", item, found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value[:_NUMBERS]):
+            _collect(f"{name}[{index}]", item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _collect(name, vars(value), found)
+
+
+def _collect_array(name: str, values: np.ndarray, found: Summary) -> None:
+    if values.dtype.kind not in "biuf":
+        return
+    found[f"{name} (shape)"] = str(values.shape)
+    if values.dtype.kind == "f" or values.dtype == np.uint8:  # pictures too: decoders differ by a shade
+        flat = values.reshape(-1).astype(np.float64)
+        chosen = flat[:: max(1, len(flat) // _NUMBERS)][:_NUMBERS].tolist()
+        found[name] = [*chosen, float(flat.mean()), float(flat.std())] if len(flat) else []
+    else:
+        found[name] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(values.astype(np.int64)).tobytes())
+
+
+def differing(summaries: Sequence[Summary]) -> dict[str, int]:
+    """The parts that are not the same in all summaries, each with the first rank whose part is not rank 0's.
+
+    Texts count only in samples that hold nothing else.
+    """
+    names = dict.fromkeys(name for told in summaries for name in told)
+    others = {name for name in names if not name.endswith("(text)")}
+    first = summaries[0]
+    found: dict[str, int] = {}
+    for name in names:
+        if others and name not in others:
+            continue
+        rank = next((rank for rank, told in enumerate(summaries) if not _alike(first.get(name), told.get(name))), None)
+        if rank is not None:
+            found[name] = rank
+    return found
+
+
+def _alike(one: Leaf | None, other: Leaf | None) -> bool:
+    if not isinstance(one, list) or not isinstance(other, list):
+        return one == other
+    if len(one) != len(other):
+        return False
+    scale = max((abs(value) for value in one), default=0.0)
+    return bool(np.allclose(one, other, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True))

@@ -1,0 +1,175 @@
+"""What differs by rank and must not is named on every rank before the first step; what may differ is not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.distributed.world import World
+from dream_trainer.errors import RanksDifferError
+from tests.trainer.small import Samples, Spread, Validates, batches, fused_adamw, make_config, sgd
+from tests.worlds import run_world
+
+ROWS = torch.arange(36.0).view(12, 3).double()
+
+
+class Rows(Dataset[Any]):
+    """Chosen rows of one table, as a user's own dataset has them."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return ROWS[self.rows[index]], ROWS[self.rows[index], :1], self.rows[index]
+
+
+class Noisy(Rows):
+    """The same rows on every rank, with draws from the global generators and from one of each rank's own."""
+
+    def __init__(self, rows: list[int], rank: int) -> None:
+        super().__init__(rows)
+        self.own = np.random.default_rng(rank)
+        self.home = f"/scratch/rank{rank}"
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, number = super().__getitem__(index)
+        return x + torch.rand(3) + random.random() + self.own.random(), y, number, f"{self.home}/{number}.png"
+
+
+class Spare(Spread):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return super().training_step(batch[:3], batch_idx)
+
+
+class Validated(Validates, Spread):
+    config: Any
+
+
+class Scheduled(Spread):
+    def configure_schedulers(self) -> None:
+        steps = 10 + self.world.rank
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
+
+
+def config(**training: Any) -> Any:
+    return make_config(**({"n_epochs": 1} | training))
+
+
+def loader(length: int = 12, size: int = 2) -> DistributedDataLoader:
+    return DistributedDataLoader(Samples(length), size, shuffle=True)
+
+
+def wrong(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
+    """Trainers that ranks build differently, by what must be named."""
+    mine = Rows(list(range(12))[rank::2])
+    shuffled = random.Random(rank).sample(range(12), 12)
+    return {
+        r"seed \(7 on rank 0; 8 on rank 1\)": lambda: Spread(make_config(seed=7 + rank, n_epochs=1), loader()),
+        r"training_parameters.max_steps \(3 .*; 4 ": lambda: Spread(config(max_steps=3 + rank), loader()),
+        r"training_parameters.gradient_accumulation_steps": lambda: Spread(
+            config(gradient_accumulation_steps=1 + rank), loader()
+        ),
+        r"training loader: batch size \(2 .*; 3 ": lambda: Spread(config(), loader(12, 2 + rank)),
+        r"training loader: samples \(12 .*; 10 .*split": lambda: Spread(config(), loader(12 - 2 * rank)),
+        r"training loader: kind \(.*DistributedDataLoader on rank 0; .*PerRankLoader": lambda: Spread(
+            config(), PerRankLoader(batches(3)) if rank else loader()
+        ),
+        r"validation loaders .* on rank 0; none on rank 1": lambda: Validated(
+            config(), loader(), {} if rank else loader()
+        ),
+        r"validation loader: samples \(4 .*; 6 ": lambda: Validated(config(), loader(), loader(4 + 2 * rank)),
+        r"optimizer 'optimizer', group 0: lr \(0.1 .*; 0.2 ": lambda: Spread(
+            config(), loader(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1 * (1 + rank))
+        ),
+        r"optimizer 'optimizer': class \(SGD on rank 0; AdamW on rank 1": lambda: Spread(
+            config(), loader(), make_optimizer=[sgd, fused_adamw][rank]
+        ),
+        r"scheduler 'schedule': T_max \(10 .*; 11 ": lambda: Scheduled(config(), loader()),
+        r"sample 0 of the dataset of training \(Rows\).*split": lambda: Spread(config(), DataLoader(mine, 1)),
+        r"of the dataset of training \(Rows\) is another one on rank 1 than on rank 0": lambda: Spread(
+            config(), DataLoader(Rows(shuffled), 2, num_workers=1, multiprocessing_context="fork")
+        ),
+        r"of the dataset of validation 'b' \(Rows\)": lambda: EvalSpread(
+            config(), loader(), {"a": loader(), "b": DataLoader(mine, 1)}
+        ),
+    }
+
+
+class EvalSpread(Validates, Spread, dt.EvalMixin):
+    pass
+
+
+def right(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
+    """Trainers whose ranks differ in what is theirs."""
+    own = [dt.Callback()] if rank else []
+    return {
+        "augmentation": lambda: Spare(config(), DataLoader(Noisy(list(range(12)), rank), 2)),
+        "augmentation in workers": lambda: Spare(
+            config(), DataLoader(Noisy(list(range(12)), rank), 2, num_workers=1, multiprocessing_context="fork")
+        ),
+        "callbacks": lambda: Spread(make_config(n_epochs=1, callbacks=own), loader()),
+    }
+
+
+def try_each() -> tuple[dict[str, str], dict[str, str]]:
+    rank = int(os.environ["RANK"])
+    found: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    trainers = []
+    with mock.patch.object(World, "fail", return_value=None):
+        for told, kinds in zip(found, (wrong(rank), right(rank)), strict=True):
+            for name, make in kinds.items():
+                trainer = make()
+                trainers.append(trainer)
+                try:
+                    trainer.fit()
+                    told[name] = "trained"
+                except Exception as error:
+                    told[name] = f"{type(error).__name__}: {error}"
+        for trainer in trainers:
+            trainer.close()
+    return found
+
+
+@pytest.mark.pitfall(72)
+def test_what_must_be_equal_is_compared_before_the_first_step() -> None:
+    (told, may), (other, _) = run_world(try_each, 2)
+    assert told == other
+    for pattern, message in told.items():
+        assert message.startswith(RanksDifferError.__name__), f"{pattern}: {message}"
+        assert re.search(pattern, message), f"{pattern}: {message}"
+    assert set(may.values()) == {"trained"}
+
+
+class Planned(Spread):
+    def configure_schedulers(self) -> None:
+        assert self.total_steps is not None
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, self.total_steps)
+
+
+def uneven_lengths() -> list[Any]:
+    rank = int(os.environ["RANK"])
+    data = PerRankLoader(batches(5 if rank else 3))
+    with Planned(config(n_epochs=2), data) as trainer:
+        trainer.fit()
+        return [trainer.steps_per_epoch, trainer.total_steps, trainer.global_step, trainer.schedule.state_dict()]
+
+
+@pytest.mark.pitfall(72)
+def test_unequal_loaders_of_single_ranks_give_all_one_plan() -> None:
+    first, second = run_world(uneven_lengths, 2)
+    assert first == second
+    assert first[:3] == [3, 6, 6]
