@@ -30,8 +30,9 @@ _NUMBERS = 64
 _TOLERANCE = 0.01
 
 
-def probed(readers: Mapping[str, ShardReader]) -> dict[str, list[Summary]]:
-    """Summaries of the first and last sample of each dataset; empty ones of what cannot be loaded.
+def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, list[Summary]]:
+    """Summaries of the first and last sample of each dataset, each `times` in a row; empty ones of what cannot be
+    loaded.
 
     Where the run loads in worker processes a worker loads these too: what a dataset opens when it is first read (a
     database, a file) must not be open in the process that is forked.
@@ -41,13 +42,13 @@ def probed(readers: Mapping[str, ShardReader]) -> dict[str, list[Summary]]:
     for name, reader in readers.items():
         loader = reader.loader
         if loader.num_workers == 0 or draws_nothing(loader.dataset):
-            samples = _Samples({name: reader})
+            samples = _Samples({name: reader}, times)
             with preserved_random_state():
                 found[name] = [samples[key] for key in samples.keys]
         else:
             in_workers.setdefault((loader.multiprocessing_context, loader.worker_init_fn), {})[name] = reader
     for (context, worker_init_fn), group in in_workers.items():
-        samples = _Samples(group)
+        samples = _Samples(group, times)
         torch_loader = DataLoader(
             samples,
             batch_size=None,
@@ -63,14 +64,19 @@ def probed(readers: Mapping[str, ShardReader]) -> dict[str, list[Summary]]:
 
 
 class _Samples(Dataset[Summary]):
-    """The first and last sample of datasets, as summaries, by (name, index)."""
+    """The first and last sample of datasets, as summaries, by (name, index); `keys` names each `times`."""
 
-    def __init__(self, readers: Mapping[str, ShardReader]) -> None:
+    def __init__(self, readers: Mapping[str, ShardReader], times: int) -> None:
         self.datasets = {
             name: KeyedDataset(reader.loader.dataset, summary, reader.keyed_dataset.seed)
             for name, reader in readers.items()
         }
-        self.keys = [(name, index) for name, data in self.datasets.items() for index in sorted({0, len(data) - 1})]
+        self.keys = [
+            (name, index)
+            for name, data in self.datasets.items()
+            for index in sorted({0, len(data) - 1})
+            for _ in range(times)
+        ]
 
     def __getitem__(self, key: tuple[str, int]) -> Summary:
         name, index = key

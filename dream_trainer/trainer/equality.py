@@ -112,8 +112,13 @@ def _refuse_other_samples(
         by_sample = list(zip(*(summaries[name] for summaries in every), strict=True))
         if not any(differing(told) for told in by_sample):
             continue
-        mine, again = every[trainer.world.rank][name], probed({name: reader})[name]
-        drawn = trainer.world.all_gather_object([[*differing(pair)] for pair in zip(mine, again, strict=True)])
+        # Twice in one process: a worker begins with its generators where the last one did.
+        twice = probed({name: reader}, times=2)[name]
+        mine = [
+            [part for part in one.keys() | other.keys() if one.get(part) != other.get(part)]
+            for one, other in zip(twice[::2], twice[1::2], strict=True)
+        ]
+        drawn = trainer.world.all_gather_object(mine)
         for index, told in enumerate(by_sample):
             unsure = {part for rank in drawn for part in rank[index]}
             steady = {part: rank for part, rank in differing(told).items() if part not in unsure}
