@@ -167,6 +167,27 @@ MUTANTS = [
         "tests/trainer/test_rank_differences.py",
     ),
     Mutant(
+        "a dataset keeps the length of its first pass",
+        f"{DATA}/stream.py",
+        "self.length = len(dataset)",
+        "self.length = before",
+        "tests/trainer/test_changing_data.py",
+    ),
+    Mutant(
+        "a pass goes on over a dataset of another length",
+        f"{DATA}/stream.py",
+        "if position.samples and position.length not in (None, self.length):",
+        "if False:",
+        "tests/trainer/test_changing_data.py",
+    ),
+    Mutant(
+        "a loader assigned between epochs is ignored",
+        f"{TRAINER}/base.py",
+        "        follow_train_dataloader(self)\n",
+        "",
+        "tests/trainer/test_changing_data.py",
+    ),
+    Mutant(
         "one augmentation for a whole epoch",
         f"{DATA}/order.py",
         'hash_seed(b"sample", seed, epoch, index)',

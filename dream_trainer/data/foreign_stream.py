@@ -58,7 +58,7 @@ class ForeignStream(TrainStream):
                 "drop_last."
             )
         self.steps_per_epoch = None if length is None else -(-length // accumulation)
-        self.reader = None
+        self.reader = self.length = None
         self.is_even = dp_size == 1
         self._source = source
         self._stateful = source if isinstance(source, StatefulLoader) else None

@@ -197,6 +197,12 @@ class ShardReader:
         """One batch of the samples at `indices`, loaded in this process."""
         return self.keyed_dataset.__getitems__((epoch, indices))
 
+    def dataset_changed(self) -> None:
+        """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""
+        self.sampler.length = len(self.loader.dataset)
+        if self.loader.persistent_workers:
+            self.close()
+
     def release(self) -> None:
         """Lets go of the last pass's iterator, and so of its workers unless they are persistent."""
         self._iterator = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class DataPosition:
     the trainer counts those of all ranks."""
     batches: int
     """Batches of this pass that this rank consumed."""
+    length: int | None = field(default=None, compare=False)
+    """Samples that the dataset had in this pass; None for a loader that is not ours."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class TrainStream(ABC):
 
     steps_per_epoch: int | None
     """Windows in one whole pass; None if the loader does not know its length."""
+    length: int | None
+    """Samples of the dataset in this pass; None of a loader that is not ours."""
     reader: ShardReader | None
     """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
     is_even: bool

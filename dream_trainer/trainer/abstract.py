@@ -100,6 +100,8 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self.val_name = ""
         self._world: World | None = None
         self._train_stream: TrainStream | None = None
+        self._connected_dataloader: Any = None  # whose stream that is
+        self._has_replaced_loader = False
         self._is_ready = False
         self._val_batches: dict[str, ValidationBatches] = {}
         self._val_buffer: MetricBuffer | None = None

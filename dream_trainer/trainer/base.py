@@ -25,7 +25,7 @@ from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.signals import exit_code
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.trainer.dataflow import steps_in_epoch
+from dream_trainer.trainer.dataflow import follow_train_dataloader, steps_in_epoch
 from dream_trainer.trainer.determinism import deterministic
 from dream_trainer.trainer.intermission import WINDOWS_WITHOUT_STEP
 from dream_trainer.trainer.nonfinite import RetryWindow
@@ -187,6 +187,7 @@ class BaseTrainer(Session):
 
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
+        follow_train_dataloader(self)
         is_over = self._epoch_limit == 0
         if is_over:
             self._end_epoch()

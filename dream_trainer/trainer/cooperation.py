@@ -23,6 +23,7 @@ class Cooperation:
     _feed: WindowFeed
     _accumulation: Accumulation
     _agreement: Agreement
+    _ranks_are_even: bool  # whether every rank gets windows of the same size, and equally many
     _is_training: bool  # whether `fit` is at its loop
     _has_failed: bool  # whether an exception ended it
     _start: Callable[[], None]

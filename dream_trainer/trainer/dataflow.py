@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation import validation_batches
+from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.equality import agree_on_data
 
@@ -51,12 +52,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
         )
-    stream = _stream(trainer, trainer.train_dataloader)
-    if parameters.overfit_batches:
-        batches = _first_batches(stream, parameters.overfit_batches)
-        stream.close()
-        stream = _stream(trainer, PerRankLoader(batches))
-    trainer._train_stream = stream
+    _open_stream(trainer)
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._val_batches = {
         name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
@@ -65,6 +61,52 @@ def connect_data(trainer: AbstractTrainer) -> None:
     steps = agree_on_data(trainer)
     trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
     trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
+
+
+def follow_train_dataloader(trainer: AbstractTrainer) -> None:
+    """Takes the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective.
+
+    The plan of steps stays as it was made: schedules were built from it.
+
+    Raises:
+        DataError: The loader has another batch size; or the run went on with a loader that was assigned in a process
+            before this one, and none was assigned in this.
+        RanksDifferError: Not every rank has assigned one, or they are not the same.
+    """
+    progress, world = trainer.progress, trainer.world
+    is_new = trainer.train_dataloader is not trainer._connected_dataloader
+    if world.world_size > 1:
+        refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
+    if not is_new:
+        if progress.loader_was_replaced and not trainer._has_replaced_loader:
+            raise DataError(
+                "this run went on with another training loader than configure_dataloaders returns, and none was "
+                "assigned to self.train_dataloader since the resume. Assign it in pre_epoch, whenever it is called, "
+                "from self.current_epoch."
+            )
+        return
+    before, now = loader_batch_size(trainer._connected_dataloader), loader_batch_size(trainer.train_dataloader)
+    if before != now:
+        raise DataError(
+            f"self.train_dataloader was assigned a loader of batch size {now}, and the run has {before}. Keep the "
+            "batch size: steps, limits and learning rates are counted in it."
+        )
+    _open_stream(trainer)
+    agree_on_data(trainer)
+    assert trainer._train_stream is not None  # just opened
+    trainer._feed.follow(trainer._train_stream, progress.data)
+    trainer._ranks_are_even = trainer._train_stream.is_even
+    progress.loader_was_replaced = trainer._has_replaced_loader = True
+
+
+def _open_stream(trainer: AbstractTrainer) -> None:
+    """Sets the stream over `train_dataloader`."""
+    stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
+    if count:
+        batches = _first_batches(stream, count)
+        stream.close()
+        stream = _stream(trainer, PerRankLoader(batches))
+    trainer._train_stream, trainer._connected_dataloader = stream, trainer.train_dataloader
 
 
 def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:

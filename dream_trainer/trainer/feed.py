@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dream_trainer.data.stream import DataPosition, TrainStream, Window
+from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import DataError
 
@@ -44,20 +45,35 @@ class WindowFeed:
         self._ahead: Window | None = None
         self._is_fetched = self._is_ahead_fetched = False
         self._empty_passes = 0
+        self._sought: tuple[DataPosition, dict[str, Any] | None, bool] | None = None
+        self._begins_pass = True
         self.is_pass_over = False
         self.rank_state: dict[str, Any] | None = None
         self.seconds_waiting = 0.0
 
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool) -> None:
-        """Goes on after `position`; with `is_pass_over`, with the next pass."""
+        """Goes on after `position`, from the next `fetch` on; with `is_pass_over`, with the next pass."""
         self._forget()
         self.rank_state = rank_state
+        self._begins_pass = True
         if position != DataPosition(0, 0, 0) or rank_state is not None:
-            self._stream.seek(position, rank_state, is_pass_over=is_pass_over)
+            self._sought = position, rank_state, is_pass_over
+
+    def follow(self, stream: TrainStream, position: DataPosition) -> None:
+        """Goes on with another stream: with the pass after `position`, or where the last `seek` said, if nothing was
+        fetched since."""
+        self._stream.close()
+        self._stream = stream
+        if self._sought is None:
+            self.seek(position, None, is_pass_over=True)
 
     def fetch(self) -> None:
         """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
         started = time.perf_counter()
+        if self._sought is not None:
+            position, rank_state, is_pass_over = self._sought
+            self._stream.seek(position, rank_state, is_pass_over=is_pass_over)
+            self._sought = None
         if not self._is_fetched:
             self._window, self._is_fetched = self._load(), True
         if self._window is not None and self._window.is_last is None and not self._is_ahead_fetched:
@@ -96,12 +112,17 @@ class WindowFeed:
 
         Raises:
             DataError: Two passes in a row had no window.
+            RanksDifferError: The dataset that is dealt to ranks has another length on some.
         """
         window = self._window
+        if self._begins_pass:
+            self._begins_pass = False
+            self._compare_lengths()
         self.is_pass_over = False
         if window is None:
             self._stream.end_pass()
             self._forget()
+            self._begins_pass = True
             self._count_empty_pass()
         return window
 
@@ -114,6 +135,7 @@ class WindowFeed:
         self._forget()
         if self.is_pass_over:
             self._stream.end_pass()
+            self._begins_pass = True
         else:
             self._window, self._is_fetched = ahead, is_ahead_fetched
 
@@ -138,6 +160,15 @@ class WindowFeed:
                 "The data of some ranks ended first: %d batches that the others held ready are not trained "
                 "in this pass.",
                 left_over,
+            )
+
+    def _compare_lengths(self) -> None:
+        """A dataset may change between two passes, but on all ranks alike; a collective."""
+        if self._world.world_size > 1 and self._stream.length is not None:
+            refuse_differences(
+                self._world,
+                {"samples of the training dataset in this pass": self._stream.length},
+                "Change it on every rank alike.",
             )
 
     def _count_empty_pass(self) -> None:

@@ -22,6 +22,7 @@ class Progress:
         elapsed_seconds: Seconds of training before this process started.
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
+        loader_was_replaced: Whether `train_dataloader` was assigned anew since the run began.
         owed: What is left to do after the last window: a validation if `validates`, the end of its epoch if
             `epoch_ended`. A resume does it first. None if neither.
     """
@@ -35,6 +36,7 @@ class Progress:
     elapsed_seconds: float = 0.0
     data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
     is_pass_over: bool = False
+    loader_was_replaced: bool = False
     owed: dict[str, bool] | None = None
 
     def finish_window(self, *, stepped: bool, samples: int, end: DataPosition) -> None:

@@ -33,6 +33,7 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.world import on_all_ranks
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
@@ -243,6 +244,22 @@ def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], na
         logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
 
 
+def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
+    """Between two passes it may; in the midst of one the stream refuses it."""
+    stream, before = trainer._train_stream, trainer.progress.data.length
+    if stream is None or stream.reader is None or not trainer.progress.is_pass_over:
+        return
+    dataset = stream.reader.loader.dataset
+    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and trainer.world.is_main:
+        logger.warning(
+            "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
+            "total_steps=%s, are counted by what it has now.",
+            stream.length,
+            before,
+            trainer.total_steps,
+        )
+
+
 def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
     world, progress = trainer.world, trainer.progress
     same_device = same_layout
@@ -261,6 +278,7 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
             "several ranks drop; random layers go on from a new seed."
         )
     trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)
+    _say_if_the_data_changed(trainer)
     # Last, so that nothing above moves the streams.
     if same_device:
         set_random_state(state["random"], tensors, world.device)

@@ -1,0 +1,246 @@
+"""Data that change between epochs, or between two processes of a run: followed exactly, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import DataError
+from tests.trainer.small import Config, Samples
+from tests.worlds import run_world
+
+STEPS = [4, 5, 6]
+
+
+class Growing(Dataset[Any]):
+    """Eight samples in the first pass, two more in each later one."""
+
+    def __init__(self) -> None:
+        self.data, self.length = Samples(64), 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 8 + 2 * epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        assert index < self.length
+        return self.data[index]
+
+
+class Records(dt.BaseTrainer, dt.SetupMixin, dt.CheckpointMixin):
+    """Notes the samples of each step, and stops where it is told."""
+
+    def __init__(self, config: Config, train: Any, stop_after: int | None = None) -> None:
+        super().__init__(config)
+        self.train_data, self.stop_after = train, stop_after
+        self.seen: list[list[int]] = []
+
+    def configure_models(self) -> None:
+        self.model = torch.nn.Linear(3, 1).double()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return self.train_data, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y, numbers = batch
+        self.seen.append(numbers.tolist())
+        self.backward((self.model(x) - y).square().mean())
+        self.step(self.model, self.optimizer)
+        if self.global_step + 1 == self.stop_after:
+            self.request_stop()
+        return {}
+
+
+class Grows(Records):
+    """The user's own way: the dataset is changed in pre_epoch."""
+
+    def pre_epoch(self) -> None:
+        self.train_dataloader.dataset.length = 8 + 2 * self.current_epoch
+
+
+class GrowsUnsaid(Records):
+    def post_epoch(self) -> None:
+        self.train_dataloader.dataset.length += 2
+
+
+class Replaces(Records):
+    """Another loader in each epoch."""
+
+    def pre_epoch(self) -> None:
+        if self.current_epoch > 0:
+            data = torch.utils.data.Subset(Samples(64), range(20, 28 + 2 * self.current_epoch))
+            self.train_dataloader = DataLoader(data, 2, shuffle=True)
+
+
+class ReplacesOnce(Records):
+    def post_epoch(self) -> None:
+        if self.current_epoch == 1:
+            self.train_dataloader = DistributedDataLoader(Samples(8), 2)
+
+
+def config(**training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="changing",
+        experiment="run",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(**({"n_epochs": 3} | training)),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False),
+    )
+
+
+def train(kind: type[Records], data: Any, stop_after: int | None = None, **training: Any) -> Records:
+    with kind(config(**training), data, stop_after) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def plain(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, 2, shuffle=True)
+
+
+class Unaware(Growing):
+    """Without `set_epoch`."""
+
+    set_epoch = None  # type: ignore[assignment]
+
+
+@pytest.mark.pitfall(77)
+@pytest.mark.parametrize(("kind", "data"), [(Records, Growing), (Grows, Unaware), (Replaces, Unaware)])
+@pytest.mark.parametrize("stop_after", [2, 4, 6, 9, 12])
+def test_changed_data_are_followed_and_resumed_exactly(
+    kind: type[Records], data: type[Growing], stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = train(kind, plain(data()))
+    assert len(whole.seen) == sum(STEPS)
+    ends = [sum(STEPS[:epoch]) for epoch in range(4)]
+    first = 20 if kind is Replaces else 0
+    for epoch in range(3):
+        numbers = sorted(n for batch in whole.seen[ends[epoch] : ends[epoch + 1]] for n in batch)
+        start = first if epoch else 0
+        assert numbers == list(range(start, start + 8 + 2 * epoch))
+    (tmp_path / "parts").mkdir()
+    monkeypatch.chdir(tmp_path / "parts")
+    before = train(kind, plain(data()), stop_after)
+    after = train(kind, plain(data()))
+    assert before.seen + after.seen == whole.seen
+    torch.testing.assert_close(after.model.weight, whole.model.weight, rtol=0, atol=0)
+
+
+@pytest.mark.pitfall(77)
+def test_persistent_workers_see_the_dataset_of_their_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = DataLoader(Growing(), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    assert len(train(Records, data).seen) == sum(STEPS)
+
+
+@pytest.mark.pitfall(77)
+@pytest.mark.parametrize("kind", [GrowsUnsaid])
+def test_another_length_in_the_middle_of_an_epoch_is_refused(
+    kind: type[Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(kind, plain(Unaware()), 6)
+    with pytest.raises(DataError, match="middle of a pass over 10 training samples, and the dataset has 8"):
+        train(kind, plain(Unaware()))
+
+
+@pytest.mark.pitfall(77)
+def test_another_length_at_the_end_of_an_epoch_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(Records, plain(Samples(8)), n_epochs=1)
+    trainer = train(Records, plain(Samples(12)), n_epochs=2)
+    assert len(trainer.seen) == 6
+    assert "the training dataset has 12 samples, and had 8" in caplog.text
+
+
+@pytest.mark.pitfall(77)
+def test_a_loader_that_a_resumed_run_does_not_get_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(ReplacesOnce, plain(Samples(16)), 10)
+    with pytest.raises(DataError, match="Assign it in pre_epoch"):
+        train(ReplacesOnce, plain(Samples(16)))
+
+
+class OtherBatches(Records):
+    def pre_epoch(self) -> None:
+        if self.current_epoch == 1:
+            self.train_dataloader = plain(Samples(16))
+            self.train_dataloader = DataLoader(Samples(16), 4)
+
+
+@pytest.mark.pitfall(77)
+def test_a_new_loader_keeps_the_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="batch size 4, and the run has 2"):
+        train(OtherBatches, plain(Samples(16)))
+
+
+class GrowsOnOneRank(Records):
+    def pre_epoch(self) -> None:
+        if self.world.rank == 1 and self.current_epoch == 1:
+            self.train_dataloader.dataset.length = 12
+
+
+class ReplacesOnOneRank(Records):
+    def pre_epoch(self) -> None:
+        if self.world.rank == 1 and self.current_epoch == 1:
+            self.train_dataloader = plain(Samples(8))
+
+
+def on_ranks() -> dict[str, Any]:
+    from unittest import mock
+
+    from dream_trainer.distributed.world import World
+
+    found: dict[str, Any] = {}
+    trainers = []
+    with mock.patch.object(World, "fail", return_value=None):
+        for kind, data in (
+            (Records, Growing),
+            (Replaces, Unaware),
+            (GrowsOnOneRank, Unaware),
+            (ReplacesOnOneRank, Unaware),
+        ):
+            parameters = config()
+            parameters.experiment = kind.__name__
+            trainer = kind(parameters, plain(data()))
+            trainers.append(trainer)
+            try:
+                trainer.fit()
+                found[kind.__name__] = trainer.seen
+            except Exception as error:
+                found[kind.__name__] = f"{type(error).__name__}: {error}"
+        for trainer in trainers:
+            trainer.close()
+    return found
+
+
+@pytest.mark.pitfall(77)
+def test_ranks_follow_changed_data_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = run_world(on_ranks, 2)
+    for kind, start in (("Records", 0), ("Replaces", 20)):
+        assert len(first[kind]) == len(second[kind]) == 2 + 2 + 3
+        last = sorted(n for ranks in (first, second) for batch in ranks[kind][4:] for n in batch)
+        assert last == list(range(start, start + 12))
+    assert "RanksDifferError" in first["GrowsOnOneRank"]
+    assert "8 on rank 0; 12 on rank 1" in first["GrowsOnOneRank"]
+    assert "train_dataloader assigned (False on rank 0; True on rank 1)" in first["ReplacesOnOneRank"]
