@@ -31,6 +31,7 @@ TRAINER, DATA, META, SAVED = (
     "dream_trainer/checkpoint",
 )
 PARITY = "tests/trainer/test_arithmetic_parity.py"
+UNEVEN = "tests/trainer/test_uneven_use.py"
 
 MUTANTS = [
     Mutant(
@@ -88,6 +89,34 @@ MUTANTS = [
         "torch.default_generator.set_state(torch_state)",
         "pass",
         "tests/trainer/test_validation.py tests/data",
+    ),
+    Mutant(
+        "a rank brings nothing for what it did not use",
+        "dream_trainer/distributed/fsdp_compat.py",
+        "elif gathered.requires_grad:",
+        "elif False:",
+        UNEVEN,
+    ),
+    Mutant(
+        "what no rank used decays under sharding",
+        f"{TRAINER}/accumulation.py",
+        "plan.shared[place].grad = None",
+        "pass",
+        UNEVEN,
+    ),
+    Mutant(
+        "what no rank used decays in replicas",
+        "dream_trainer/distributed/gradients.py",
+        "if is_there:",
+        "if True:",
+        UNEVEN,
+    ),
+    Mutant(
+        "a sharded block that one rank left out is no error",
+        f"{TRAINER}/accumulation.py",
+        "not in self._own.ran",
+        "is None",
+        UNEVEN,
     ),
     Mutant(
         "gathered parameters stay frozen",

@@ -58,7 +58,8 @@ class TrainingParameters:
     sync_policy: SyncPolicy = "no_sync"
     """When gradients of an accumulation window cross ranks: once, at its end, keeping whole gradients until then
     ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed
-    over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not."""
+    over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not. Replicas
+    without shards keep whole gradients and cross once under each."""
     nonfinite: NonFinitePolicy = "raise"
     """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window."""
     max_nonfinite: int = 10

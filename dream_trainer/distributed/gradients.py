@@ -2,20 +2,29 @@
 
 Everything works on this rank's local shards (TORCH.md section 14: four times cheaper than on DTensors). An element that
 several ranks hold is counted once, by dividing its square by the number of its copies before one all-reduce.
+
+Ranks need not use the same parameters. What only some of them used counts as zero on the others; what none of them used
+has no gradient anywhere, as in one process, where an optimizer leaves it alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.distributed.torch_compat import foreach_mul_, foreach_norm, local_gradients
+from dream_trainer.distributed.torch_compat import (
+    foreach_mul_,
+    foreach_norm,
+    local_gradients,
+    local_tensor,
+    with_local,
+)
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -42,6 +51,43 @@ class ParameterGroup:
         return [p.grad for p in self.parameters if p.grad is not None]
 
 
+@dataclass
+class LocalGradients:
+    """What this rank knows of the gradients of sharded and replicated models; empty in one process.
+
+    Attributes:
+        shared: The `fully_shard` group of each parameter, by id, of which each rank keeps a share.
+        whole: By id of each parameter that replicas keep whole, the type its gradient is reduced in; None for its own.
+        used: Ids of shared parameters that this rank's own backwards gave a gradient, since their last step.
+        ran: Ids of the groups that ran a forward in the window.
+        waiting: Groups that ended a backward whose gradients have not crossed ranks yet.
+    """
+
+    shared: dict[int, Any] = field(default_factory=dict)
+    whole: dict[int, torch.dtype | None] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    ran: set[int] = field(default_factory=set)
+    waiting: set[Any] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients `step` averages over ranks in one collective.
+
+    Attributes:
+        dtype: The type that they are sent in.
+        group: The ranks; None for all.
+        parameters: The parameters.
+    """
+
+    dtype: torch.dtype
+    group: Any
+    parameters: list[nn.Parameter]
+
+
+BUCKET_BYTES = 25 * 2**20
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What `step` needs to know of a set of optimizers, worked out once.
@@ -49,7 +95,9 @@ class StepPlan:
     Attributes:
         parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
-        unsynced: Parameters that no wrapper reduces over ranks; empty at world size 1.
+        buckets: Parameters that no backward reduces over ranks; empty at world size 1.
+        shared: Parameters that a backward reduces, each rank keeping its share.
+        shared_ids: Their ids.
         guards_itself: Whether every optimizer skips on the device when told `found_inf`.
         n_groups: Parameter count per optimizer group when this was worked out, to notice `add_param_group`.
         dtype: The widest dtype among the parameters, in which the norm is taken.
@@ -58,7 +106,9 @@ class StepPlan:
 
     parameters: list[nn.Parameter]
     groups: list[ParameterGroup]
-    unsynced: list[nn.Parameter]
+    buckets: list[Bucket]
+    shared: list[nn.Parameter]
+    shared_ids: frozenset[int]
     guards_itself: bool
     n_groups: tuple[int, ...]
     dtype: torch.dtype
@@ -70,7 +120,7 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
     return tuple([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
 
 
-def plan_step(optimizers: Sequence[Optimizer], world_size: int) -> StepPlan:
+def plan_step(optimizers: Sequence[Optimizer], world: World, own: LocalGradients) -> StepPlan:
     """Works out the plan for stepping `optimizers` together."""
     from torch.distributed.tensor import DTensor
 
@@ -79,15 +129,18 @@ def plan_step(optimizers: Sequence[Optimizer], world_size: int) -> StepPlan:
     parameters = list(unique.values())
     kinds: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((copies_of(parameter, world_size), isinstance(parameter, DTensor)), []).append(parameter)
+        kinds.setdefault((copies_of(parameter, world.world_size), isinstance(parameter, DTensor)), []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     dtype = torch.float32
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
+    shared = [p for p in parameters if id(p) in own.shared]
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        unsynced=[p for p in parameters if world_size > 1 and not isinstance(p, DTensor)],
+        buckets=_buckets(parameters, world, own) if world.world_size > 1 else [],
+        shared=shared,
+        shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
@@ -123,25 +176,64 @@ def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     return [group.gradients() for group in plan.groups]
 
 
-def average_unsynced(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Averages over all ranks the gradients of parameters that no wrapper reduces, in one collective per dtype.
+def _buckets(parameters: Sequence[nn.Parameter], world: World, own: LocalGradients) -> list[Bucket]:
+    from torch.distributed.tensor import DTensor
+
+    found: list[Bucket] = []
+    for p in parameters:
+        if id(p) in own.whole:
+            if world.dp_size == 1:
+                continue
+            dtype, group = own.whole[id(p)] or p.dtype, world.data_group
+        elif isinstance(p, DTensor):
+            continue
+        else:
+            dtype, group = p.dtype, None
+        fits = (b for b in found if (b.dtype, b.group) == (dtype, group) and _bytes(b.parameters) < BUCKET_BYTES)
+        bucket = next(fits, None)
+        if bucket is None:
+            found.append(bucket := Bucket(dtype, group, []))
+        bucket.parameters.append(p)
+    return found
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(local_tensor(p).numel() * p.element_size() for p in parameters)
+
+
+def average(bucket: Bucket, world: World) -> None:
+    """Averages gradients over ranks in one collective.
 
     A rank without a gradient that others have counts as zero; a parameter without one on all ranks stays without.
     """
     import torch.distributed as dist
 
-    there = world.all_reduce(torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8), "max").tolist()
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for p, is_there in zip(parameters, there, strict=True):
+    n_ranks = world.world_size if bucket.group is None else world.dp_size
+    parameters = [p for p in bucket.parameters if p.requires_grad or p.grad is not None]
+    if not parameters:
+        return
+    lacking = [i for i, p in enumerate(parameters) if p.grad is None]
+    parts = [local_tensor(p if p.grad is None else p.grad).flatten() for p in parameters]
+    for i in lacking:
+        parts[i] = torch.zeros_like(parts[i])
+    # One number a parameter tells who has it. Only a rank that lacks one has to ask, and then waits for the device.
+    there = torch.ones(len(parameters), dtype=bucket.dtype, device=world.parameter_device)
+    if lacking:
+        there[lacking] = 0
+    flat = torch.cat([*(part.to(bucket.dtype) for part in parts), there])
+    for p in parameters:
+        p.grad = None
+    del parts
+    flat = flat.to(world.device)
+    flat /= n_ranks
+    dist.all_reduce(flat, group=bucket.group)
+    flat = flat.to(world.parameter_device)
+    sizes = [local_tensor(p).numel() for p in parameters]
+    *means, there = flat.split([*sizes, len(parameters)])
+    found = there.tolist() if lacking else [1.0] * len(parameters)
+    for p, mean, is_there in zip(parameters, means, found, strict=True):
         if is_there:
-            by_dtype.setdefault(p.dtype, []).append(p)
-    for members in by_dtype.values():
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat)
-        flat /= world.world_size
-        for p, mean in zip(members, flat.split([p.numel() for p in members]), strict=True):
-            p.grad = mean.view_as(p)
+            p.grad = with_local(p, mean.view(local_tensor(p).shape).to(p.dtype))
 
 
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:
@@ -155,8 +247,12 @@ def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Ten
 
 
 def global_norm(
-    plan: StepPlan, grads: list[list[Tensor]], weight: Tensor | float | None, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+    plan: StepPlan,
+    grads: list[list[Tensor]],
+    weight: Tensor | float | None,
+    device: torch.device,
+    lacking: Sequence[int] = (),
+) -> tuple[Tensor, Tensor | None, list[int]]:
     """The 2-norm over all ranks' gradients, each element once, and the sum of `weight` over ranks.
 
     Args:
@@ -164,19 +260,28 @@ def global_norm(
         grads: From `gradients_of`.
         weight: This rank's total weight, or None when nothing is weighted.
         device: Where the collective runs.
+        lacking: Places in `plan.shared` of the parameters that this rank brought zeros for.
 
     Returns:
-        Norm and total weight, 0-dim tensors; one all-reduce for both.
+        Norm and total weight, 0-dim tensors, and which of `lacking` no rank has used; one all-reduce for all of it.
+        Where this rank lacks something it waits for the device.
     """
     import torch.distributed as dist
 
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2 + len(plan.shared), dtype=torch.float64, device=device)
+    sums[2:] = 1.0
+    if lacking:
+        sums[[2 + place for place in lacking]] = 0.0
     for group, own in zip(plan.groups, grads, strict=True):
         sums[0] += local_norm(plan, own, device).double().square() / group.copies
     if weight is not None:
         sums[1] = weight
     dist.all_reduce(sums)
-    return sums[0].sqrt().to(plan.dtype), sums[1] if weight is not None else None
+    unused = []
+    if lacking:
+        there = sums[2:].tolist()
+        unused = [place for place in lacking if not there[place]]
+    return sums[0].sqrt().to(plan.dtype), sums[1] if weight is not None else None, unused
 
 
 def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback, CallbackCollection
+from dream_trainer.distributed.gradients import LocalGradients
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
@@ -107,6 +108,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self._val_buffer: MetricBuffer | None = None
         self._val_weight: int = 0
         self._window = WindowState()
+        self._local_gradients = LocalGradients()
         self._events = event_table(self, is_main=True)
         self._stop_reason: str | None = None
         self._save_requested = False

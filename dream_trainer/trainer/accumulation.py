@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.distributed.gradients import (
     StepPlan,
-    average_unsynced,
+    average,
     global_norm,
     gradients_of,
     group_sizes,
@@ -73,6 +73,7 @@ class Accumulation:
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, self.loss_scale)
+        self._own = trainer._local_gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
@@ -105,6 +106,7 @@ class Accumulation:
         self._weighted = None
         self._totals.clear()
         self._spent.clear()
+        self._own.ran.clear()
         self._backwards = self._stepped_backwards = 0
         self._counted_batches = size
 
@@ -288,7 +290,7 @@ class Accumulation:
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
-            plan = self._plans[optimizers] = plan_step(optimizers, self._world.world_size)
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._own)
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan
@@ -297,11 +299,13 @@ class Accumulation:
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[Tensor, Tensor | bool]:
         """Normalises and clips in place; returns the norm before clipping and whether the window weighed nothing."""
-        if plan.unsynced:
-            average_unsynced(plan.unsynced, self._world)
+        if self._own.waiting:
+            self._trainer._reduce_what_waits(plan.parameters)
+        for bucket in plan.buckets:
+            average(bucket, self._world)
         weight = self._weight_of(model)
         grads = gradients_of(plan)
-        norm, total = self._norm(plan, grads, weight)
+        norm, total = self._norm(plan, grads, weight, self._lacking(plan))
         scale, empty = self._scale(weight, total)
         if self.loss_scale is not None:
             inverse = self.loss_scale.inverse(is_weighted=weight is not None)
@@ -313,7 +317,7 @@ class Accumulation:
                 for listener in self._before_step:
                     listener(model, optimizer)
             grads, scale = gradients_of(plan), None
-            norm, _ = self._norm(plan, grads, None)
+            norm, _ = self._norm(plan, grads, None, ())
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
@@ -354,11 +358,42 @@ class Accumulation:
         self._spent.add(key)
         return self._totals[key]
 
-    def _norm(self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None) -> tuple[Tensor, Weight | None]:
-        if self._world.world_size > 1:
-            return global_norm(plan, grads, weight, self._device)
-        own = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
-        return local_norm(plan, own, self._device), weight
+    def _lacking(self, plan: StepPlan) -> list[int]:
+        """Places in `plan.shared` of the parameters whose gradient, if there is one, is of other ranks' making."""
+        used = self._own.used
+        if plan.shared_ids <= used:
+            lacking = []
+        else:
+            lacking = [i for i, p in enumerate(plan.shared) if p.requires_grad and id(p) not in used]
+        used -= plan.shared_ids
+        return lacking
+
+    def _norm(
+        self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None, lacking: Sequence[int]
+    ) -> tuple[Tensor, Weight | None]:
+        if self._world.world_size == 1:
+            own = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
+            return local_norm(plan, own, self._device), weight
+        norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
+        for place in unused:
+            plan.shared[place].grad = None
+        for place in set(lacking).difference(unused):
+            if id(self._own.shared[id(plan.shared[place])]) not in self._own.ran:
+                self._refuse_left_out_block(plan.shared[place])
+        return norm, total
+
+    def _refuse_left_out_block(self, parameter: nn.Parameter) -> None:
+        names = [
+            f"{model_name}.{name}"
+            for model_name, model in self._trainer.named_models().items()
+            for name, other in model.named_parameters()
+            if other is parameter
+        ]
+        raise StepError(
+            f"other ranks ran the block of {', '.join(names)} in this window, and rank {self._world.rank} did not. "
+            "Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
+            "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
+        )
 
     def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""

@@ -6,11 +6,14 @@ mixins take part in any order; none knows of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from dream_trainer.distributed.gradients import LocalGradients
     from dream_trainer.trainer.accumulation import Accumulation
     from dream_trainer.trainer.agreement import Agreement
     from dream_trainer.trainer.feed import WindowFeed
@@ -32,6 +35,8 @@ class Cooperation:
     settle: Callable[[], None]
     _notify: Callable[..., None]
     _validation_step: Callable[[Any, int], Any]
+    # What this rank's backwards gave to models of several ranks.
+    _local_gradients: LocalGradients
     # Seconds that checkpoints have held the step path up in this process; CheckpointMixin counts them.
     _seconds_saving: float = 0.0
 
@@ -51,6 +56,9 @@ class Cooperation:
 
     def _sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""
+
+    def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
 
     def _reshard(self) -> None:
         """Puts back to shards what a forward left gathered."""

@@ -341,14 +341,11 @@ def test_the_other_policies_scatter_gradients_once_per_micro_batch(ranks: list[d
 
 
 @pytest.mark.pitfall(4)
-def test_defer_all_reduce_sums_over_replicas_once_per_window(ranks: list[dict[str, Any]]) -> None:
-    """With nothing to scatter; of the all-reduces, three in each window are norms and pulse."""
-    beside = 3 * (LAST - FIRST)
+@pytest.mark.parametrize("policy", ["no_sync", "reduce_scatter_each", "defer_all_reduce"])
+def test_replicas_average_each_models_gradients_once_per_window(ranks: list[dict[str, Any]], policy: str) -> None:
+    """A bucket and a norm for each of two models, and one pulse; nothing is scattered or gathered."""
     for rank in ranks:
-        names = ("no_sync", "defer_all_reduce", "reduce_scatter_each")
-        once, deferred, each = (rank[f"two/replicated/{name}"]["c10d::allreduce_"] - beside for name in names)
-        assert once == deferred > 0
-        assert each == 2 * once
+        assert collectives(rank[f"two/replicated/{policy}"]) == {"c10d::allreduce_": 5 * (LAST - FIRST)}
 
 
 @pytest.mark.pitfall(5)

@@ -8,6 +8,7 @@ shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,7 @@ from dream_trainer.trainer.precision import half_dtype, sharding_policy
 from dream_trainer.trainer.registry import refuse_private_models, refuse_strangers
 
 if TYPE_CHECKING:
+    import torch.nn as nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -80,6 +82,7 @@ class SetupMixin(AbstractTrainer):
         self._tape = Tape(config.seed)
         self._wrapped: list[FSDPModule] = []
         self._built_early: dict[str, nn.Module] = {}
+        self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
 
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
@@ -127,7 +130,7 @@ class SetupMixin(AbstractTrainer):
                 if self.world.parameter_device != self.world.device:
                     move_what_is_whole(model, self.world.device)
                 enter_by_parts(model, self.forward_methods)
-        self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
+            self._watch_gradients()
         self.load_pretrained()
         connect_data(self)
         self._reshard()
@@ -161,6 +164,14 @@ class SetupMixin(AbstractTrainer):
                 "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
             )
 
+    def _watch_gradients(self) -> None:
+        from dream_trainer.distributed.fsdp_compat import is_shared, watch_gradients
+
+        self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
+        for module in self._wrapped:
+            watch_gradients(module, self._local_gradients)
+        self._shared = [module for module in self._wrapped if is_shared(module)]
+
     @property
     def _mesh(self) -> DeviceMesh:
         mesh = self.world.mesh
@@ -188,7 +199,7 @@ class SetupMixin(AbstractTrainer):
         return policies
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
-        """Keeps every model whole on every rank and reduces its gradients, block by block.
+        """Keeps every model whole on every rank; `step` averages its gradients.
 
         Args:
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
@@ -204,11 +215,17 @@ class SetupMixin(AbstractTrainer):
     def _sync_gradients(self, enabled: bool) -> None:
         super()._sync_gradients(enabled)
         policy = self.config.training_parameters.sync_policy
-        for module in self._wrapped:
+        for module in self._shared:
             if policy == "no_sync":
                 module.set_requires_gradient_sync(enabled, recurse=False)
             elif policy == "defer_all_reduce":
                 module.set_requires_all_reduce(enabled, recurse=False)
+
+    def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
+        from dream_trainer.distributed.fsdp_compat import reduce_what_waits
+
+        super()._reduce_what_waits(parameters)
+        reduce_what_waits(self._shared, parameters, self._local_gradients)
 
     def _reshard(self) -> None:
         super()._reshard()

@@ -1,0 +1,190 @@
+"""Parameters that only some ranks use in a step, against one process that sees every rank's batches."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import StepError
+from tests.trainer.small import WIDTH, Batch, Samples, fill, make_config, weights
+from tests.worlds import run_world
+
+LENGTH, SIZE = 24, 2
+POLICIES = ("no_sync", "reduce_scatter_each", "defer_all_reduce")
+
+
+class Case(NamedTuple):
+    """Which parts a micro-batch uses, and how it is trained."""
+
+    kind: str
+    layout: str
+    accumulation: int = 1
+    weighted: bool = False
+    sync_policy: str = "no_sync"
+
+
+class Branches(nn.Module):
+    """Two blocks, three heads of one size and an auxiliary head; a batch's number decides which of them it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, 1) for name in "abc"})
+        self.auxiliary = nn.Linear(WIDTH, 1)
+        self.never = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def forward(self, x: Tensor, kind: str, number: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if kind != "blocks" or (index + number) % 3:
+                x = block(x)
+        if kind == "auxiliary":
+            found = self.heads["a"](x)
+            return found + self.auxiliary(x) if number % 2 == 0 else found
+        if kind == "changing":  # two ranks leave one of three out, another one each step
+            return self.heads["abc"[number % 3]](x)
+        return self.heads["ab"[number % 2]](x)
+
+
+def number_of(batch: Batch) -> int:
+    return int(batch[2][0]) // SIZE
+
+
+def count_of(batch: Batch, weighted: bool) -> int:
+    return number_of(batch) % 4 + 1 if weighted else 1
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves a parameter whose gradient is zero, and leaves one alone that has none."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5, fused=True)
+
+
+class Uneven(dt.BaseTrainer, dt.SetupMixin):
+    def __init__(self, config: Any, case: Case) -> None:
+        super().__init__(config)
+        self.case = case
+        self.norms: list[float] = []
+
+    def configure_models(self) -> None:
+        self.model = Branches()
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.blocks)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = adamw(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Samples(LENGTH), SIZE), None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = mse_loss(self.model(batch[0], self.case.kind, number_of(batch)), batch[1])
+        self.backward(loss, weight=count_of(batch, True) if self.case.weighted else None)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {}
+
+
+class ShardedUneven(Uneven, dt.FSDPMixin):
+    pass
+
+
+def train(case: Case) -> dict[str, Any]:
+    config = make_config(n_epochs=2, gradient_accumulation_steps=case.accumulation, sync_policy=case.sync_policy)
+    with (ShardedUneven if case.layout == "fsdp" else Uneven)(config, case) as trainer:
+        trainer.fit()
+        return {"weights": weights(trainer.model), "norms": trainer.norms}
+
+
+def by_hand(case: Case, world_size: int) -> dict[str, Any]:
+    model = Branches()
+    fill(model)
+    optimizer, norms, data = adamw(model), [], Samples(LENGTH)
+    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), torch.arange(LENGTH).split(SIZE), strict=True))
+    size = world_size * case.accumulation
+    for _ in range(2):
+        for start in range(0, len(parts), size):
+            window = parts[start : start + size]
+            total = sum(count_of(batch, case.weighted) for batch in window)
+            for batch in window:
+                loss = mse_loss(model(batch[0], case.kind, number_of(batch)), batch[1])
+                (loss * count_of(batch, case.weighted) / total).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(torch.sqrt(sum(gradient.square().sum() for gradient in gradients)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"weights": weights(model), "norms": norms}
+
+
+CASES = [
+    *(Case(kind, layout) for kind in ("heads", "auxiliary", "changing") for layout in ("replicate", "fsdp")),
+    *(Case("changing", layout, 3, weighted=True) for layout in ("replicate", "fsdp")),
+    *(Case("auxiliary", layout, 2, sync_policy=policy) for layout in ("replicate", "fsdp") for policy in POLICIES),
+    # A replica may leave whole blocks out.
+    Case("blocks", "replicate"),
+    Case("blocks", "replicate", 2, weighted=True),
+]
+
+
+def train_all() -> list[dict[str, Any]]:
+    return [train(case) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
+    return run_world(train_all, request.param)
+
+
+@pytest.mark.pitfall(69)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process(
+    ranks: list[list[dict[str, Any]]], case: Case
+) -> None:
+    expected = by_hand(case, len(ranks))
+    assert torch.equal(expected["weights"]["never"], by_hand(case, 1)["weights"]["never"])
+    for rank in ranks:
+        found = rank[CASES.index(case)]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-11)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Notes(ShardedUneven):
+    """Ends after the step that was refused, so that each rank can say what it was told."""
+
+    said = ""
+
+    def step(self, *args: Any) -> Tensor:
+        try:
+            return super().step(*args)
+        except StepError as error:
+            self.said = str(error)
+            self.request_stop()
+            return torch.zeros(())
+
+
+def refused() -> tuple[str, dict[str, Tensor]]:
+    with Notes(make_config(n_epochs=1), Case("blocks", "fsdp")) as trainer:
+        trainer.fit()
+        return trainer.said, weights(trainer.model)
+
+
+@pytest.mark.pitfall(69)
+def test_a_sharded_block_that_only_other_ranks_ran_is_refused_by_name() -> None:
+    """Each rank leaves one of three equal blocks out: gathered together, they would be mixed without a word."""
+    model = Branches()
+    fill(model)
+    for rank, (message, found) in enumerate(run_world(refused, 2)):
+        assert re.search(rf"the block of model\.blocks\.\d\.0\.weight in this window, and rank {rank} did not", message)
+        assert all(torch.equal(found[name], value) for name, value in weights(model).items())
