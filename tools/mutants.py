@@ -31,6 +31,7 @@ TRAINER, DATA, META, SAVED = (
     "dream_trainer/checkpoint",
 )
 PARITY = "tests/trainer/test_arithmetic_parity.py"
+TURNS = "tests/trainer/test_turns.py"
 UNEVEN = "tests/trainer/test_uneven_use.py"
 
 MUTANTS = [
@@ -117,6 +118,41 @@ MUTANTS = [
         "not in self._own.ran",
         "is None",
         UNEVEN,
+    ),
+    Mutant(
+        "a model of earlier micro-batches alone is never reduced",
+        f"{TRAINER}/accumulation.py",
+        "self._trainer._reduce_what_waits(plan.parameters)",
+        "pass",
+        TURNS,
+    ),
+    Mutant(
+        "a window may leave gradients in a model",
+        f"{TRAINER}/accumulation.py",
+        "self._turns.finish_window()",
+        "pass",
+        TURNS,
+    ),
+    Mutant(
+        "a critic's turn uses what the generator's loss left",
+        f"{TRAINER}/turns.py",
+        "if self._mark(optimizer) != self._marks[optimizer]:",
+        "if False:",
+        TURNS,
+    ),
+    Mutant(
+        "a window that runs again counts gradients twice",
+        f"{TRAINER}/base.py",
+        "self._local_gradients.drop_what_waits()",
+        "pass",
+        TURNS,
+    ),
+    Mutant(
+        "a second turn scaled by the first's micro-batches",
+        f"{TRAINER}/accumulation.py",
+        "n_batches = 1 if",
+        "n_batches = self._counted_batches if",
+        TURNS,
     ),
     Mutant(
         "gathered parameters stay frozen",

@@ -9,7 +9,7 @@ has no gradient anywhere, as in one process, where an optimizer leaves it alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,24 @@ class LocalGradients:
     used: set[int] = field(default_factory=set)
     ran: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)
+
+    def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank's backwards gave one of `parameters` a gradient that is still there."""
+        kept = set()
+        for p in parameters:
+            group = self.shared.get(id(p))
+            if p.grad is not None and (group is None or id(p) in self.used):
+                return True
+            if group is not None and group in self.waiting:
+                kept.add(group)
+        return any(group.keeps_gradients() for group in kept)
+
+    def drop_what_waits(self) -> None:
+        """Forgets gradients that have not crossed ranks."""
+        for group in self.waiting:
+            group.drop_gradients()
+        self.waiting.clear()
+        self.used.clear()
 
 
 @dataclass(frozen=True)

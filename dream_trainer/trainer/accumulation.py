@@ -33,6 +33,7 @@ from dream_trainer.trainer.events import anyone_listens
 from dream_trainer.trainer.loss_scale import LossScale
 from dream_trainer.trainer.nonfinite import NonFiniteGuard
 from dream_trainer.trainer.precision import without_autocast
+from dream_trainer.trainer.turns import Turns
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -74,6 +75,7 @@ class Accumulation:
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, self.loss_scale)
         self._own = trainer._local_gradients
+        self._turns = Turns(trainer)
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
@@ -107,6 +109,7 @@ class Accumulation:
         self._totals.clear()
         self._spent.clear()
         self._own.ran.clear()
+        self._turns.start_window()
         self._backwards = self._stepped_backwards = 0
         self._counted_batches = size
 
@@ -155,11 +158,13 @@ class Accumulation:
         self._batch_backwards += 1
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
+        self._turns.before_backward()
         if self._backward_context is None:
             loss.backward()
-            return
-        with self._backward_context:
-            loss.backward()
+        else:
+            with self._backward_context:
+                loss.backward()
+        self._turns.after_backward()
 
     def _refuse_mixture(self) -> None:
         raise StepError(
@@ -208,6 +213,7 @@ class Accumulation:
             unspent = self._totals.keys() - self._spent
             names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
+        self._turns.finish_window()
         self.is_open = False
         if self.stepped and self.loss_scale is not None:
             self.loss_scale.update()
@@ -266,6 +272,7 @@ class Accumulation:
                     listener(model, optimizer)
         for parameter in plan.parameters:
             parameter.grad = None
+        self._turns.stepped(optimizers)
         for scheduler in schedulers:
             scheduler.step()
         return norm
@@ -306,7 +313,9 @@ class Accumulation:
         weight = self._weight_of(model)
         grads = gradients_of(plan)
         norm, total = self._norm(plan, grads, weight, self._lacking(plan))
-        scale, empty = self._scale(weight, total)
+        # A second turn in the window is made of its last micro-batch alone.
+        n_batches = 1 if self._turns.has_stepped(optimizers) else self._counted_batches
+        scale, empty = self._scale(weight, total, n_batches)
         if self.loss_scale is not None:
             inverse = self.loss_scale.inverse(is_weighted=weight is not None)
             scale = inverse if scale is None else scale * inverse
@@ -395,14 +404,16 @@ class Accumulation:
             "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
         )
 
-    def _scale(self, weight: Weight | None, total: Weight | None) -> tuple[Tensor | None, Tensor | bool]:
+    def _scale(
+        self, weight: Weight | None, total: Weight | None, n_batches: int
+    ) -> tuple[Tensor | None, Tensor | bool]:
         """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
         if weight is None or total is None:
-            if self._counted_batches == 1:
+            if n_batches == 1:
                 return None, False
-            if self._counted_batches not in self._inverses:
-                self._inverses[self._counted_batches] = self._scalar(1.0 / self._counted_batches)
-            return self._inverses[self._counted_batches], False
+            if n_batches not in self._inverses:
+                self._inverses[n_batches] = self._scalar(1.0 / n_batches)
+            return self._inverses[n_batches], False
         # The total is over all ranks. Those that see the same data each add it, and each see the same gradients.
         ranks = self._world.world_size
         if isinstance(total, Tensor):

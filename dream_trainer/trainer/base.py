@@ -261,6 +261,7 @@ class BaseTrainer(Session):
             except RetryWindow:
                 self.progress.batch_idx, self._window.local_batches = before
                 self._window_dropped()
+                self._local_gradients.drop_what_waits()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 
