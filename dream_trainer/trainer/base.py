@@ -111,7 +111,8 @@ class BaseTrainer(Session):
             model: Whose weight it is, where several models are trained with weights.
 
         Raises:
-            StepError: Weighted and unweighted calls mix in one window, or the call cannot be exact.
+            StepError: Weighted and unweighted calls mix in one window, the call cannot be exact, or it added to
+                gradients that the loss of another model, stepped since, has left (`frozen` keeps it from leaving any).
         """
         if not self._is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
@@ -137,6 +138,9 @@ class BaseTrainer(Session):
         scheduler: Any | Sequence[Any] | None = None,
     ) -> Tensor:
         """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
+
+        A second `step` of an optimizer in a window is of the last micro-batch alone, and normalised by it. At the end
+        of the window no optimizer may be left with gradients that it has not stepped.
 
         Args:
             model: The model whose weights the window's `backward` calls gave.
