@@ -253,6 +253,27 @@ MUTANTS = [
         "tests/trainer/test_changing_data.py",
     ),
     Mutant(
+        "metrics of training start anew after a resume",
+        f"{TRAINER}/metric_state.py",
+        "        setattr(part, key, value)\n",
+        "        pass\n",
+        "tests/trainer/test_training_metrics.py",
+    ),
+    Mutant(
+        "fewer ranks lose the metrics of the others",
+        f"{TRAINER}/saved_state.py",
+        "if rank % world.dp_size == world.dp_rank]",
+        "if rank == world.dp_rank]",
+        "tests/trainer/test_training_metrics.py",
+    ),
+    Mutant(
+        "another optimizer goes on with the last one's options",
+        f"{SAVED}/optimizer_state.py",
+        "if saved not in (None, here):",
+        "if False:",
+        "tests/trainer/test_training_metrics.py",
+    ),
+    Mutant(
         "one augmentation for a whole epoch",
         f"{DATA}/order.py",
         'hash_seed(b"sample", seed, epoch, index)',

@@ -39,7 +39,7 @@ def optimizer_state(
 
     Returns:
         `optimizers.<name>.<parameter>.<key>` to the state tensor, and
-        `{"groups": [{"parameters", "options"}], "state": {parameter: {"tensors", "values"}}}`.
+        `{"class", "groups": [{"parameters", "options"}], "state": {parameter: {"tensors", "values"}}}`.
 
     Raises:
         CheckpointError: A parameter has no name, the state does not belong to parameters, is of a type that cannot be
@@ -72,7 +72,7 @@ def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tup
         }
         for group in optimizer.param_groups
     ]
-    values = {"groups": groups, "state": state}
+    values = {"class": type(optimizer).__name__, "groups": groups, "state": state}
     # Written and read once more, so that it is a snapshot (schedulers change `lr` tensors in place) and known to fit.
     return tensors, typed_json.loads(typed_json.dumps(values, name=f"optimizers.{name}"))
 
@@ -146,10 +146,11 @@ def prepare_optimizer_state(
         The allocated tensors by name, to be handed to `load_tensors`.
 
     Raises:
-        CheckpointError: The optimizer's parameters or their grouping are not those of the checkpoint, listed by name,
-            or a state tensor is not in it; nothing was changed.
+        CheckpointError: The optimizer's class, parameters or their grouping are not those of the checkpoint, listed by
+            name, or a state tensor is not in it; nothing was changed.
     """
     _check(optimizer, fqns)
+    _refuse_other_class(name, optimizer, values)
     options = _options_by_group(name, optimizer, fqns, values["groups"])
     by_name = {fqns[parameter]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]}
     absent = [
@@ -172,6 +173,17 @@ def prepare_optimizer_state(
             state[key] = tensors[tensor_name] = _allocate(parameter, group, key, *metadata[tensor_name])
         optimizer.state[parameter] = state
     return tensors
+
+
+def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    """Options and state mean something else to another optimizer, though they may have the same names."""
+    saved, here = values.get("class"), type(optimizer).__name__
+    if saved not in (None, here):
+        raise CheckpointError(
+            f"Optimizer {name!r} was of class {saved} and is {here} now: it would go on with the other's learning "
+            f"rate, decay and state. Use {saved} again, or start another experiment from the checkpoint's weights with "
+            "CheckpointParameters(init_from=<its path>)."
+        )
 
 
 def _options_by_group(

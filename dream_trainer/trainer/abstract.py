@@ -24,6 +24,7 @@ from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.events import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.lifecycle import Lifecycle
+from dream_trainer.trainer.metrics import updates
 from dream_trainer.trainer.precision import autocast, under_autocast
 from dream_trainer.trainer.progress import Progress
 from dream_trainer.trainer.recording import Recording
@@ -207,6 +208,10 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     def named_metrics(self) -> dict[str, Any]:
         """torchmetrics objects by attribute name, in order of assignment."""
         return registry.named_metrics(self)
+
+    def _metrics_of_training(self) -> dict[str, Any]:
+        own = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
+        return super()._metrics_of_training() | own
 
     def get_module(self, fqn: str) -> nn.Module:
         """The module at a name such as `"model.layers.0"`, as one would write it after `self.`.

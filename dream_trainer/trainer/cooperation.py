@@ -104,6 +104,10 @@ class Cooperation:
         """A validation loader is done; returns further metrics."""
         return {}
 
+    def _metrics_of_training(self) -> dict[str, Any]:
+        """The metrics that training has updated on this rank, by name; a checkpoint keeps their state."""
+        return {}
+
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         """Saves a checkpoint when due; between windows, all ranks at the same step."""
 

@@ -38,6 +38,7 @@ from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.dataflow import global_batch_size
+from dream_trainer.trainer.metric_state import load_metric_state, metric_state
 
 if TYPE_CHECKING:
     from dream_trainer.callbacks.base import Callback
@@ -77,9 +78,18 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
             "model_configs": model_configs(models),
             "loss_scale": trainer._accumulation.loss_scale_state(),
         } | _given_state(trainer)
-        random, random_tensors = random_state(world.device)
-        rank_state = {"random": random, "data": trainer._feed.rank_state, "user": trainer.rank_state_dict()}
-        return typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode(), random_tensors
+        random, tensors_of_rank = random_state(world.device)
+        metric_states, metric_tensors, left_out = metric_state(trainer._metrics_of_training())
+        if left_out:
+            trainer._say_once("metrics", f"the state of {left_out} is not tensors alone, and not in checkpoints.")
+        rank_state = {
+            "random": random,
+            "data": trainer._feed.rank_state,
+            "metrics": metric_states,
+            "user": trainer.rank_state_dict(),
+        }
+        tensors_of_rank |= metric_tensors
+        return typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode(), tensors_of_rank
 
     shared, rank_state, random_tensors = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
     own = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
@@ -186,6 +196,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
     here = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(here)
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
+    on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
 
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
@@ -258,6 +269,20 @@ def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
             before,
             trainer.total_steps,
         )
+
+
+def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layout: bool) -> None:
+    """Metrics that training updates: each rank's own, or at another layout what former ranks' fall to it."""
+    metrics, world, mesh = trainer.named_metrics(), trainer.world, manifest.mesh_shape
+    if not metrics:
+        return
+    same_data = mesh["cp"] * mesh["tp"]
+    former = range(mesh["dp_replicate"] * mesh["dp_shard"])
+    mine = [rank * same_data for rank in former if rank % world.dp_size == world.dp_rank]
+    found = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else mine)]
+    lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in found])
+    if lost:
+        logger.warning("the checkpoint's state of the metrics %s does not fit here; they start anew.", lost)
 
 
 def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:

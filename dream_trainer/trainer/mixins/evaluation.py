@@ -167,6 +167,14 @@ class EvalMixin(AbstractTrainer):
         finally:
             self._updates = {name: updates(metric) for name, metric in self.named_metrics().items()}
 
+    def _metrics_of_training(self) -> dict[str, Any]:
+        counts = {name: updates(metric) for name, metric in self.named_metrics().items()}
+        return {
+            name: metric
+            for name, metric in super()._metrics_of_training().items()
+            if name in self._of_training or counts[name] != self._updates.get(name, 0)
+        }
+
     def _metrics_epoch_start(self, name: str) -> None:
         super()._metrics_epoch_start(name)
         for metric_name, metric in self.named_metrics().items():

@@ -1,0 +1,136 @@
+"""Metrics that training updates go on after a resume, on any number of ranks; another optimizer is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError
+from dream_trainer.trainer.metrics import computed
+from tests.trainer.small import Batch, Config, Samples, network
+from tests.worlds import run_world
+
+LENGTH = 48
+
+
+class Measured(dt.DreamTrainer):
+    """Sums, means, extremes, lists and a collection over training's samples; one of validation's beside them."""
+
+    config: Config
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
+
+    def __init__(self, config: Config, stop_after: int | None = None) -> None:
+        super().__init__(config)
+        self.stop_after = stop_after
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = self.optimizer_class(self.model.parameters(), lr=0.01)
+
+    def configure_metrics(self) -> None:
+        self.total = torchmetrics.SumMetric()
+        self.mean = torchmetrics.MeanMetric()
+        self.largest = torchmetrics.MaxMetric()
+        self.numbers = torchmetrics.CatMetric()
+        kinds = [torchmetrics.classification.BinaryAccuracy(), torchmetrics.classification.BinaryPrecision()]
+        self.scores = torchmetrics.MetricCollection(kinds)
+        self.of_validation = torchmetrics.MeanMetric()
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Samples(LENGTH), 2, shuffle=True), DistributedDataLoader(Samples(6), 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        x, y, numbers = batch
+        self.backward(mse_loss(self.model(x), y))
+        self.total.update(numbers)
+        self.mean.update(numbers.float(), weight=numbers.float())
+        self.largest.update(numbers)
+        self.numbers.update(numbers.float())
+        self.scores.update((numbers % 7) / 7, numbers % 2)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+            if self.global_step + 1 == self.stop_after:
+                self.request_stop()
+        return {}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.of_validation.update(batch[2].float())
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, metric in self.named_metrics().items():
+            found |= computed(name, metric, self.world)
+        return {
+            name: sorted(value.flatten().tolist()) if name == "numbers" else float(value)
+            for name, value in found.items()
+        }
+
+
+def config(experiment: str = "run", **checkpoint: Any) -> Config:
+    return Config(
+        project="tests",
+        group="metrics",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(n_epochs=1, global_batch_size=12, val_every_n_steps=1),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, async_save=False, **checkpoint),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+
+
+def train(stop_after: int | None) -> dict[str, Any]:
+    with Measured(config(), stop_after) as trainer:
+        trainer.fit()
+        return trainer.values()
+
+
+def expected() -> dict[str, Any]:
+    numbers = torch.arange(LENGTH)
+    said, true = (numbers % 7) / 7 > 0.5, numbers % 2 == 1
+    return {
+        "total": float(numbers.sum()),
+        "mean": pytest.approx(float((numbers * numbers).sum() / numbers.sum())),
+        "largest": LENGTH - 1.0,
+        "numbers": [float(number) for number in numbers],
+        "BinaryAccuracy": pytest.approx(float((said == true).double().mean())),
+        "BinaryPrecision": pytest.approx(float(true[said].double().mean())),
+        "of_validation": 2.5,
+    }
+
+
+@pytest.mark.pitfall(78)
+@pytest.mark.parametrize(
+    "worlds",
+    [(1, 1), (2, 1), *(pytest.param(worlds, marks=pytest.mark.slow) for worlds in ((2, 2), (1, 2), (3, 2)))],
+)
+def test_metrics_of_training_go_on_after_a_resume(
+    worlds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after = worlds
+    for size, stop_after in ((before, 2), (after, None)):
+        found = [train(stop_after)] if size == 1 else run_world(train, size, stop_after)
+    assert found == [expected()] * after
+
+
+class WithAdam(Measured):
+    optimizer_class = torch.optim.AdamW
+
+
+@pytest.mark.pitfall(78)
+def test_another_optimizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(2)
+    refused = pytest.raises(CheckpointError, match="'optimizer' was of class SGD and is AdamW now.*init_from")
+    with refused, WithAdam(config()) as trainer:
+        trainer.fit()
