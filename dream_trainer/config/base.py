@@ -6,14 +6,17 @@ import inspect
 import sys
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dream_trainer.callbacks.base import CallbackCollection
 from dream_trainer.config.checks import check_integer
 from dream_trainer.config.device import DeviceParameters
+from dream_trainer.config.parameters import refuse_unknown_fields
 from dream_trainer.config.training import TrainingParameters
 from dream_trainer.errors import ConfigError
 
+_IN_USE = "_is_in_use"
+LONGEST_NAME = 255
 LARGEST_SEED = 2**63 - 1
 
 
@@ -46,8 +49,24 @@ class BaseTrainerConfig:
     seed: int = 42
     """Decides initial weights, sample order and random layers; any integer from 0 on."""
 
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        refuse_unknown_fields(cls, fields)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        in_use = vars(self).get(_IN_USE, False)
+        if in_use and vars(self).get(name) is not value and _is_read_when_built(type(self), name):
+            raise ConfigError(
+                f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read it. "
+                f"Build another one with dataclasses.replace(config, {name}=...)."
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != _IN_USE}  # a copy is in nobody's use
 
     def validate(self) -> None:
         """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
@@ -57,6 +76,15 @@ class BaseTrainerConfig:
     def run_dir(self) -> Path:
         """Where the run keeps its files, relative to the working directory."""
         return Path("runs") / self.project / self.group / self.experiment
+
+
+def hold(config: BaseTrainerConfig) -> None:
+    """A trainer has read `config`: what it has read can no longer be assigned; fields of the user's own can."""
+    vars(config)[_IN_USE] = True
+
+
+def _is_read_when_built(cls: type, name: str) -> bool:
+    return any(part.__module__.startswith("dream_trainer.") and name in _own_annotations(part) for part in cls.__mro__)
 
 
 def check_config(config: Any) -> None:
@@ -139,6 +167,11 @@ def _check_base(config: BaseTrainerConfig) -> None:
 def _check_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.")
+    if len(value.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"{name}={value[:20]!r}... has {len(value.encode())} bytes, and no directory's name may have more than "
+            f"{LONGEST_NAME}. Use a shorter one."
+        )
     if value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value):
         raise ConfigError(
             f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "

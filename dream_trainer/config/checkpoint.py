@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 from typing import Literal, get_args
 
 from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 
 WhenBusy = Literal["wait", "skip"]
@@ -15,7 +16,7 @@ OnSaveError = Literal["raise", "warn"]
 Mode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class CheckpointParameters:
     """When to save, what to keep, and what to resume.
 

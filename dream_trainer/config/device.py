@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
 from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
@@ -13,7 +13,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ReduceType = Literal["fp32", "bf16", "fp16"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class DeviceParameters:
     """Device and parallelism of a run. The default fits one process and any `torchrun`.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.util import find_spec
 from typing import Literal, get_args
 
 from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_names
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 
 LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "images"]
@@ -20,7 +21,7 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class WandbParameters:
     """What Weights & Biases shows a run as. Project and group are the run's own.
 
@@ -43,7 +44,7 @@ class WandbParameters:
         check_choice("mode", self.mode, (*get_args(WandbMode), None))
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class LoggerParameters:
     """Where numbers go and how often.
 

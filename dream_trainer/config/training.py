@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
 from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 
 SyncPolicy = Literal["no_sync", "reduce_scatter_each", "defer_all_reduce"]
 NonFinitePolicy = Literal["raise", "skip", "retry"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class TrainingParameters:
     """Limits, batch sizes, clipping and the validation schedule of one run.
 

@@ -4,26 +4,89 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+PACKAGE = Path(__file__).parent.parent
+LATER_SECONDS = 0.5
+"""How much later the other ranks leave, so that torchrun takes the one that failed for the cause."""
 
-def end_job(exc: BaseException, report: str, *, rank: int, first: int) -> NoReturn:
+
+def end_job(exc: BaseException, store: dist.Store | None, *, rank: int, world_size: int) -> NoReturn:
     """Tells of this rank's failure and ends the process with status 1; its closing sockets free the other ranks.
 
-    Arguments as in `tell_failure`.
+    Args:
+        exc: What ended this rank.
+        store: The job's store, under this attempt's prefix.
+        rank: This rank.
+        world_size: Number of ranks.
     """
-    tell_failure(exc, report, rank=rank, first=first)
+    if is_lost_connection(exc) and _is_gone(store):
+        first = 0  # which hosted it
+    else:
+        first = first_to_fail(store, rank, dead=lambda: _dead(exc, store, world_size))
+    if first == rank:
+        tell_failure(exc, describe(exc), rank=rank, first=first)
+    else:
+        tell_failure(exc, "", rank=rank, first=first)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(LATER_SECONDS)
     os._exit(1)
+
+
+def _is_gone(store: dist.Store | None) -> bool:
+    """Whether the store went away with the rank that hosted it; torchrun's agent hosts it for longer than any rank."""
+    if store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    try:
+        store.check(["failed"])
+    except RuntimeError:
+        return True
+    return False
+
+
+def _dead(exc: BaseException, store: dist.Store | None, world_size: int) -> int | None:
+    """The rank that died, if this one failed for that; says so, since a dead process cannot."""
+    if store is None or not is_lost_connection(exc):
+        return None
+    found = dead_ranks(store, world_size)
+    for rank, process in found.items():
+        sys.stderr.write(
+            f"[rank {rank}] died, the job ends: {process} is gone. The system or somebody killed it (out of memory?), "
+            "or native code ended it.\n"
+        )
+    return next(iter(found), None)
+
+
+def describe(exc: BaseException) -> str:
+    """What to tell of an exception: itself, the place in the user's code, and the calls from there on."""
+    lines = [f"{type(exc).__name__}: {exc}"]
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE)]
+    users = [index for index in own if "site-packages" not in frames[index].filename]
+    if users:
+        place = frames[users[-1]]
+        lines.append(f"  in {place.name}, {place.filename}:{place.lineno}: {place.line}")
+    told = traceback.TracebackException.from_exception(exc)
+    if own and own[0] > 0:
+        # The calls from fit() down to the user's step are the same for every mistake.
+        told.stack = traceback.StackSummary.from_list(list(told.stack)[own[0] :])
+    return "\n".join(lines) + "\n" + "".join(told.format())
 
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
     """Says on standard error that this rank failed.
 
-    The rank whose failure came first prints `report` and hands `exc` to torchrun's summary; what the others see is
-    its consequence, and they say so in one line.
+    The rank whose failure came first prints `report` and names it to torchrun, whose summary comes last; what the
+    others see is its consequence, and they say so in one line.
 
     Args:
         exc: What ended this rank.
@@ -31,20 +94,32 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
         rank: This rank.
         first: The rank that `first_to_fail` named.
     """
+    reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
     if first == rank:
         sys.stderr.write(f"[rank {rank}] failed, the job ends:\n{report.rstrip()}\n")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(exc)
+            _name_to_torchrun(reason)
     else:
-        reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
-        sys.stderr.write(f"[rank {rank}] stops because rank {first} failed (here: {reason}).\n")
+        because = f" (here: {reason})" if not is_lost_connection(exc) else ""
+        sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
     sys.stderr.flush()
     sys.stdout.flush()
 
 
-def first_to_fail(store: dist.Store | None, rank: int) -> int:
+class SeeAbove(Exception):
+    """Stands in torchrun's summary for an exception whose traceback was printed already."""
+
+
+def _name_to_torchrun(reason: str) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise SeeAbove(reason) from None
+    except SeeAbove as short:
+        get_error_handler().record_exception(short)
+
+
+def first_to_fail(store: dist.Store | None, rank: int, dead: Callable[[], int | None] = lambda: None) -> int:
     """The rank whose failure came first, by an atomic counter; this rank if the store is gone.
 
     Sets `failed` for those that look without failing themselves.
@@ -52,13 +127,16 @@ def first_to_fail(store: dist.Store | None, rank: int) -> int:
     Args:
         store: The job's store, under this attempt's prefix; None alone. No other thread may be using this connection.
         rank: This rank.
+        dead: Called on the rank that comes first: another one that died, and so failed before it.
     """
     if store is None:
         return rank
     try:
-        if store.add("failures", 1) == 1:
-            store.set("failed", str(rank))
-            return rank
-        return int(store.get("failed"))
+        if store.add("failures", 1) > 1:
+            return int(store.get("failed"))
+        found = dead()
+        first = rank if found is None else found
+        store.set("failed", str(first))
+        return first
     except RuntimeError:  # the store went away with its rank
         return rank

@@ -11,7 +11,6 @@ import gc
 import os
 import sys
 import time
-import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
-from dream_trainer.distributed.failure import end_job, first_to_fail
+from dream_trainer.distributed.failure import end_job
+from dream_trainer.distributed.lost_ranks import announce
 from dream_trainer.distributed.torch_compat import forget_meshes, set_group_timeout
 from dream_trainer.errors import ConfigError
 
@@ -162,6 +162,9 @@ class World:
                 device_id=self.device if self.device.type == "cuda" else None,
             )
             _owns_group = True
+            store = job_store.job_store()
+            if store is not None:
+                announce(store, self.rank)
         _group_users += 1
         self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
         mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
@@ -289,9 +292,7 @@ class World:
         The other ranks may be inside any collective, so there is none here: the traceback is printed, `failed` is set
         in the store for those that look, and the process exits with status 1; its closing sockets free the others.
         """
-        text = "".join(traceback.format_exception(exc))
-        first = first_to_fail(job_store.job_store(), self.rank)
-        end_job(exc, text, rank=self.rank, first=first)
+        end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from dream_trainer.config.checks import check_positive
+from dream_trainer.config.parameters import parameters
 from dream_trainer.distributed.sharding import repeated_blocks
 from dream_trainer.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class GroupParameters:
     """Parameters, found by name, with a learning rate or weight decay of their own.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dream_trainer.config.checks import (
@@ -15,6 +14,7 @@ from dream_trainer.config.checks import (
     check_positive,
     spell,
 )
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim.groups import GroupParameters, check_pattern
 
@@ -36,7 +36,7 @@ HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
 """Optimizers with a fused implementation; of "muon" it is the AdamW half's."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class OptimizerParameters:
     """One of PyTorch's optimizers by name, and how the model's parameters are grouped for it.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.config.checks import check_between, check_choice, check_integer, spell
+from dream_trainer.config.parameters import parameters
 from dream_trainer.errors import ConfigError
 
 logger = logging.getLogger("dream_trainer")
@@ -36,7 +36,7 @@ _TAKES: dict[str, tuple[str, ...]] = {
 _NEEDS_TOTAL = ("cosine", "linear", "wsd")
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class ScheduleParameters:
     """A schedule by name; each value at None has the default that its line names.
 

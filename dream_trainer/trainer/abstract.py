@@ -11,27 +11,29 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.distributed.gradients import LocalGradients
+from dream_trainer.config.base import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
+from dream_trainer.trainer.equivalents import ATTRIBUTES
 from dream_trainer.trainer.events import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.metrics import updates
+from dream_trainer.trainer.names import note_assignment
 from dream_trainer.trainer.precision import autocast, under_autocast
 from dream_trainer.trainer.progress import Progress
 from dream_trainer.trainer.recording import Recording
 from dream_trainer.trainer.window import WindowState
 
 if TYPE_CHECKING:
-    from dream_trainer.config.base import BaseTrainerConfig
     from dream_trainer.data.stream import TrainStream
     from dream_trainer.data.validation import ValidationBatches
     from dream_trainer.distributed.watchdog import Watchdog
@@ -89,6 +91,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
+        hold(config)
         self.progress = Progress()
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
@@ -115,6 +118,23 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self._save_requested = False
         self._said_once: set[str] = set()
         self._watchdog: Watchdog | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        note_assignment(self, name, value)
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # a checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self).__name__
+            if not name.startswith("__") and "progress" not in vars(self):
+                raise HookError(f"{cls}.__init__ does not call super().__init__(config). Call it first.")
+            known = ATTRIBUTES.get(name)
+            advice = "" if known is None else f": {known}"
+            raise AttributeError(f"{cls!r} object has no attribute {name!r}{advice}", name=name, obj=self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} is a trainer and no module: call its model, self.model(x).")
 
     # -- state everybody may read
 

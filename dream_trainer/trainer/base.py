@@ -156,7 +156,7 @@ class BaseTrainer(Session):
         """
         if not self._is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
-        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
         return self._accumulation.step(model, optimizers, schedulers)
 
@@ -334,3 +334,13 @@ class BaseTrainer(Session):
         return self._agreement.stopped or (
             self.progress.owed is None and self._limit_reached(epochs=self.current_epoch)
         )
+
+
+def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
+    """The optimizers that `step` was given; raises StepError if it was given something else."""
+    if isinstance(model, Optimizer) or not isinstance(optimizers, list | tuple):
+        raise StepError(
+            f"step() was called with ({type(model).__name__}, {type(optimizers).__name__}). Call "
+            "self.step(model, optimizer), or with a list of optimizers."
+        )
+    return tuple(optimizers)

@@ -12,8 +12,10 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.equivalents import METHODS
 from dream_trainer.trainer.events import EVENTS
-from dream_trainer.trainer.overrides import definers, hands_on, heard, is_ours, names_in
+from dream_trainer.trainer.names import refuse_taken_names
+from dream_trainer.trainer.overrides import definers, hands_on, heard, is_ours, names_in, written
 
 if TYPE_CHECKING:
     from dream_trainer.callbacks.base import Callback
@@ -32,6 +34,8 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
 
     check_config(config)
     _check_config_classes(cls, config)
+    refuse_taken_names(cls)
+    _refuse_hooks_of_others(cls)
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
     _check_hooks(cls)
@@ -101,6 +105,18 @@ def _order(cls: type, part: type) -> str:
     return ", ".join(base.__name__ for base in [*first, *(b for b in cls.__bases__ if b not in first)])
 
 
+def _refuse_hooks_of_others(cls: type) -> None:
+    """Raises HookError if a method of the user's has the name of another trainer's hook and nothing calls it."""
+    own = [
+        (part, name, written(value)) for part in cls.__mro__ if not is_ours(part) for name, value in vars(part).items()
+    ]
+    functions = [(part, name, function) for part, name, function in own if isinstance(function, FunctionType)]
+    used = {name for _, own_name, function in functions for name in names_in(function.__code__) - {own_name}}
+    for part, name, _ in functions:
+        if name in METHODS and name not in used:
+            raise HookError(f"nothing calls {part.__name__}.{name}, which is another trainer's hook: {METHODS[name]}.")
+
+
 _STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
 
 
@@ -121,7 +137,11 @@ _ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 
 def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
     for kind, names in _hooks(cls, callbacks).items():
+        if issubclass(kind, Lifecycle):
+            names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
         for name in sorted(names):
             if not name.startswith("_"):
                 _check_signature(kind, name)
@@ -144,15 +164,22 @@ def _check_arguments(part: type, name: str, declared: Any) -> None:
     if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
         return
     expected, found = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     try:
-        found.bind(*expected)
+        found.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
-        bare = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
-        given = ", ".join(list(expected)[1:])
+        given = ", ".join([*by_place[1:], *by_name])
         raise HookError(
-            f"{part.__name__}.{name}{inspect.Signature(bare)} cannot be called with ({given}), as it will be: "
-            f"{error}. Write `def {name}({', '.join(expected)})`."
+            f"{part.__name__}.{name}{_bare(found)} cannot be called with ({given}), as it will be: "
+            f"{error}. Write `def {name}{_bare(inspect.signature(declared))}`."
         ) from None
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """`signature` without types, and without what only catches mistakes."""
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return inspect.Signature([parameter for parameter in parameters if parameter.name != "unknown"])
 
 
 def _may_change_arguments(decorated: Any) -> bool:

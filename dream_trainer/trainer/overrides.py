@@ -2,8 +2,8 @@
 
 Python calls the first one in the class's resolution order, and each further one only through `super()`. That loses
 definitions without a word: of a mixin that stands behind the trainer it is mixed into, whose own no-op comes first, and
-of two mixins with the same event. So every definition of an event is heard once, and a hook that nothing would call is
-an error.
+of two mixins with the same event. So every definition of an event that is mixed in is heard once, and a hook that
+nothing would call is an error. A class with a single base is no mixture: it overrides what it inherits, as in Python.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ def definers(cls: type, name: str) -> list[type]:
 
 
 def heard(cls: type, event: str) -> list[type]:
-    """The user's classes whose definition of `event` is to be called, so that each definition runs once.
+    """The user's classes whose definition of `event` is to be called, so that each that is mixed in runs once.
 
     One that a definition before it reaches by `super()` is not among them.
     """
     found = []
     is_reached = False
-    for part in definers(cls, event):
+    mixed = _mixed(cls, event)
+    for part in (part for part in definers(cls, event) if is_ours(part) or part in mixed):
         if is_ours(part):  # the documented no-op, which hands on to nobody
             is_reached = False
             continue
@@ -39,6 +40,16 @@ def heard(cls: type, event: str) -> list[type]:
             found.append(part)
         is_reached = hands_on(part, event)
     return found
+
+
+def _mixed(cls: type, event: str) -> set[type]:
+    """The user's classes that define `event`, but for those that a class with a single base overrides."""
+    if is_ours(cls):
+        return set()
+    own = {cls} if event in vars(cls) else set()
+    if own and len(cls.__bases__) == 1 and not hands_on(cls, event):
+        return own
+    return own.union(*(_mixed(base, event) for base in cls.__bases__))
 
 
 def bound(instance: object, name: str, part: type) -> Callable[..., Any]:

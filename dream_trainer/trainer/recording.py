@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
+
+_ELSEWHERE = {
+    "prog_bar": "the Progress callback shows what its `metrics` name",
+    "on_step": "training's values are averaged over log_every_n_steps, validation's over the validation",
+    "on_epoch": "training's values are averaged over log_every_n_steps, validation's over the validation",
+    "sync_dist": "every value is reduced over all ranks",
+    "reduce_fx": "pass reduce",
+    "batch_size": "pass weight; the default is the batch's size",
+}
+
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Raises TypeError for options that `log` does not have, with what does their work here."""
+    for name in options:
+        raise TypeError(f"log() has no option {name!r}: {_ELSEWHERE.get(name, 'it has weight and reduce')}.")
 
 
 class Recording:
@@ -14,13 +29,28 @@ class Recording:
     _say_once: Callable[[str, str], None]
 
     def log(
-        self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float | None = None,
+        reduce: str = "mean",
+        **unknown: Never,
     ) -> None:
         """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
+        refuse_unknown(unknown)
         self._say_that_nothing_is_logged("log")
 
-    def log_dict(self, values: dict[str, Any], *, weight: Tensor | float | None = None, reduce: str = "mean") -> None:
+    def log_dict(
+        self,
+        values: dict[str, Any],
+        *,
+        weight: Tensor | float | None = None,
+        reduce: str = "mean",
+        **unknown: Never,
+    ) -> None:
         """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
+        refuse_unknown(unknown)
         for name, value in values.items():
             if isinstance(value, dict):
                 self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)

@@ -6,7 +6,7 @@ import io
 import re
 import time
 import timeit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +207,9 @@ def test_one_rank_of_several_shows_progress(tmp_path: Path) -> None:
 def test_two_progress_callbacks_both_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = [io.StringIO(), io.StringIO()]
-    trainer = make(Progress(file=files[0]), n_epochs=1)
-    trainer.config.callbacks = dt.CallbackCollection([Progress(file=file) for file in files])
-    trainer = Regression(trainer.config)
-    with trainer:
+    config = make(Progress(file=files[0]), n_epochs=1).config
+    callbacks = dt.CallbackCollection([Progress(file=file) for file in files])
+    with Regression(replace(config, callbacks=callbacks)) as trainer:
         trainer.fit()
     assert all("step 12/12" in file.getvalue() for file in files)
 
@@ -327,9 +326,9 @@ def test_rates_leave_out_validations_and_saves_and_the_time_left_has_them(
 
     monkeypatch.chdir(tmp_path)
     progress = Progress(file=io.StringIO(), line_seconds=3600)
-    trainer = make_saving(progress, 3, max_steps=10, val_every_n_steps=3, val_every_n_epochs=None)
-    trainer.config.callbacks = dt.CallbackCollection([*trainer.config.callbacks, Looks()])
-    with Saving(trainer.config) as trainer:
+    config = make_saving(progress, 3, max_steps=10, val_every_n_steps=3, val_every_n_epochs=None).config
+    callbacks = dt.CallbackCollection([*config.callbacks, Looks()])
+    with Saving(replace(config, callbacks=callbacks)) as trainer:
         trainer.fit()
     ((rate, left),) = looks
     # From step 3 to 10 there were three validations and saves, which would make it 7 steps in 0.97 s.
@@ -348,8 +347,8 @@ def test_the_second_line_tells_rates_and_the_time_left(tmp_path: Path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     config = make(Progress(file=file, clock=clock, line_seconds=7.5), n_epochs=1).config
-    config.callbacks = dt.CallbackCollection([*config.callbacks, SecondsPass()])
-    with Regression(config) as trainer:
+    callbacks = dt.CallbackCollection([*config.callbacks, SecondsPass()])
+    with Regression(replace(config, callbacks=callbacks)) as trainer:
         trainer.fit()
     second = file.getvalue().splitlines()[1]
     assert "1 steps/s | 2 samples/s | eta 0:03" in second

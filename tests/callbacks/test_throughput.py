@@ -265,5 +265,5 @@ def test_the_precision_at_work_is_the_configured_one_or_the_parameters() -> None
     with Logged(make_config(n_epochs=1), batches(1)) as trainer:
         trainer.fit()
         assert dtype_at_work(trainer) is torch.float64
-        trainer.config.device_parameters = dt.DeviceParameters(device="cpu", precision="bf16")
-        assert dtype_at_work(trainer) is torch.bfloat16
+    devices = dt.DeviceParameters(device="cpu", precision="bf16")
+    assert dtype_at_work(Logged(make_config(n_epochs=1, devices=devices), batches(1))) is torch.bfloat16

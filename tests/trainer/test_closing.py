@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,7 @@ def test_who_fails_on_an_exception_hides_neither_it_nor_keeps_it_from_the_others
         def on_exception(self, trainer: Any, exc: BaseException) -> None:
             heard.append(exc)
 
-    config = ending().config
-    config.callbacks = dt.CallbackCollection([Fails(), Hears()])
+    config = replace(ending().config, callbacks=dt.CallbackCollection([Fails(), Hears()]))
     trainer = Ends(config, batches(5))
     trainer.fails_in = "step"
     with pytest.raises(KeyError, match="the cause") as raised, trainer:
@@ -185,8 +185,7 @@ def test_a_listener_that_fails_when_the_trainer_closes_keeps_nobody_from_closing
             closed.append(self.name)
             raise OSError(self.name)
 
-    config = ending().config
-    config.callbacks = dt.CallbackCollection([Fails("one"), Fails("two")])
+    config = replace(ending().config, callbacks=dt.CallbackCollection([Fails("one"), Fails("two")]))
     place = Places(closes=False)
     trainer = Ends(config, batches(2))
     trainer.places = (place,)

@@ -171,9 +171,55 @@ def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_
         process.kill()
         process.communicate()
     assert process.returncode != 0
+    lines = text.splitlines()
+    if case == "raises":  # one screen: the rank, the message, the place, the calls in the user's files, once
+        begin = lines.index("[rank 1] failed, the job ends:")
+        assert lines[begin + 1] == "KeyError: 'the cause'"
+        assert lines[begin + 2].startswith("  in training_step, ")
+        assert "test_failures.py:" in lines[begin + 2]
+        assert "dream_trainer/trainer" not in text
+        assert text.count('raise KeyError("the cause")') == 2
+        assert "[rank 0] stops because of rank 1." in lines
+        cause = text[text.index("Root Cause") :]
+        assert "rank      : 1" in cause
+        assert "SeeAbove: KeyError: 'the cause'" in cause
     assert "KeyError: 'the cause'" in text
     assert "test_failures.py" in text
     assert "[rank 1] failed" in text
+
+
+class Dies(Sharded):
+    """A rank is killed in its third step."""
+
+    victim = 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == self.victim and self.global_step == 2:
+            Path("left").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class FirstDies(Dies):
+    victim = 0
+
+
+def dies(victim: int) -> None:
+    (Dies if victim else FirstDies)(make_config(n_epochs=1), loader()).fit()
+
+
+@pytest.mark.pitfall(86)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_a_rank_that_was_killed_the_others_say_that_it_died(victim: int, tmp_path: Path) -> None:
+    ranks = run_ranks(f"from tests.trainer.test_failures import dies; dies({victim})", 2, tmp_path)
+    assert outlived(tmp_path) < 15
+    status, text = ranks[1 - victim]
+    assert status == 1
+    assert f"[rank {1 - victim}] stops because of rank {victim}" in text
+    assert f"[rank {1 - victim}] failed" not in text
+    assert "Traceback" not in text
+    if victim == 1:  # rank 0 hosts the store that would tell of it
+        assert text.startswith("[rank 1] died, the job ends: process ")
 
 
 class Leaves(Sharded):

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -230,14 +230,6 @@ def test_windows_without_a_step_have_no_line_of_their_own() -> None:
     memory = fit(Rests, make_config(every=2))
     assert memory.steps == [2, 4]
     assert memory.column("rested") == {4: 2.0}
-
-
-def test_the_cadence_of_lines_may_change_until_training_starts() -> None:
-    memory, config = Memory(), make_config(every=100)
-    with Algorithm(config, memory) as trainer:
-        config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=2)
-        trainer.fit()
-    assert memory.steps == [2, 4]
 
 
 @pytest.mark.parametrize("name", Stamp._fields)
@@ -926,8 +918,7 @@ def fit_saving(
     disturbed: str | None, monkeypatch: pytest.MonkeyPatch, *callbacks: dt.Callback, every: int, n_epochs: int = 1
 ) -> SavesItself:
     """One process of a run, to its end or until the disturbance."""
-    config = counting(disturbed, monkeypatch).config
-    config.callbacks = dt.CallbackCollection(callbacks)
+    config = replace(counting(disturbed, monkeypatch).config, callbacks=dt.CallbackCollection(callbacks))
     config.training_parameters = dt.TrainingParameters(n_epochs=n_epochs, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
     config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=every)
@@ -981,7 +972,7 @@ def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_sav
     monkeypatch.chdir(tmp_path)
     config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    monkeypatch.setattr(Saves, "_save_after_exception", lambda self: None)  # as if by SIGKILL
+    monkeypatch.setattr(dt.CheckpointMixin, "_save_after_exception", lambda self: None)  # as if by SIGKILL
     fits = False
     with pytest.raises(Killed):
         Saves(config).fit()

@@ -48,6 +48,17 @@ def firsts(trainer: Alone) -> list[int]:
     return [numbers[0] for numbers in trainer.seen]
 
 
+def notes_what_is_said(trainer: dt.BaseTrainer, about: str, found: list[int]) -> None:
+    """Adds the batch to `found` each time that the trainer has `about` to say."""
+    say = trainer._say_once
+
+    def note(key: str, message: str) -> None:
+        found.extend([trainer.local_batches] if key == about else [])
+        say(key, message)
+
+    vars(trainer)["_say_once"] = note
+
+
 class Idle(Alone):
     """Learns nothing until a given window, unless that is None."""
 
@@ -74,12 +85,8 @@ def test_a_training_step_that_never_steps_is_said_once(
 ) -> None:
     found: list[int] = []
 
-    class Says(Idle):
-        def _say_once(self, key: str, message: str) -> None:
-            found.extend([self.local_batches] if key == "no step" else [])
-            super()._say_once(key, message)
-
-    trainer = Says(make_config(**limits), batches(5))
+    trainer = Idle(make_config(**limits), batches(5))
+    notes_what_is_said(trainer, "no step", found)
     trainer.first = first
     with trainer, caplog.at_level(logging.WARNING, "dream_trainer"):
         trainer.fit()
@@ -127,17 +134,13 @@ def test_steps_that_never_had_a_gradient_are_said_once(
 ) -> None:
     found: list[int] = []
 
-    class Says(StepsOnly):
-        def _say_once(self, key: str, message: str) -> None:
-            found.extend([self.local_batches] if key == "no gradient" else [])
-            super()._say_once(key, message)
-
     class Gives(dt.Callback):
         def pre_optimizer_step(self, trainer: Any, model: Any, optimizer: torch.optim.Optimizer) -> None:
             model[1].bias.grad = torch.ones_like(model[1].bias)
 
     callbacks = [Gives()] if gradients == "pre_optimizer_step" else []
-    trainer = Says(make_config(callbacks=callbacks, **limits), batches(5))
+    trainer = StepsOnly(make_config(callbacks=callbacks, **limits), batches(5))
+    notes_what_is_said(trainer, "no gradient", found)
     trainer.first, trainer.gradients = first, gradients
     with trainer, caplog.at_level(logging.WARNING, "dream_trainer"):
         trainer.fit()

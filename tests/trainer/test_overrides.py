@@ -48,6 +48,17 @@ class Twice(Own):
         heard.append("derived")
 
 
+class Mixed(Own, NoiseMixin):
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("own")
+
+
+class PoliteTwice(Mixed):
+    def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
+        heard.append("derived")
+        super().pre_optimizer_step(model, optimizer)
+
+
 def trained(*bases: type) -> list[str]:
     """Who heard of the one optimizer step of a trainer with these bases."""
     heard.clear()
@@ -70,13 +81,21 @@ def trained(*bases: type) -> list[str]:
         ((Own, NoiseMixin), ["own", "noise"]),
         ((PoliteOwn, NoiseMixin), ["own", "noise"]),
         ((PoliteMixin, Own), ["polite", "own"]),
-        ((Twice,), ["derived", "own"]),
+        ((Twice, NoiseMixin), ["derived", "noise"]),
+        ((PoliteTwice,), ["derived", "own", "noise"]),
     ],
 )
 def test_every_definition_of_an_event_is_heard_once_wherever_its_class_stands(
     bases: tuple[type, ...], expected: list[str]
 ) -> None:
     assert trained(*bases) == expected
+
+
+def test_a_class_with_one_base_overrides_its_event_as_in_python() -> None:
+    heard.clear()
+    with Twice(make_config(n_epochs=1), batches(1)) as trainer:
+        trainer.fit()
+    assert heard == ["derived"]
 
 
 def test_describe_names_each_class_that_hears_an_event() -> None:

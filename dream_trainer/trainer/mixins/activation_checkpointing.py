@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dream_trainer.config.checks import check_names
+from dream_trainer.config.parameters import parameters
 from dream_trainer.distributed.recompute import DEAR_OPERATIONS, operation, recompute
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class ActivationCheckpointingParameters:
     """What is kept.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dream_trainer.config.parameters import parameters
 from dream_trainer.distributed.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class CompileParameters:
     """How blocks are compiled; see `torch.compile`."""
 

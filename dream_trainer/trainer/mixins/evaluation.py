@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn as nn
 
+from dream_trainer.config.parameters import parameters
 from dream_trainer.data.nested import detach, to_device
 from dream_trainer.data.validation import validation_batches
 from dream_trainer.errors import ConfigError, HookError
@@ -25,7 +26,7 @@ from dream_trainer.trainer.registry import is_metric
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class EvalParameters:
     """What to remember of validations.
 
@@ -187,12 +188,10 @@ class EvalMixin(AbstractTrainer):
         with super()._metrics_padding():
             originals = {name: value for name, value in vars(self).items() if _holds_metric(value)}
             try:
-                for name, value in originals.items():
-                    setattr(self, name, copy.deepcopy(value))
+                vars(self).update(copy.deepcopy(originals))
                 yield
             finally:
-                for name, value in originals.items():
-                    setattr(self, name, value)
+                vars(self).update(originals)
 
     def _metrics_epoch_end(self, name: str) -> dict[str, float]:
         found = super()._metrics_epoch_end(name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dream_trainer.config.parameters import parameters
 from dream_trainer.distributed.sharding import shard_by_blocks
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class FSDPParameters:
     """How models are sharded.
 

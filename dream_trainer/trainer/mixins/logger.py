@@ -13,7 +13,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.closing import followed_by
 from dream_trainer.trainer.events import anyone_listens
 from dream_trainer.trainer.media import MediaRecording
+from dream_trainer.trainer.recording import refuse_unknown
 
 __all__ = ["LoggerConfigMixin", "LoggerMixin", "LoggerParameters", "WandbParameters"]
 
@@ -63,7 +64,7 @@ class LoggerMixin(MediaRecording):
         self._resumed_step: int | None = None
         # Names in the lines of the resumed step that a process wrote after the checkpoint: they come again.
         self._coming_again: list[set[str]] = []
-        self._line_every = 1  # steps; from the config once that is final
+        self._line_every: int = config.logger_parameters.log_every_n_steps
         self._flushed_step = 0
         # Step of the checkpoint, saved or loaded last, that has what was not yet flushed there.
         self._saved_step: int | None = None
@@ -100,7 +101,13 @@ class LoggerMixin(MediaRecording):
         return [build_logger(name, parameters) for name in parameters.loggers]
 
     def log(
-        self, name: str, value: Tensor | float, *, weight: Tensor | float | None = None, reduce: str = "mean"
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float | None = None,
+        reduce: str = "mean",
+        **unknown: Never,
     ) -> None:
         """Logs a value; the loggers get it reduced over all micro-batches and ranks since the last flush.
 
@@ -119,6 +126,8 @@ class LoggerMixin(MediaRecording):
             TypeError: The value is no scalar.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
+        if unknown:
+            refuse_unknown(unknown)
         if self._val_buffer is not None:
             own = self._val_weight if weight is None else weight
             self._val_buffer.add(name.removeprefix("val/"), value, own, reduce)
@@ -252,7 +261,6 @@ class LoggerMixin(MediaRecording):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        self._line_every = self.config.logger_parameters.log_every_n_steps
         if self.world.is_main:
             strict = self.config.logger_parameters.strict
             self._loggers = LoggerGroup(self.configure_loggers(), self._say_once, strict=strict)

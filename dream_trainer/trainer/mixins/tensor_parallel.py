@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dream_trainer.config.parameters import parameters
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-@dataclass(frozen=True, kw_only=True)
+@parameters
 class TensorParallelParameters:
     """What a plan may ask for beside splitting layers; `apply_tensor_parallel` reads it."""
 

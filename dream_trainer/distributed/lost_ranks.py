@@ -1,0 +1,72 @@
+"""Which rank died, where all that a rank knows is that a connection closed.
+
+A killed process says nothing, so each rank leaves its host and process number in the job's store when it starts, and
+one that loses a connection looks which of the processes on its own host is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOK_FOR_SECONDS = 2.0
+"""How long to look: the system ends a killed process some time after its connections."""
+
+_LOST = re.compile(
+    r"Connection closed|Connection reset|Broken pipe|remote process exited|recvValue failed|connection.*aborted", re.I
+)
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Leaves in the store where this rank's process is."""
+    store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
+
+
+def is_lost_connection(exc: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
+
+
+def dead_ranks(store: dist.Store, world_size: int) -> dict[int, str]:
+    """The ranks of this host whose processes are gone, each with a text that says which process it was.
+
+    Looks until one is found, for `LOOK_FOR_SECONDS` at most.
+    """
+    here = socket.gethostname()
+    deadline = time.monotonic() + LOOK_FOR_SECONDS
+    processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}
+    while True:
+        dead = {
+            rank: f"process {number} on {host}"
+            for rank, (number, host) in processes.items()
+            if host == here and not _is_alive(int(number))
+        }
+        if dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.05)
+
+
+def _is_alive(number: int) -> bool:
+    """Whether a process runs; one that has ended, and that nobody has waited for yet, does not."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # not Linux, or gone by now
+        return Path("/proc/self").exists() is False
+    return state not in ("Z", "X")
+
+
+def _key(rank: int) -> str:
+    return f"process/{rank}"

@@ -1,0 +1,75 @@
+"""Names that other trainers have, and what they are called here: for messages only."""
+
+from __future__ import annotations
+
+ATTRIBUTES: dict[str, str] = {
+    "device": "the device is self.world.device",
+    "global_rank": "the rank is self.world.rank",
+    "local_rank": "it is self.world.local_rank",
+    "world_size": "it is self.world.world_size",
+    "is_global_zero": "it is self.world.is_main",
+    "is_main": "it is self.world.is_main",
+    "trainer": "the trainer is self",
+    "hparams": "the config is self.config",
+    "args": "the config is self.config",
+    "save_hyperparameters": "configs are recorded by themselves",
+    "manual_backward": "write self.backward(loss)",
+    "optimizers": "write self.named_optimizers(), or the attribute that configure_optimizers assigned",
+    "lr_schedulers": "write self.named_schedulers(), or the attribute that configure_schedulers assigned",
+    "toggle_optimizer": "write `with self.frozen(other_model):`",
+    "untoggle_optimizer": "write `with self.frozen(other_model):`",
+    "clip_gradients": "set training_parameters.gradient_clip_val; self.step clips",
+    "all_gather": "write self.world.all_gather(values), for CPU tensors of one shape",
+    "logger": "write self.log(name, value), log_image(...); loggers are named in logger_parameters",
+    "print": "write `if self.world.is_main: print(...)`",
+    "callback_metrics": "write self.history",
+    "logged_metrics": "write self.history",
+    "automatic_optimization": "every trainer steps by hand: self.backward(loss), self.step(model, optimizer)",
+    "train": "the trainer switches the modes of its models; write self.model.train()",
+    "eval": "the trainer switches the modes of its models; write self.model.eval()",
+    **dict.fromkeys(
+        ("parameters", "named_parameters", "modules", "named_modules", "children", "buffers", "zero_grad"),
+        "a trainer is no module; write it of its model, such as self.model.parameters()",
+    ),
+    **dict.fromkeys(
+        ("to", "cpu", "cuda", "half", "float", "double", "bfloat16"),
+        "models are on self.world.device and have the precision of device_parameters",
+    ),
+}
+"""Attributes that are missing on a trainer, and what to write."""
+
+METHODS: dict[str, str] = {
+    **dict.fromkeys(
+        ("train_dataloader", "val_dataloader", "get_train_dataloader", "get_eval_dataloader"),
+        "return (train, val) from configure_dataloaders",
+    ),
+    **dict.fromkeys(("test_dataloader", "test_step"), "evaluate(loader) runs validation_step over any loader"),
+    "predict_dataloader": "predict(loader) runs predict_step over any loader",
+    "compute_loss": "write the loss in training_step, and self.backward(loss)",
+    "configure_callbacks": "set callbacks=CallbackCollection([...]) in the config",
+    "optimizer_step": "call self.step(model, optimizer) in training_step",
+    "lr_scheduler_step": "call self.step(model, optimizer, scheduler)",
+    "optimizer_zero_grad": "self.step zeroes the gradients",
+    "configure_gradient_clipping": "set training_parameters.gradient_clip_val",
+    "transfer_batch_to_device": "the hook is move_batch(batch, device)",
+    "on_fit_start": "the event is pre_fit",
+    "on_fit_end": "the event is post_fit",
+    "on_train_start": "the event is pre_fit",
+    "on_train_end": "the event is post_fit",
+    "on_train_epoch_start": "the event is pre_epoch",
+    "on_train_epoch_end": "the event is post_epoch",
+    "training_epoch_end": "the event is post_epoch",
+    "on_train_batch_start": "the event is pre_train_batch",
+    "on_train_batch_end": "the event is post_train_batch",
+    "on_before_optimizer_step": "the event is pre_optimizer_step",
+    "on_validation_start": "the event is pre_val_epoch",
+    "on_validation_epoch_start": "the event is pre_val_epoch",
+    "on_validation_epoch_end": "the event is post_val_epoch",
+    "on_validation_end": "the event is post_val_epoch",
+    "validation_epoch_end": "the event is post_val_epoch",
+    "on_validation_batch_start": "the event is pre_val_batch",
+    "on_validation_batch_end": "the event is post_val_batch",
+    "on_save_checkpoint": "the hook is state_dict()",
+    "on_load_checkpoint": "the hook is load_state_dict(state)",
+}
+"""Hooks of other trainers that nothing calls here, and what does their work."""
