@@ -582,6 +582,27 @@ MUTANTS = [
         "(load|push",
         "tests/trainer/test_whole_weights.py",
     ),
+    Mutant(
+        "names of the framework's may be assigned",
+        f"{TRAINER}/names.py",
+        "if attributes[name] is not value and name not in _FOLLOWED:",
+        "if False:",
+        "tests/trainer/test_names.py",
+    ),
+    Mutant(
+        "a config in use may be changed",
+        "dream_trainer/config/base.py",
+        "in_use = vars(self).get(_USERS, ())",
+        "in_use = ()",
+        "tests/trainer/test_names.py",
+    ),
+    Mutant(
+        "a dead rank is not looked for",
+        "dream_trainer/distributed/lost_ranks.py",
+        "if host == here and not _is_alive(int(number))",
+        "if not host",
+        "tests/trainer/test_failures.py -k killed",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 from dream_trainer.callbacks.base import CallbackCollection
 from dream_trainer.config.checks import check_integer
@@ -15,7 +16,7 @@ from dream_trainer.config.parameters import refuse_unknown_fields
 from dream_trainer.config.training import TrainingParameters
 from dream_trainer.errors import ConfigError
 
-_IN_USE = "_is_in_use"
+_USERS = "_trainers"
 LONGEST_NAME = 255
 LARGEST_SEED = 2**63 - 1
 
@@ -57,16 +58,16 @@ class BaseTrainerConfig:
         self.validate()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        in_use = vars(self).get(_IN_USE, False)
+        in_use = vars(self).get(_USERS, ())
         if in_use and vars(self).get(name) is not value and _is_read_when_built(type(self), name):
             raise ConfigError(
-                f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read it. "
-                f"Build another one with dataclasses.replace(config, {name}=...)."
+                f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read "
+                f"it. Close that first, or build another one with dataclasses.replace(config, {name}=...)."
             )
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != _IN_USE}  # a copy is in nobody's use
+        return {name: value for name, value in vars(self).items() if name != _USERS}  # a copy is in nobody's use
 
     def validate(self) -> None:
         """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
@@ -78,9 +79,14 @@ class BaseTrainerConfig:
         return Path("runs") / self.project / self.group / self.experiment
 
 
-def hold(config: BaseTrainerConfig) -> None:
-    """A trainer has read `config`: what it has read can no longer be assigned; fields of the user's own can."""
-    vars(config)[_IN_USE] = True
+def hold(config: BaseTrainerConfig, trainer: object) -> None:
+    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's own can."""
+    vars(config).setdefault(_USERS, WeakSet()).add(trainer)
+
+
+def let_go(config: BaseTrainerConfig, trainer: object) -> None:
+    """`trainer` is closed, and `config` may become another one's."""
+    vars(config)[_USERS].discard(trainer)
 
 
 def _is_read_when_built(cls: type, name: str) -> bool:

@@ -91,7 +91,8 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
-        hold(config)
+        hold(config, self)
+        self._run_dir = config.run_dir
         self.progress = Progress()
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
@@ -209,7 +210,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     @property
     def run_dir(self) -> Path:
         """Where this run keeps its files: `runs/<project>/<group>/<experiment>`."""
-        return self.config.run_dir
+        return self._run_dir
 
     # -- registries
 

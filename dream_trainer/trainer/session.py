@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.base import BaseTrainerConfig, let_go
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.accumulation import Accumulation
@@ -39,6 +39,7 @@ class Session(Intermission):
         left at the end of the process, since the other ranks may be elsewhere. After an exception of `fit`, or in the
         `with`, it is only said: that one counts.
         """
+        let_go(self.config, self)
         if self._is_closed or self._world is None:
             return
         self._is_closed, has_failed = True, self._has_failed

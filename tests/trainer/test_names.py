@@ -250,6 +250,8 @@ def test_a_config_that_a_trainer_was_built_with_cannot_be_changed(field: str, va
     changed = replace(config, seed=5)
     changed.seed = 6
     assert config.seed == 42
+    trainer.close()
+    setattr(config, field, getattr(make_config(), field))  # for the next trainer
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Twice(Own):
         heard.append("derived")
 
 
-class Mixed(Own, NoiseMixin):
+class Mixed(Alone, NoiseMixin):
     def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
         heard.append("own")
 
