@@ -17,8 +17,8 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.base import Callback, CallbackCollection
-from dream_trainer.distributed.gradients import LocalGradients
 from dream_trainer.config.base import BaseTrainerConfig, hold
+from dream_trainer.distributed.gradients import LocalGradients
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
