@@ -155,6 +155,13 @@ MUTANTS = [
         TURNS,
     ),
     Mutant(
+        "what was frozen takes gradients when it is computed again",
+        "dream_trainer/distributed/recompute.py",
+        "if parameter.requires_grad is not required]",
+        "if False]",
+        TURNS,
+    ),
+    Mutant(
         "gathered parameters stay frozen",
         "dream_trainer/distributed/sharding.py",
         "gathered.requires_grad_(sharded.requires_grad)",

@@ -38,6 +38,8 @@ class SharedGroup(FSDPParamGroup):
         """The group's own, with zeros for the parameters that this rank's loss does not depend on."""
         if self.reduce_grads and not any(p.requires_grad for p in self._gathered()):
             # Somebody else's turn: what was kept of an earlier micro-batch goes out with the group's own.
+            if self.keeps_gradients():
+                self._own.waiting.add(self)
             self._training_state = TrainingState.POST_BACKWARD
             self.reshard()
             return

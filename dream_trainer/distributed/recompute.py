@@ -6,7 +6,7 @@ are dear to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the level of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -44,7 +44,30 @@ class Recomputed(Changed):
             return super().forward(*args, **kwargs)
         if self._contexts is not None:
             kwargs["context_fn"] = self._contexts
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        # A compiled one is traced once for both runs.
+        forward = super().forward if torch.compiler.is_compiling() else as_frozen_as_now(super().forward, self)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`forward`, whenever it runs, with the parameters of `module` as frozen as they are now.
+
+    A loss may be computed while a model is `frozen` and go backward afterwards: what is computed again there would give
+    it gradients, and would not fit what the first run kept.
+    """
+    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
+        for parameter, required in changed:
+            parameter.requires_grad_(required)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for parameter, required in changed:
+                parameter.requires_grad_(not required)
+
+    return run
 
 
 def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:

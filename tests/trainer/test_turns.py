@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.errors import StepError
-from tests.trainer.small import Batch, fill, make_config, network, sgd, weights
+from tests.trainer.small import WIDTH, Batch, fill, make_config, network, sgd, weights
 from tests.trainer.test_several_models import GAN, Body, ShardedGAN, discriminator_loss, generator_loss, micro_batches
 from tests.worlds import run_world
 
@@ -28,9 +28,10 @@ class Case(NamedTuple):
     accumulation: int = 2
     weighted: bool = False
     sync_policy: str = "no_sync"
+    recompute: str = "none"
 
 
-class Pair(Body):
+class Pair(Body, dt.ActivationCheckpointingMixin):
     """Two models, each with an optimizer of its own."""
 
     options: Case
@@ -40,6 +41,9 @@ class Pair(Body):
 
     def configure_optimizers(self) -> None:
         self.first_optimizer, self.second_optimizer = sgd(self.first), sgd(self.second)
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model[0])
 
     def weight_of(self, batch: Batch) -> int | None:
         return weight_of(batch) if self.options.weighted else None
@@ -100,13 +104,36 @@ class Retried(Pair):
         return {}
 
 
-KINDS: dict[str, type[Pair]] = {"early": Early, "critic": Critic, "retried": Retried}
+class Frozen(Pair):
+    """The first model learns through the second, which is frozen while the loss is computed, and only then."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.learn(self.second, batch)
+        if not self.is_accumulating_gradients:
+            self.step(self.second, self.second_optimizer)
+        with self.frozen(self.second):
+            loss = through(self.first, self.second, batch)
+        self.backward(loss, weight=self.weight_of(batch), model=self.first)
+        if not self.is_accumulating_gradients:
+            self.step(self.first, self.first_optimizer)
+        return {}
+
+
+def through(first: nn.Module, second: nn.Module, batch: Batch) -> Tensor:
+    return mse_loss(second(first(batch[0]).expand(-1, WIDTH)), -batch[1])
+
+
+KINDS: dict[str, type[Pair]] = {"early": Early, "critic": Critic, "retried": Retried, "frozen": Frozen}
 
 
 def train(case: Case) -> dict[str, Any]:
     policy = {"nonfinite": "retry"} if case.kind == "retried" else {}
     config = make_config(
-        n_epochs=1, gradient_accumulation_steps=case.accumulation, sync_policy=case.sync_policy, **policy
+        n_epochs=1,
+        gradient_accumulation_steps=case.accumulation,
+        sync_policy=case.sync_policy,
+        devices=dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute),
+        **policy,
     )
     mixins = (dt.FSDPMixin,) if case.layout == "fsdp" else ()
     with type("Made", (KINDS[case.kind], *mixins), {})(config, case) as trainer:
@@ -120,16 +147,30 @@ def by_hand(case: Case, world_size: int) -> dict[str, Any]:
     for model in models.values():
         fill(model)
 
+    def apply(name: str) -> None:
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+
     def learn(name: str, batches: list[Batch], n_batches: int, scale: float = 1.0) -> None:
         counts = [weight_of(batch) if case.weighted else 1 for batch in batches]
         total = sum(counts) if case.weighted else n_batches
         for batch, count in zip(batches, counts, strict=True):
             (mse_loss(models[name](batch[0]), batch[1]) * scale * count / total).backward()
-        optimizers[name].step()
-        optimizers[name].zero_grad()
+        apply(name)
 
     for window in micro_batches(world_size, case.accumulation):
         batches = [batch for ranks in window for batch in ranks]
+        if case.kind == "frozen":
+            # All but the last micro-batch go through the second model as it was before its step.
+            own = list(models["first"].parameters())
+            early = sum(through(*models.values(), batch) for ranks in window[:-1] for batch in ranks) / len(batches)
+            before = torch.autograd.grad(early, own) if len(window) > 1 else [torch.zeros_like(p) for p in own]
+            learn("second", batches, len(batches))
+            late = sum(through(*models.values(), batch) for batch in window[-1]) / len(batches)
+            for p, one, other in zip(own, before, torch.autograd.grad(late, own), strict=True):
+                p.grad = one + other
+            apply("first")
+            continue
         learn("first", batches, len(batches))
         learn("second", window[0] if case.kind == "early" else batches, len(batches))
         for turn in (2, 3) if case.kind == "critic" else ():
@@ -144,6 +185,7 @@ CASES = [
     *(Case("critic", layout, accumulation) for layout in LAYOUTS for accumulation in (1, 3)),
     *(Case("critic", layout, 2, weighted=True) for layout in LAYOUTS),
     *(Case("retried", layout, 2) for layout in LAYOUTS),
+    *(Case("frozen", layout, 2, recompute=how) for layout in LAYOUTS for how in ("none", "full", "selective")),
 ]
 
 
@@ -157,6 +199,7 @@ def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.pitfall(70)
+@pytest.mark.pitfall(71)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_models_in_turns_train_as_by_hand(ranks: list[list[dict[str, Any]]], case: Case) -> None:
     expected = by_hand(case, len(ranks))
