@@ -281,6 +281,20 @@ MUTANTS = [
         "tests/trainer/test_training_metrics.py",
     ),
     Mutant(
+        "a run whose steps nobody counts goes on for ever",
+        f"{TRAINER}/intermission.py",
+        "trains = self._writes() != self._writes_before",
+        "trains = False",
+        "tests/trainer/test_endless.py",
+    ),
+    Mutant(
+        "an order that ends too early is waited for",
+        f"{TRAINER}/feed.py",
+        "if len(window.batches) != window.size:",
+        "if False:",
+        "tests/trainer/test_endless.py",
+    ),
+    Mutant(
         "one augmentation for a whole epoch",
         f"{DATA}/order.py",
         'hash_seed(b"sample", seed, epoch, index)',

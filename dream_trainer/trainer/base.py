@@ -178,6 +178,7 @@ class BaseTrainer(Session):
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")
+                self._note_weights()
                 self._finish_what_is_owed()
                 while not self._is_done():
                     self._train_epoch()
@@ -321,7 +322,7 @@ class BaseTrainer(Session):
                 self.world.first_step_is_done()
             self._has_stepped = self._has_stepped or stepped
             self._has_trained = self._accumulation.had_gradients
-            if self.progress.epoch_steps == WINDOWS_WITHOUT_STEP:
+            if self.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
                 self._say_if_nothing_is_trained()
 
     # -- when training ends

@@ -143,6 +143,12 @@ class WindowFeed:
         window = self._stream.next_window()
         if window is not None:
             window.batches = list(window.batches)
+            if len(window.batches) != window.size:
+                raise DataError(
+                    f"the training loader yielded {len(window.batches)} of the {window.size} batches of a window, and "
+                    "ended before its pass did. Its dataset or sampler changed while it was read; let it change "
+                    "between two passes."
+                )
         return window
 
     def _forget(self) -> None:

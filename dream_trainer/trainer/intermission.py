@@ -6,8 +6,12 @@ checkpoint, and a resumed run does it first.
 
 from __future__ import annotations
 
+import math
+
 from dream_trainer.config.base import BaseTrainerConfig
 from dream_trainer.distributed.signals import Interrupted
+from dream_trainer.distributed.torch_compat import write_count
+from dream_trainer.errors import StepError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.schedule import Cadence, limits
@@ -16,6 +20,10 @@ from dream_trainer.trainer.validation import validate
 WINDOWS_WITHOUT_STEP = 100
 """Windows of an epoch after which it is said that none has stepped yet, or none with a gradient; the end of the epoch
 says it sooner."""
+
+
+BATCHES_WITHOUT_STEP = 10_000
+"""Batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight."""
 
 
 class Intermission(AbstractTrainer):
@@ -27,6 +35,7 @@ class Intermission(AbstractTrainer):
         self._agreement = Agreement(self, self._cadence)
         self._limits = limits(config.training_parameters)
         self._has_stepped = False  # whether any window of this process counted as an optimizer step
+        self._writes_before = 0
         self._has_trained = False  # whether any of these steps had a gradient
 
     def _between_windows(self, *, epoch_ended: bool) -> bool:
@@ -85,12 +94,39 @@ class Intermission(AbstractTrainer):
                 "the optimizer trains.",
             )
             return
+        self._refuse_to_go_on_for_ever()
         self._say_once(
             "no step",
             "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
             "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "
             "`not self.is_accumulating_gradients`.",
         )
+
+    def _note_weights(self) -> None:
+        """Training begins with the weights as they are now."""
+        self._writes_before = self._writes()
+
+    def _writes(self) -> int:
+        return sum(write_count(parameter) for model in self.named_models().values() for parameter in model.parameters())
+
+    def _refuse_to_go_on_for_ever(self) -> None:
+        """Raises where nothing but a number of steps ends the run, and none is ever counted.
+
+        A first step may come late, when a replay buffer is full, so a run that leaves its weights alone has time.
+        """
+        epochs, steps, samples = self._limits
+        has_other_limit = min(epochs, samples) < math.inf or self.config.training_parameters.max_time is not None
+        if steps == math.inf or has_other_limit:
+            return
+        parameters = [parameter for model in self.named_models().values() for parameter in model.parameters()]
+        trains = self._writes() != self._writes_before or any(parameter.grad is not None for parameter in parameters)
+        if trains or self.local_batches >= BATCHES_WITHOUT_STEP:
+            raise StepError(
+                f"max_steps={steps} never comes: {self.local_batches} batches were trained, and training_step has not "
+                "called self.step(...), which alone counts a step. Call self.backward(loss) in the place of "
+                "loss.backward(), and self.step(model, optimizer) in the place of optimizer.step(), when "
+                "`not self.is_accumulating_gradients`; or set n_epochs."
+            )
 
     def _end_epoch(self) -> None:
         self.progress.finish_epoch()

@@ -1,0 +1,80 @@
+"""Runs that would never end: their limit is never reached, or their data end before their window does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.sampler import BatchKey, RankBatchSampler
+from dream_trainer.errors import DataError, StepError
+from dream_trainer.trainer import intermission
+from tests.trainer.small import Alone, Batch, Samples, make_config
+
+pytestmark = pytest.mark.pitfall(85)
+
+
+class ByItself(Alone):
+    """Plain PyTorch in training_step, with the gradients cleared afterwards."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        assert self.local_batches < 1000, "endless"
+        x, y, _ = batch
+        mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {}
+
+
+class Idle(Alone):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        assert self.local_batches < 1000, "endless"
+        return {}
+
+
+class Late(Alone):
+    """Its first step comes after some epochs, as with a replay buffer."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {} if self.local_batches < 150 else super().training_step(batch, batch_idx)
+
+
+def fit(kind: type[Alone], length: int = 8, **training: Any) -> dt.BaseTrainer:
+    with kind(make_config(**training), DistributedDataLoader(Samples(length), 2)) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def test_steps_that_nobody_counts_are_an_error_under_a_limit_in_steps() -> None:
+    with pytest.raises(StepError, match=r"max_steps=3 never comes: 4 batches.*self\.step\(model, optimizer\)"):
+        fit(ByItself, max_steps=3)
+    assert fit(ByItself, max_steps=3, n_epochs=2).local_batches == 8
+
+
+def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intermission, "BATCHES_WITHOUT_STEP", 40)
+    with pytest.raises(StepError, match="max_steps=3 never comes: 40 batches"):
+        fit(Idle, max_steps=3)
+    assert fit(Idle, n_epochs=12).local_batches == 48
+
+
+def test_a_first_step_may_come_late() -> None:
+    assert fit(Late, max_steps=3).local_batches == 153
+
+
+def test_an_order_that_yields_too_little_is_an_error() -> None:
+    whole = RankBatchSampler._batches
+
+    def short(self: RankBatchSampler, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
+        return iter(list(whole(self, epoch, first, end))[:-1])
+
+    with (
+        mock.patch.object(RankBatchSampler, "_batches", short),
+        pytest.raises(DataError, match="yielded 0 of the 1 batches of a window"),
+    ):
+        fit(Alone, n_epochs=1)
