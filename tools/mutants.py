@@ -162,6 +162,13 @@ MUTANTS = [
         TURNS,
     ),
     Mutant(
+        "scalars are sharded",
+        "dream_trainer/distributed/sharding.py",
+        "if parameter.ndim == 0}",
+        "if False}",
+        "tests/trainer/test_odd_parameters.py",
+    ),
+    Mutant(
         "gathered parameters stay frozen",
         "dream_trainer/distributed/sharding.py",
         "gathered.requires_grad_(sharded.requires_grad)",

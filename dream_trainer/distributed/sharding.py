@@ -39,6 +39,8 @@ def shard_by_blocks(
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
+    Parameters without a dimension cannot be cut: they stay plain and whole, and `step` averages their gradients.
+
     Args:
         model: The model; its class changes in place.
         blocks: Modules of `model` that become a group each.
@@ -51,6 +53,9 @@ def shard_by_blocks(
     from torch.distributed.fsdp import fully_shard
 
     _refuse_ties_across(model, blocks)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    if scalars:
+        config, root = config | {"ignored_params": scalars}, root | {"ignored_params": scalars}
     for block in blocks:
         fully_shard(block, **config)
     policy = root.get("mp_policy")
@@ -60,6 +65,29 @@ def shard_by_blocks(
         policy = dataclasses.replace(policy, output_dtype=torch.float32, cast_forward_inputs=False)
         root = root | {"mp_policy": policy}
     fully_shard(model, **root)
+
+
+def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None:
+    """Refuses what gives gradients that cannot be handled.
+
+    Raises:
+        ConfigError: An embedding makes sparse gradients, or, on several ranks, two models share a parameter.
+    """
+    owner: dict[int, str] = {}
+    for model_name, model in models.items():
+        for name, module in model.named_modules(prefix=model_name):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ConfigError(
+                    f"{name} is built with sparse=True. Sparse gradients have no norm over parameters and ranks: use "
+                    "sparse=False."
+                )
+        for name, parameter in model.named_parameters(prefix=model_name):
+            other = owner.setdefault(id(parameter), name)
+            if world_size > 1 and other != name:
+                raise ConfigError(
+                    f"{other} and {name} are one parameter in two models, which several ranks cannot wrap twice. Put "
+                    "both models into one module, assigned to self."
+                )
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -19,7 +19,13 @@ from dream_trainer.distributed.entrance import enter_by_methods, enter_by_parts
 from dream_trainer.distributed.equal_weights import make_equal, real_tensors
 from dream_trainer.distributed.half_norms import norms_in_float32
 from dream_trainer.distributed.recurrent import keep_recurrent_weights_in_place
-from dream_trainer.distributed.sharding import fsdp_modules, keeping_ties, move_what_is_whole, shard_by_blocks
+from dream_trainer.distributed.sharding import (
+    fsdp_modules,
+    keeping_ties,
+    move_what_is_whole,
+    refuse_unsupported,
+    shard_by_blocks,
+)
 from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
 from dream_trainer.optim.sharded import refuse_unshardable
@@ -106,6 +112,7 @@ class SetupMixin(AbstractTrainer):
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
+        refuse_unsupported(models, self.world.world_size)
         self._make_real_weights_equal()
         plan = remember(models, self._tape)
         devices = self.config.device_parameters

@@ -1,0 +1,115 @@
+"""Parameters that cannot be treated like the others: scalars train on any number of ranks, the rest is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.distributed.sharding import refuse_unsupported
+from dream_trainer.errors import ConfigError
+from tests.trainer.small import Batch, fill, make_config, network, weights
+from tests.trainer.test_several_models import Body, micro_batches
+from tests.worlds import run_world
+
+
+class Scaled(nn.Module):
+    """As CLIP has it: a temperature without a dimension, at the root and in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+        self.body[0][1].scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.logit_scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.body[0][1].scale) * self.logit_scale.exp()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+class Scales(Body, dt.CheckpointMixin):
+    def configure_models(self) -> None:
+        self.model = Scaled()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = adamw(self.model)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {}
+
+
+class ShardedScales(Scales, dt.FSDPMixin):
+    pass
+
+
+def train(cls: type[Scales], experiment: str, accumulation: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    config = make_config(max_steps=steps, gradient_accumulation_steps=accumulation)
+    config.experiment = experiment
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    with cls(config) as trainer:
+        trainer.fit()
+        return weights(trainer.model), trainer.norms
+
+
+def train_both(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    os.chdir(directory)
+    return [train(cls, cls.__name__, 1, 3) for cls in (Scales, ShardedScales)]
+
+
+@pytest.mark.pitfall(84)
+def test_scalars_train_and_resume_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scaled()
+    fill(model)
+    optimizer, norms, states = adamw(model), [], []
+    for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
+        (sum(mse_loss(model(x), y) for x, y, _ in ranks) / 2).backward()
+        norms.append(torch.sqrt(sum(p.grad.square().sum() for p in model.parameters())).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(weights(model))
+    for found in run_world(train_both, 2, str(tmp_path)):
+        for state, its_norms in found:
+            assert its_norms == pytest.approx(norms[:3], rel=1e-11)
+            for name, value in states[2].items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+    monkeypatch.chdir(tmp_path)
+    for cls in (Scales, ShardedScales):
+        state, its_norms = train(cls, cls.__name__, 2, 6)
+        assert its_norms == pytest.approx(norms[3:6], rel=1e-9)
+        for name, value in states[5].items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.pitfall(84)
+def test_sparse_gradients_are_refused_by_name_when_the_trainer_is_set_up() -> None:
+    class Sparse(Scales):
+        def configure_models(self) -> None:
+            self.model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
+
+        def init_weights(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"model\.table is built with sparse=True"):
+        Sparse(make_config(max_steps=1)).fit()
+
+
+@pytest.mark.pitfall(84)
+def test_a_parameter_of_two_models_is_refused_by_name_on_several_ranks() -> None:
+    encoder = nn.Linear(2, 2)
+    models = {"actor": nn.Sequential(encoder, nn.Linear(2, 1)), "critic": nn.Sequential(encoder, nn.Linear(2, 1))}
+    refuse_unsupported(models, 1)
+    with pytest.raises(ConfigError, match=r"actor\.0\.weight and critic\.0\.weight are one parameter"):
+        refuse_unsupported(models, 2)
