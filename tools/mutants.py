@@ -302,6 +302,13 @@ MUTANTS = [
         "tests/trainer/test_endless.py",
     ),
     Mutant(
+        "a scheduler's signal kills the workers of foreign loaders",
+        f"{DATA}/foreign.py",
+        "    loader.worker_init_fn = WorkerInit(own)\n",
+        "",
+        "tests/faults/test_foreign_workers.py",
+    ),
+    Mutant(
         "one augmentation for a whole epoch",
         f"{DATA}/order.py",
         'hash_seed(b"sample", seed, epoch, index)',

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from dream_trainer.data.seeding import WorkerInit
 from dream_trainer.distributed.seeds import hash_seed, noticing_draws, preserved_random_state, seed_cpu
+from dream_trainer.distributed.torch_compat import shutdown_workers
 
 
 @runtime_checkable
@@ -102,7 +105,8 @@ class SeededPass(Iterator[Any]):
             is_opening = self._batches is None
             if self._batches is None:
                 seed_cpu(hash_seed(b"pass", seed, epoch, dp_rank))
-                self._batches = iter(self._loader)
+                with workers_outlive_signals(self._loader):
+                    self._batches = iter(self._loader)
             if not is_opening or (self._first > 0 and self.draws):
                 seed_cpu(hash_seed(b"batch", seed, epoch, self._next, dp_rank))
             if self.draws or is_opening:
@@ -114,6 +118,27 @@ class SeededPass(Iterator[Any]):
                 self.draws = noticed[0]
         self._next += 1
         return batch
+
+    def close(self) -> None:
+        """Ends the worker processes of this pass."""
+        shutdown_workers(self._batches)
+
+
+@contextmanager
+def workers_outlive_signals(loader: object) -> Iterator[None]:
+    """Worker processes that a torch `DataLoader` starts inside outlive a signal to the whole process group.
+
+    A signal handler can be set in a worker only by its `worker_init_fn`, which is put back.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        yield
+        return
+    own = loader.worker_init_fn
+    loader.worker_init_fn = WorkerInit(own)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = own
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:

@@ -15,10 +15,12 @@ from dream_trainer.data.foreign import (
     keeps_what_it_draws,
     known_length,
     set_epoch,
+    workers_outlive_signals,
 )
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.windows import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.torch_compat import end_workers
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
@@ -122,8 +124,10 @@ class ForeignStream(TrainStream):
             self._begin_pass(self._position.epoch + 1)
 
     def close(self) -> None:
-        # Workers that outlive an iterator belong to the loader, and that to the user.
+        if isinstance(self._iterator, SeededPass):
+            self._iterator.close()
         self._iterator = None
+        end_workers(self._source)
 
     def _begin_pass(self, epoch: int) -> None:
         self._iterator = None
@@ -170,7 +174,7 @@ class ForeignStream(TrainStream):
     def _load(self, loader: StatefulLoader, rank_state: dict[str, Any]) -> None:
         self._is_exhausted = rank_state["is_exhausted"]
         self._samples = rank_state.get("samples", 0)
-        with preserved_random_state():
+        with preserved_random_state(), workers_outlive_signals(loader):
             loader.load_state_dict(copy.deepcopy(rank_state["loader"]))
             if self._is_exhausted:
                 # StatefulDataLoader applies its state only when asked for something. Asked by the next pass, it would

@@ -10,6 +10,7 @@ from dream_trainer.data.foreign import iterate, known_length
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, rebuild
 from dream_trainer.data.order import VALIDATION_EPOCH
 from dream_trainer.data.sampler import Sharding
+from dream_trainer.distributed.torch_compat import end_workers
 from dream_trainer.errors import DataError
 
 
@@ -107,4 +108,4 @@ class ForeignValidation(ValidationBatches):
         return next(iter(self), None)
 
     def close(self) -> None:
-        """Nothing to end: the loader's workers belong to its owner."""
+        end_workers(self._source)

@@ -195,20 +195,35 @@ def begin_root(module: FSDPModule) -> None:
     module._get_fsdp_state()._lazy_init()
 
 
+def end_workers(loader: object) -> None:
+    """Ends the worker processes that a `DataLoader`, torchdata's too, keeps from its last iteration.
+
+    It starts new ones when it is iterated again. Left to the end of the process, each is waited for up to 5 seconds.
+    """
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return
+    iterator = vars(loader).get("_iterator")
+    if iterator is not None:
+        shutdown_workers(iterator)
+        loader._iterator = None
+
+
 def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
     """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to it.
 
     Those that load for longer than `patience_seconds` are killed; torch waits 10 seconds for each.
     """
     from torch.utils.data._utils.signal_handling import _remove_worker_pids
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+    # torchdata's iterators share this base and the names, and not the class for several processes.
+    if not isinstance(iterator, _BaseDataLoaderIter) or iterator._num_workers == 0:
         return
-    if iterator._worker_pids_set:  # else a killed worker is an error in this process
-        iterator._worker_pids_set = False
-        _remove_worker_pids(id(iterator))
-    workers = list(iterator._workers)
+    several: Any = iterator
+    if several._worker_pids_set:  # else a killed worker is an error in this process
+        several._worker_pids_set = False
+        _remove_worker_pids(id(several))
+    workers = list(several._workers)
 
     def kill() -> None:
         for worker in workers:
@@ -217,7 +232,7 @@ def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
     timer = threading.Timer(patience_seconds, kill)
     timer.start()
     try:
-        iterator._shutdown_workers()
+        several._shutdown_workers()
     finally:
         timer.cancel()
         timer.join()

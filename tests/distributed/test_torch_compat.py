@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import pytest
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
 
 def test_the_workers_of_a_loader_that_is_still_referred_to_can_be_ended() -> None:
-    import multiprocessing
-
-    from torch.utils.data import DataLoader
-
     from dream_trainer.distributed.torch_compat import shutdown_workers
 
     iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))
@@ -20,6 +21,21 @@ def test_the_workers_of_a_loader_that_is_still_referred_to_can_be_ended() -> Non
     assert multiprocessing.active_children() == []
     shutdown_workers(iter(DataLoader(list(range(8)), 2)))
     shutdown_workers(None)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(kind: type[DataLoader[int]]) -> None:
+    from dream_trainer.distributed.torch_compat import end_workers
+
+    loader = kind(list(range(8)), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    next(iter(loader))
+    workers = multiprocessing.active_children()
+    end_workers(loader)
+    assert workers
+    assert not any(worker.is_alive() for worker in workers)
+    assert len(list(loader)) == 4
+    end_workers(loader)
+    end_workers([1, 2])
 
 
 def test_torch_functions_can_be_called_past_every_mode() -> None:
