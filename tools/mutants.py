@@ -162,6 +162,13 @@ MUTANTS = [
         TURNS,
     ),
     Mutant(
+        "the graph of a gradient loses its weights",
+        "dream_trainer/distributed/fsdp_compat.py",
+        "self.reshard_after_backward = False",
+        "pass",
+        "tests/trainer/test_double_backward.py",
+    ),
+    Mutant(
         "scalars are sharded",
         "dream_trainer/distributed/sharding.py",
         "if parameter.ndim == 0}",

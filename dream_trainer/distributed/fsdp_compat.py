@@ -24,10 +24,33 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.gradients import LocalGradients
 
 
-class SharedGroup(FSDPParamGroup):
-    """A group whose ranks each keep a share of its parameters."""
+class DifferentiableGroup(FSDPParamGroup):
+    """A group whose gradients may be differentiated again, as penalties on gradients are.
+
+    The graph of such a gradient refers to the gathered parameters, which are to stay until the step.
+    """
 
     _own: LocalGradients
+
+    def pre_backward(self, *args: Any) -> None:
+        """The group's own, noting a backward that keeps its graph."""
+        if torch.is_grad_enabled():  # in a backward that is so under `create_graph=True`
+            self._own.graphs[self] = None
+            self.reshard_after_backward = False
+        super().pre_backward(*args)
+
+    def hold(self) -> None:
+        """Gathers what a forward let go of since; a collective."""
+        self.unshard()
+        self.wait_for_unshard()
+
+    def let_go(self) -> None:
+        """The graphs are used up."""
+        self.reshard_after_backward = True
+
+
+class SharedGroup(DifferentiableGroup):
+    """A group whose ranks each keep a share of its parameters."""
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The group's own, noted."""
@@ -84,7 +107,7 @@ class SharedGroup(FSDPParamGroup):
             gathered.grad = None
 
 
-class WholeGroup(FSDPParamGroup):
+class WholeGroup(DifferentiableGroup):
     """A group that every rank keeps whole. Gradients go from the gathered parameters to the optimizer's, unreduced."""
 
     def post_backward(self, *unused: Any) -> None:

@@ -61,6 +61,7 @@ class LocalGradients:
         used: Ids of shared parameters that this rank's own backwards gave a gradient, since their last step.
         ran: Ids of the groups that ran a forward in the window.
         waiting: Groups that ended a backward whose gradients have not crossed ranks yet.
+        graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class LocalGradients:
     used: set[int] = field(default_factory=set)
     ran: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)
+    graphs: dict[Any, None] = field(default_factory=dict)
 
     def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank's backwards gave one of `parameters` a gradient that is still there."""
@@ -79,6 +81,12 @@ class LocalGradients:
             if group is not None and group in self.waiting:
                 kept.add(group)
         return any(group.keeps_gradients() for group in kept)
+
+    def let_graphs_go(self) -> None:
+        """No graph of a gradient is used any more."""
+        for group in self.graphs:
+            group.let_go()
+        self.graphs.clear()
 
     def drop_what_waits(self) -> None:
         """Forgets gradients that have not crossed ranks."""

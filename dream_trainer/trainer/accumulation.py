@@ -159,6 +159,8 @@ class Accumulation:
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
         self._turns.before_backward()
+        for group in self._own.graphs:
+            group.hold()
         if self._backward_context is None:
             loss.backward()
         else:
@@ -261,6 +263,7 @@ class Accumulation:
         can_rerun = not self.stepped
         self.stepped = True
         self._stepped_backwards = self._backwards
+        self._own.let_graphs_go()
         self._trainer._reshard()
         self._trainer._before_update()
         with torch.no_grad():

@@ -1,0 +1,102 @@
+"""Gradients that are differentiated again: penalties on the gradient of a critic, against a loop by hand."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from tests.trainer.small import Batch, fill, make_config, network, sgd, weights
+from tests.trainer.test_several_models import Body, micro_batches
+from tests.worlds import run_world
+
+
+class Case(NamedTuple):
+    """Where the penalty stands beside the critic's own loss, and how it is trained."""
+
+    kind: str
+    layout: str
+    accumulation: int = 1
+
+
+def penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    x = (x * 0.5).requires_grad_()
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+
+def loss_of(kind: str, critic: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "before":
+        first = penalty(critic, x)
+        return first + mse_loss(critic(x), y)
+    if kind == "after":
+        return mse_loss(critic(x), y) + penalty(critic, x)
+    if kind == "of the same output":
+        x = x.clone().requires_grad_()
+        found = critic(x)
+        (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return mse_loss(found, y) + ((gradient.norm(dim=1) - 1) ** 2).mean()
+    return penalty(critic, x)
+
+
+class Penalised(Body):
+    options: Case
+
+    def configure_models(self) -> None:
+        self.critic = network()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = sgd(self.critic)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(loss_of(self.options.kind, self.critic, batch[0], batch[1]))
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.critic, self.optimizer)))
+        return {}
+
+
+class ShardedPenalised(Penalised, dt.FSDPMixin):
+    pass
+
+
+CASES = [
+    Case(kind, layout, accumulation)
+    for layout in ("replicate", "fsdp")
+    for kind, accumulation in (("alone", 2), ("before", 1), ("after", 2), ("of the same output", 1))
+]
+
+
+def train_all() -> list[dict[str, Tensor]]:
+    found = []
+    for case in CASES:
+        config = make_config(n_epochs=1, gradient_accumulation_steps=case.accumulation)
+        with (ShardedPenalised if case.layout == "fsdp" else Penalised)(config, case) as trainer:
+            trainer.fit()
+            found.append(weights(trainer.critic))
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> list[list[dict[str, Tensor]]]:
+    return run_world(train_all, request.param, timeout=60)
+
+
+@pytest.mark.pitfall(84)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_penalty_on_a_gradient_trains_as_by_hand(ranks: list[list[dict[str, Tensor]]], case: Case) -> None:
+    critic = network()
+    fill(critic)
+    optimizer = sgd(critic)
+    for window in micro_batches(len(ranks), case.accumulation):
+        batches = [batch for row in window for batch in row]
+        (sum(loss_of(case.kind, critic, x, y) for x, y, _ in batches) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in ranks:
+        for name, value in weights(critic).items():
+            torch.testing.assert_close(rank[CASES.index(case)][name], value, rtol=1e-10, atol=1e-12, msg=name)
