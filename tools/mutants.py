@@ -645,6 +645,20 @@ MUTANTS = [
         "if not host",
         "tests/trainer/test_failures.py -k killed",
     ),
+    Mutant(
+        "a fit that goes on skips what was loaded",
+        f"{TRAINER}/session.py",
+        "        if self._has_failed or self._agreement.signals.broke_a_wait:",
+        "        if False:",
+        "tests/trainer/test_notebook.py",
+    ),
+    Mutant(
+        "a user's signal handler is not called",
+        "dream_trainer/distributed/signals.py",
+        "if number != signal.SIGINT and callable(before):",
+        "if False:",
+        "tests/trainer/test_notebook.py",
+    ),
 ]
 
 

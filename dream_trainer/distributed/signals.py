@@ -6,6 +6,7 @@ or answers from within it; `Relay` brings the signals that other ranks got.
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ class Signals:
         terminated: SIGTERM came.
         interrupted: SIGINT came.
         save_asked: SIGUSR1 came, and no save was made since.
+        broke_a_wait: A wait for data was ended, and what was being loaded is lost.
         save_is_known: All ranks have heard of every save asked for so far; the relay clears it.
     """
 
@@ -52,6 +54,11 @@ class Signals:
         self.interrupted = False
         self.save_asked = False
         self.save_is_known = False
+        self.broke_a_wait = False
+
+    def forget(self) -> None:
+        """What was asked for so far is done."""
+        self.terminated = self.interrupted = self.save_asked = False
 
     @property
     def stops(self) -> bool:
@@ -102,6 +109,7 @@ class Signals:
                 self._leave_the_wait()
             return fetch()
         except Interrupted:
+            self.broke_a_wait = True
             if self._error is not None:
                 raise self._error from None
             return None
@@ -132,6 +140,9 @@ class Signals:
             sys.stderr.write("\nstopping after this step; press Ctrl-C again to stop at once\n")
         else:
             self.save_asked = True
+        before = self._before[number]
+        if number != signal.SIGINT and callable(before):  # the user's own; Python's for Ctrl-C would raise
+            before(number, frame)
         if self._waits_since is not None:
             self._leave_the_wait()
 
@@ -148,6 +159,11 @@ class Signals:
         except Exception as error:
             self._error = error
             return False
+
+
+def is_interactive() -> bool:
+    """Whether somebody types at a prompt or in a notebook, and will go on after an interruption."""
+    return "ps1" in vars(sys) or bool(sys.flags.interactive) or "__IPYTHON__" in vars(builtins)
 
 
 def exit_code(number: signal.Signals) -> int:

@@ -222,6 +222,11 @@ class Accumulation:
         self._guard.settle_when_full()
         return self.stepped
 
+    def drop_window(self) -> None:
+        """The window broke off; if nothing has stepped in it, it is as if it had not begun."""
+        if not self.stepped:
+            self.is_open = False
+
     @property
     def maybe_skipped(self) -> Tensor | None:
         """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so

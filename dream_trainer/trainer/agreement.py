@@ -50,6 +50,11 @@ class Agreement:
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
+    def begin_training(self) -> None:
+        """`fit` was called; what ended an earlier call counts no more."""
+        self.stopped, self.ended_by = False, None
+        self.signals.forget()
+
     def callback_is_due(self, callback: TimedCallback) -> bool:
         """Whether rank 0's clock said so before the window just completed; the same on all ranks."""
         return bool(self._clocks >> self._timed.index(callback) & 1)

@@ -11,6 +11,8 @@ by the clock, the last window) is decided between windows, from numbers that are
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,7 +25,7 @@ from dream_trainer.config.base import BaseTrainerConfig
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.signals import exit_code
+from dream_trainer.distributed.signals import exit_code, is_interactive
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer.dataflow import follow_train_dataloader, steps_in_epoch
 from dream_trainer.trainer.determinism import deterministic
@@ -76,24 +78,31 @@ class BaseTrainer(Session):
     def fit(self) -> None:
         """Trains until the first limit is reached, a stop is requested, or a signal comes.
 
-        Launches and sets up on the first call. A finished run returns at once, and says so.
+        Launches and sets up on the first call. A finished run returns at once, and says so. Called again after an
+        exception or Ctrl-C that the program outlived, it goes on after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code.
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code. Not
+                after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
+            StepError: The trainer is closed, or was left where no step was finished.
         """
         agreement = self._agreement
-        agreement.stopped = False
+        agreement.begin_training()
         with self._failing_for_all(), agreement.signals.handled():
             self._start()
+            self._go_on()
             with relayed(agreement.signals, self.world.connect_to_store()), watched(self):
                 self._is_training = True
                 self._train()
                 self._is_training = False
             self._stop_reason = None
-            if agreement.ended_by is not None:
+            returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
+            if returns:
+                print(f"interrupted after step {self.global_step}; fit() goes on from there", file=sys.stderr)
+            elif agreement.ended_by is not None:
                 with agreement.signals.ending(exit_code(agreement.ended_by)):
                     self.close()
-        if agreement.ended_by is not None:
+        if agreement.ended_by is not None and not returns:
             raise SystemExit(exit_code(agreement.ended_by))
 
     def backward(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import NoReturn, Self
 
 from dream_trainer.config.base import BaseTrainerConfig, let_go
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
-from dream_trainer.errors import StepError
+from dream_trainer.errors import NonFiniteError, StepError
 from dream_trainer.trainer.accumulation import Accumulation
 from dream_trainer.trainer.closing import call_each, followed_by, in_a_line
 from dream_trainer.trainer.dataflow import connect_data
@@ -24,6 +24,7 @@ class Session(Intermission):
     def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         self._is_closed = self._has_failed = self._is_half_set_up = self._is_training = False
+        self._is_nonfinite = False  # whether that is what it failed for
 
     def describe(self) -> str:
         """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
@@ -68,10 +69,8 @@ class Session(Intermission):
 
     def _start(self) -> None:
         """Launches, builds and resumes, once."""
-        if self._is_closed or self._has_failed:
-            left = "half set up" if self._is_half_set_up else "in the middle of a step"
-            state = "closed" if self._is_closed else f"left {left} by an exception"
-            raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
+        if self._is_closed or self._is_half_set_up:
+            self._refuse_to_go_on("closed" if self._is_closed else "left half set up by an exception")
         if self._is_ready:
             return
         try:
@@ -79,6 +78,22 @@ class Session(Intermission):
         except BaseException:
             self._has_failed = self._is_half_set_up = True
             raise
+
+    def _go_on(self) -> None:
+        """After an exception, or a signal that ended a wait for data: back to the end of the last finished window."""
+        if self._has_failed:
+            if self._is_nonfinite:
+                self._refuse_to_go_on("left by gradients that were not finite, and later steps changed nothing")
+            if self._accumulation.is_open:
+                self._refuse_to_go_on("left in the middle of a step by an exception")
+            for model in self.named_models().values():
+                model.zero_grad(set_to_none=True)
+        if self._has_failed or self._agreement.signals.broke_a_wait:
+            self._feed.seek(self.progress.data, self._feed.rank_state, is_pass_over=self.progress.is_pass_over)
+        self._has_failed = self._agreement.signals.broke_a_wait = False
+
+    def _refuse_to_go_on(self, state: str) -> NoReturn:
+        raise StepError(f"this trainer is {state}. Build a new one to train on; it resumes from the checkpoints.")
 
     def _launch_and_set_up(self) -> None:
         self._notify("pre_launch")
@@ -128,11 +143,15 @@ class Session(Intermission):
             finally:
                 if self._world is not None and self._world.world_size > 1:
                     self._world.fail(exc)
-                if self._is_training and isinstance(exc, Exception):
+                if self._is_training:
+                    self._is_nonfinite |= isinstance(exc, NonFiniteError)
                     if self._accumulation.is_open:
                         self.progress.batch_idx = self._window.first_batch_idx
                         self._window_dropped()
-                    self._save_after_exception()
+                        self._accumulation.drop_window()
+                    if isinstance(exc, Exception):
+                        self._save_after_exception()
+                    self._is_training = False
             raise
 
     def _tell_of(self, exc: BaseException) -> None:

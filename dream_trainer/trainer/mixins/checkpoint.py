@@ -300,7 +300,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _save_after_exception(self) -> None:
         super()._save_after_exception()
-        is_whole = not (self._accumulation.is_open and self._accumulation.stepped)
+        is_whole = not self._accumulation.is_open
         if self.config.training_parameters.fast_dev_run or not is_whole or self.global_step == 0:
             return
         try:

@@ -1,0 +1,200 @@
+"""A trainer that an exception or Ctrl-C interrupted, in a program that goes on: a notebook, a prompt, a script that
+catches it. And signal handlers of the user's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.errors import NonFiniteError, StepError
+from tests.trainer.small import (
+    ROOT,
+    Alone,
+    Batch,
+    Samples,
+    Spread,
+    Validates,
+    assert_same_weights,
+    batches,
+    by_hand,
+    make_config,
+    weights,
+)
+
+
+class Evaluates(Validates, Spread, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin):
+    fails_in = "nothing"
+    fails_at = 2
+
+    def fail(self, place: str) -> None:
+        if place == self.fails_in and self.global_step == self.fails_at:
+            self.fails_in = "nothing"
+            raise KeyError("the cause")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.fail("step")
+        result = super().training_step(batch, batch_idx)
+        self.fail("end of step")
+        return result
+
+    def post_train_step(self) -> None:
+        self.fail("event")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.fail("validation")
+        return super().validation_step(batch, batch_idx)
+
+
+def loader(count: int) -> Any:
+    return torch.utils.data.DataLoader(Samples(2 * count), batch_size=2)
+
+
+@pytest.mark.pitfall(87)
+@pytest.mark.parametrize(
+    ("place", "at", "accumulation"), [("step", 2, 1), ("step", 2, 2), ("event", 3, 1), ("validation", 4, 1)]
+)
+@pytest.mark.parametrize("train", [batches, loader])
+def test_after_an_exception_evaluate_works_and_fit_goes_on_with_the_same_samples(
+    place: str, at: int, accumulation: int, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(n_epochs=2, gradient_accumulation_steps=accumulation)
+    with Evaluates(config, train(4), batches(1)) as trainer:
+        trainer.fails_in, trainer.fails_at = place, at
+        with pytest.raises(KeyError, match="the cause"):
+            trainer.fit()
+        if place == "step":
+            before = weights(trainer.model)
+            assert trainer.evaluate().keys() == {"val/loss"}
+            assert_same_weights(weights(trainer.model), before)
+        trainer.fit()
+        assert trainer.current_epoch == 2
+        windows = [batches(4)[i : i + accumulation] for i in range(0, 4, accumulation)] * 2
+        assert_same_weights(weights(trainer.model), by_hand(windows))
+        assert len(trainer.history_of("val/loss")) == 2
+
+
+@pytest.mark.pitfall(87)
+def test_after_an_exception_between_a_step_and_its_count_fit_says_what_to_do_and_evaluate_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = Evaluates(make_config(n_epochs=1), batches(4), batches(1))
+    trainer.fails_in = "end of step"
+    with pytest.raises(KeyError):
+        trainer.fit()
+    assert trainer.evaluate().keys() == {"val/loss"}
+    for call in (trainer.fit, trainer.save_checkpoint):
+        with pytest.raises(StepError, match="in the middle of a step|inside an accumulation window"):
+            call()
+    trainer.close()
+
+
+def test_after_gradients_that_were_not_finite_fit_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train = batches(4)
+    train[1][0].fill_(float("nan"))
+    with Evaluates(make_config(n_epochs=1), train, batches(1)) as trainer:
+        with pytest.raises(NonFiniteError):
+            trainer.fit()
+        trainer.evaluate()
+        with pytest.raises(StepError, match="gradients that were not finite"):
+            trainer.fit()
+
+
+PROMPT = """
+import os, signal, sys
+from tests.trainer.test_notebook import *
+class Presses(Evaluates):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == {at} and {waits} is False: os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+class Waits(Samples):
+    def __getitem__(self, index):
+        if index == 5 and {waits} and not os.path.exists("waited"):
+            open("waited", "w").close(); os.kill(os.getpid(), signal.SIGINT)
+        return super().__getitem__(index)
+
+trainer = Presses(make_config(n_epochs=2), torch.utils.data.DataLoader(Waits(8), batch_size=2), batches(1))
+trainer.fit()
+print("returned at", trainer.global_step, sorted(trainer.evaluate()))
+print("saved", [found.step for found in trainer.checkpoints()])
+trainer.fit()
+print("ended at", trainer.global_step, trainer.history_of("val/loss")[-1][0])
+assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in batches(4)] * 2))
+print("as by hand")
+trainer.close()
+"""
+
+
+@pytest.mark.pitfall(87)
+@pytest.mark.parametrize("waits", [False, True])
+def test_ctrl_c_at_a_prompt_returns_from_fit_with_everything_saved_and_fit_goes_on(waits: bool, tmp_path: Path) -> None:
+    text = PROMPT.format(at=2, waits=waits).replace("make_config(n_epochs=2)", "saving_config()")
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", ""],
+        input=text,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    step = 2 if waits else 3
+    assert f"returned at {step} ['val/loss']" in done.stdout, done.stderr
+    assert f"saved [{step}]" in done.stdout
+    assert "ended at 8 8" in done.stdout, done.stderr
+    assert "as by hand" in done.stdout, done.stderr
+    assert "fit() goes on" in done.stderr
+
+
+def saving_config() -> Any:
+    config = make_config(n_epochs=2)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    return config
+
+
+# -- signal handlers of the user's own
+
+
+@pytest.mark.pitfall(87)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    called: list[int] = []
+    before = signal.signal(number, lambda received, frame: called.append(received))
+
+    class Signalled(Alone):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if self.global_step == 1:
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+            return super().training_step(batch, batch_idx)
+
+    trainer = Signalled(make_config(n_epochs=1), batches(3))
+    try:
+        if number == signal.SIGTERM:
+            with pytest.raises(SystemExit) as ended:
+                trainer.fit()
+            assert ended.value.code == 128 + number
+        else:
+            trainer.fit()
+    finally:
+        signal.signal(number, before)
+        trainer.close()
+    assert called == [number]
+    assert trainer.global_step == (2 if number == signal.SIGTERM else 3)
