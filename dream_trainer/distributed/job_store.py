@@ -63,6 +63,20 @@ def another_rank_failed() -> bool:
         return True
 
 
+def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
+    """Says `what`, and returns whether all ranks have said it within the time."""
+    if _store is None:
+        return True
+    key = f"{_prefix()}/said/{what}"
+    try:
+        if _store.add(key, 1) == world_size:
+            _store.set(f"{key}/all", "")
+        _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
+    except RuntimeError:  # the time is up, or the store went away with its rank
+        return False
+    return True
+
+
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
     """Says that this rank leaves its `number`-th process group, and with a time-out waits until all ranks have said so.
 

@@ -38,6 +38,10 @@ _launches = 0
 _owns_group = False
 
 
+# How long a rank with an exception waits for the others to have one too: they may still be at their last step.
+_ALONE_AFTER_SECONDS = 5.0
+
+
 def environment_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) in a plain process."""
     rank = int(os.environ.get("RANK", "0"))
@@ -120,6 +124,7 @@ class World:
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
         self.data_group = self._new_data_group()
         self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
+        self._number = _launches
         self._open = True
 
     def _choose_parameter_device(self) -> torch.device:
@@ -293,6 +298,14 @@ class World:
         in the store for those that look, and the process exits with status 1; its closing sockets free the others.
         """
         end_job(exc, job_store.job_store(), rank=self.rank, world_size=self.world_size)
+
+    def fail_unless_all_do(self, exc: Exception) -> None:
+        """Ends this rank after an exception outside of all that ranks do together, if it is alone with it.
+
+        It could be caught further out, and the next thing this rank does with the others would meet them at another.
+        """
+        if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
+            self.fail(exc)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.

@@ -60,9 +60,11 @@ class Session(Intermission):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
         if kind is None:
             self.close()
+        elif self._world is not None and self._world.world_size > 1 and isinstance(exc, Exception):
+            self._world.fail_unless_all_do(exc)
         elif self._world is not None and self._world.world_size == 1:
             self._has_failed |= issubclass(kind, Exception)
             self.close()

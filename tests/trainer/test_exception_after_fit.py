@@ -1,0 +1,60 @@
+"""An exception in a trainer's `with`, outside of fit, that the program catches and goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.small import run_ranks
+from tests.worlds import run_world
+
+PROGRAM = """
+import os
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.small import Samples, Spread, make_config
+
+def train(breaks):
+    try:
+        with Spread(make_config(n_epochs=1), DistributedDataLoader(Samples(8), 2)) as trainer:
+            trainer.fit()
+            if breaks:
+                raise KeyError("the report's column")
+    except KeyError:
+        print("caught")
+
+train(breaks=os.environ["RANK"] == "0")
+train(breaks=False)
+"""
+
+
+@pytest.mark.pitfall(82)
+def test_an_exception_on_one_rank_after_fit_ends_the_job_and_names_the_cause(tmp_path: Path) -> None:
+    started = time.monotonic()
+    (code, text), (other, _) = run_ranks(PROGRAM, 2, tmp_path)
+    assert code == 1
+    assert other != 0
+    assert "the report's column" in text
+    assert time.monotonic() - started < 40
+
+
+def twice() -> int:
+    from dream_trainer.data.loader import DistributedDataLoader
+    from tests.trainer.small import Samples, Spread, make_config
+
+    steps = 0
+    for _ in range(2):
+        try:
+            with Spread(make_config(n_epochs=1), DistributedDataLoader(Samples(8), 2)) as trainer:
+                trainer.fit()
+                steps += trainer.global_step
+                raise KeyError("on every rank")
+        except KeyError:
+            trainer.close()
+    return steps
+
+
+@pytest.mark.pitfall(82)
+def test_one_that_every_rank_has_is_the_programs_own() -> None:
+    assert run_world(twice, 2) == [4, 4]
