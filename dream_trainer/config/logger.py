@@ -57,6 +57,8 @@ class LoggerParameters:
     metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/."""
     log_every_n_steps: int = 10
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
+    history_lines: int | None = 10_000
+    """Lines that `trainer.history` keeps in memory, the newest; None keeps all. metrics.jsonl has every line."""
     strict: bool = False
     """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
     wandb: WandbParameters = field(default_factory=WandbParameters)
@@ -69,6 +71,8 @@ class LoggerParameters:
         if len(set(self.loggers)) != len(self.loggers):
             raise ConfigError(f"loggers={self.loggers} names one logger twice. Name each once.")
         check_integer("log_every_n_steps", self.log_every_n_steps, minimum=1)
+        if self.history_lines is not None:
+            check_integer("history_lines", self.history_lines, minimum=1, hint=" None keeps all.")
         check_boolean("strict", self.strict)
 
 

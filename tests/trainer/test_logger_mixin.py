@@ -1217,3 +1217,20 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     assert list(picture.tobytes()) == [0, 51, 102, 204, 255, 255]
     counts, text = [json.loads(line) for line in (run_dir / "media.jsonl").read_text().splitlines()]
     assert (counts["counts"], counts["edges"], text["text"]) == ([3, 3], [0, 0.5, 1], "rank 0")
+
+
+def test_the_history_keeps_its_last_lines_and_the_file_has_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(every=1)
+    config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1, history_lines=2)
+    with Algorithm(config) as trainer:
+        trainer.fit()
+    lines = read_jsonl(trainer.run_dir / "metrics.jsonl")
+    assert len(lines) == 4
+    assert [line["step"] for line in trainer.history] == [3, 4]
+    assert trainer.history[-1]["step"] == 4
+    assert trainer.history[:1] == trainer.history[-2:-1] == [line for line in trainer.history if line["step"] == 3]
+    assert trainer.history is trainer.history
+    assert trainer.history.dropped == 2

@@ -22,6 +22,7 @@ from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup, build_logger
+from dream_trainer.loggers.history import History
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.closing import followed_by
 from dream_trainer.trainer.events import anyone_listens
@@ -60,7 +61,7 @@ class LoggerMixin(MediaRecording):
         # Values logged in the running micro-batch, which may yet get a backward weight; each with its batch's size.
         self._undecided: list[tuple[str, Tensor | float, str, int]] = []
         self._loggers: LoggerGroup | None = None  # on rank 0; opened when there is something to write
-        self._history: list[dict[str, float]] = []
+        self._history = History(config.logger_parameters.history_lines)
         self._resumed_step: int | None = None
         # Names in the lines of the resumed step that a process wrote after the checkpoint: they come again.
         self._coming_again: list[set[str]] = []
@@ -73,13 +74,14 @@ class LoggerMixin(MediaRecording):
         self._run_has_ended = False
 
     @property
-    def history(self) -> list[dict[str, float]]:
-        """Every line that was logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics by name.
+    def history(self) -> History:
+        """The lines that were logged, in order: `step`, `epoch`, `samples`, `time`, then the metrics by name.
 
-        The same on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a
-        resume the lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
+        A sequence that grows; it keeps the last `logger_parameters.history_lines`, and metrics.jsonl has all. The same
+        on all ranks but for `time`, which is each rank's own clock, and also without any logger. After a resume the
+        lines of before come first, read from metrics.jsonl; without that file it begins at the resume.
         """
-        return list(self._history)
+        return self._history
 
     def history_of(self, name: str) -> list[tuple[int, float]]:
         """The values of one metric with their steps, in order: `history_of("val/loss")`.
@@ -328,10 +330,10 @@ class LoggerMixin(MediaRecording):
         self._run_has_ended = False
         self._resumed_step = self._saved_step = step = mine["step"]
         self._flushed_step = mine["flushed_step"]
-        self._history = [line for line in self._history if line["step"] <= step]
+        self._history.replace([line for line in self._history if line["step"] <= step])
         path = self.run_dir / "metrics.jsonl"
         if not self._history and path.exists():
-            self._history = read_jsonl(path, step)
+            self._history.replace(read_jsonl(path, step))
         self._metrics = MetricBuffer()
         if mine["pending"] is not None:
             self._metrics.load_state_dict(mine["pending"], self.world)
