@@ -169,6 +169,20 @@ MUTANTS = [
         "tests/trainer/test_double_backward.py",
     ),
     Mutant(
+        "batch norm's statistics differ by rank",
+        f"{TRAINER}/base.py",
+        "self._average_statistics()",
+        "pass",
+        "tests/trainer/test_odd_parameters.py",
+    ),
+    Mutant(
+        "max_norm is lost on several ranks",
+        "dream_trainer/distributed/sharding.py",
+        "module.max_norm is not None:",
+        "False:",
+        "tests/trainer/test_odd_parameters.py",
+    ),
+    Mutant(
         "scalars are sharded",
         "dream_trainer/distributed/sharding.py",
         "if parameter.ndim == 0}",

@@ -71,7 +71,8 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None
     """Refuses what gives gradients that cannot be handled.
 
     Raises:
-        ConfigError: An embedding makes sparse gradients, or, on several ranks, two models share a parameter.
+        ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`, or two models share a
+            parameter.
     """
     owner: dict[int, str] = {}
     for model_name, model in models.items():
@@ -80,6 +81,12 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None
                 raise ConfigError(
                     f"{name} is built with sparse=True. Sparse gradients have no norm over parameters and ranks: use "
                     "sparse=False."
+                )
+            if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                raise ConfigError(
+                    f"{name} is built with max_norm={module.max_norm}. On several ranks a forward renormalises the "
+                    "rank's own copy of the rows it looks up, and that is lost. Normalise in the forward instead, or "
+                    "after the step."
                 )
         for name, parameter in model.named_parameters(prefix=model_name):
             other = owner.setdefault(id(parameter), name)

@@ -319,6 +319,7 @@ class BaseTrainer(Session):
     def _complete_window(self, window: Window) -> None:
         """The one place where completed work is counted, before anybody is told of it."""
         stepped = self._accumulation.finish_window()
+        self._average_statistics()
         self._feed.trained(window)
         samples = self._window.samples if self._ranks_are_even else self._window.flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)

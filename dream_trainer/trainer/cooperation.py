@@ -57,6 +57,9 @@ class Cooperation:
     def _sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""
 
+    def _average_statistics(self) -> None:
+        """Makes running statistics equal on all ranks, after a window's last micro-batch; a collective."""
+
     def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.distributed.sharding import refuse_unsupported
 from dream_trainer.errors import ConfigError
-from tests.trainer.small import Batch, fill, make_config, network, weights
+from tests.trainer.small import WIDTH, Batch, fill, make_config, network, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
 
@@ -104,6 +104,51 @@ def test_sparse_gradients_are_refused_by_name_when_the_trainer_is_set_up() -> No
 
     with pytest.raises(ConfigError, match=r"model\.table is built with sparse=True"):
         Sparse(make_config(max_steps=1)).fit()
+
+
+@pytest.mark.pitfall(80)
+def test_an_embedding_that_renormalises_in_forward_is_refused_by_name_on_several_ranks() -> None:
+    models = {"model": nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))}
+    refuse_unsupported(models, 1)
+    with pytest.raises(ConfigError, match=r"model\.0 is built with max_norm=1\.0"):
+        refuse_unsupported(models, 2)
+
+
+class Normed(Scales):
+    """Validates with the statistics that training took."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), network()).double()
+        self.seen: list[Tensor] = []
+
+    def pre_val_epoch(self) -> None:
+        self.seen = [buffer.clone() for buffer in self.model[0].buffers()]
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train_loader, _ = super().configure_dataloaders()
+        return train_loader, train_loader
+
+
+def normed() -> list[Tensor]:
+    with Normed(make_config(n_epochs=1)) as trainer:
+        trainer.fit()
+        return trainer.seen
+
+
+@pytest.mark.pitfall(80)
+def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank() -> None:
+    norms = [nn.BatchNorm1d(WIDTH).double() for _ in range(2)]
+    for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
+        for norm, (x, _, _) in zip(norms, ranks, strict=True):
+            norm(x)
+    first, second = run_world(normed, 2)
+    for found, other, a, b in zip(first, second, norms[0].buffers(), norms[1].buffers(), strict=True):
+        assert torch.equal(found, other)
+        torch.testing.assert_close(found, a if a.dtype == torch.int64 else (a + b) / 2, rtol=0, atol=1e-12)
+    assert not torch.equal(norms[0].running_mean, norms[1].running_mean)
 
 
 @pytest.mark.pitfall(84)

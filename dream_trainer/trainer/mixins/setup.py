@@ -26,6 +26,7 @@ from dream_trainer.distributed.sharding import (
     refuse_unsupported,
     shard_by_blocks,
 )
+from dream_trainer.distributed.statistics import average_statistics, norms_with_statistics
 from dream_trainer.errors import HookError
 from dream_trainer.meta import Tape, default_init, materialize, remember
 from dream_trainer.optim.sharded import refuse_unshardable
@@ -88,6 +89,7 @@ class SetupMixin(AbstractTrainer):
         self._tape = Tape(config.seed)
         self._wrapped: list[FSDPModule] = []
         self._built_early: dict[str, nn.Module] = {}
+        self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
 
     def configure(self) -> None:
@@ -138,6 +140,8 @@ class SetupMixin(AbstractTrainer):
                     move_what_is_whole(model, self.world.device)
                 enter_by_parts(model, self.forward_methods)
             self._watch_gradients()
+            if self.world.dp_size > 1:
+                self._norms = norms_with_statistics(models.values())
         self.load_pretrained()
         connect_data(self)
         self._reshard()
@@ -227,6 +231,11 @@ class SetupMixin(AbstractTrainer):
                 module.set_requires_gradient_sync(enabled, recurse=False)
             elif policy == "defer_all_reduce":
                 module.set_requires_all_reduce(enabled, recurse=False)
+
+    def _average_statistics(self) -> None:
+        super()._average_statistics()
+        if self._norms:
+            average_statistics(self._norms, self.world)
 
     def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
         from dream_trainer.distributed.fsdp_compat import reduce_what_waits
