@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
@@ -80,7 +80,8 @@ class Config(dt.DreamTrainerConfig):
     """What the runs of these tests differ in."""
 
     loader: str = "own"
-    """"own", "plain", or "stateful": a loader of another kind that keeps its own state."""
+    """"own", "plain", "stateful": a loader of another kind that keeps its own state, or "live": one that hands it out
+    as it is, and has more data on later ranks."""
     workers: int = 2
     samples: int = 46
     batch_size: int = 4
@@ -152,6 +153,9 @@ class Resumable(dt.DreamTrainer):
             return DataLoader(data, size, shuffle=True, **workers), validation
         if self.config.loader == "stateful":
             return PerRankLoader(stateful_loader(data, size, workers)), validation
+        if self.config.loader == "live":  # and more of it on later ranks
+            own = Augmented(self.config.samples + 8 * self.world.rank, self.config.noise)
+            return PerRankLoader(LiveShuffle(own, size)), validation
         return DistributedDataLoader(data, size, shuffle=True, drop_last=self.config.drop_last, **workers), validation
 
     def configure_optimizers(self) -> None:
@@ -205,6 +209,37 @@ class Resumable(dt.DreamTrainer):
 
     def on_load(self, path: Path) -> None:
         self.loaded = state_tensors(self)
+
+
+class LiveShuffle:
+    """A shuffle buffer that draws each sample from a global generator, and whose state is the buffer itself."""
+
+    def __init__(self, data: Augmented, size: int) -> None:
+        self.data, self.size = data, size
+        self.buffer: list[int] = []
+        self.next = 0
+        self.was_loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.was_loaded:
+            self.buffer, self.next = [], 0
+        self.was_loaded = False
+        while True:
+            batch = []
+            while len(batch) < self.size and (self.buffer or self.next < len(self.data)):
+                while len(self.buffer) < 9 and self.next < len(self.data):
+                    self.buffer.append(self.next)
+                    self.next += 1
+                batch.append(self.data[self.buffer.pop(random.randrange(len(self.buffer)))])
+            if not batch:
+                return
+            yield default_collate(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": self.buffer, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buffer, self.next, self.was_loaded = state["buffer"], state["next"], True
 
 
 def stateful_loader(data: Dataset[Any], size: int, workers: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.sampler import BatchKey, RankBatchSampler
 from dream_trainer.errors import DataError, StepError
 from dream_trainer.trainer import intermission
+from dream_trainer.trainer.feed import WindowFeed
 from tests.trainer.small import Alone, Batch, Samples, make_config
 
 pytestmark = pytest.mark.pitfall(85)
@@ -73,8 +74,16 @@ def test_an_order_that_yields_too_little_is_an_error() -> None:
     def short(self: RankBatchSampler, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
         return iter(list(whole(self, epoch, first, end))[:-1])
 
+    taken = iter(range(100))  # an endless run takes more windows
+    take = WindowFeed.take
+
+    def counted(self: WindowFeed) -> Any:
+        next(taken)
+        return take(self)
+
     with (
         mock.patch.object(RankBatchSampler, "_batches", short),
+        mock.patch.object(WindowFeed, "take", counted),
         pytest.raises(DataError, match="yielded 0 of the 1 batches of a window"),
     ):
         fit(Alone, n_epochs=1)

@@ -163,6 +163,7 @@ def test_a_run_that_was_killed_between_two_flushes_writes_the_same_curve_and_end
     [
         ("plain", 2, 0.1),
         ("stateful", 0, 0.1),
+        ("live", 0, 0.1),
         # Its own state does not have its workers' generators, so there is no augmentation.
         pytest.param("stateful", 2, 0.0, marks=pytest.mark.slow),
     ],
@@ -173,6 +174,16 @@ def test_other_loaders_resume_bit_for_bit(loader: str, workers: int, noise: floa
     plans = [STOPS[name] for name in STOPS if name != "at every step"] if all_cases else [[2, 6, 7]]
     for number, stops in enumerate(plans):
         assert differences(train_in_parts(f"parts {number}", stops, own=own), straight) == []
+
+
+@pytest.mark.pitfall(75)
+def test_live_state_and_unequal_data_of_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    own = {"loader": "live", "workers": 0}
+    ranks = run_world(run_plans, 2, str(tmp_path), {"straight": [], "parts": [2, 6, 7]}, {"own": own})
+    for found in ranks:
+        assert len(found["straight"]["record"]) == LAST_STEP
+        assert differences(found["parts"], found["straight"]) == []
+    assert ranks[0]["straight"]["record"][0]["ids"] != ranks[1]["straight"]["record"][0]["ids"]
 
 
 def resume_left(directory: str) -> dict[str, Any]:
