@@ -26,6 +26,23 @@ _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.tmp-[0-9a-f]{16}")
 _REPLACED_NAME = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]{16}")
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local_path(path: str | Path) -> Path:
+    """`path`, if it is one of this machine's file systems.
+
+    Raises:
+        CheckpointError: It names an object store or a server, such as `s3://bucket/run`.
+    """
+    if _URL.match(str(path)):
+        raise CheckpointError(
+            f"{path} is no path of a file system, and object stores are neither read nor written. Copy it to or from a "
+            "local or mounted directory."
+        )
+    return Path(path)
+
+
 def step_name(step: int) -> str:
     """The directory name of a step's checkpoint, such as `step_00001000`."""
     return f"step_{step:08d}"

@@ -8,6 +8,7 @@ not read the same token there has another directory under that name, such as a d
 from __future__ import annotations
 
 import fcntl
+import logging
 import secrets
 import time
 from pathlib import Path
@@ -19,6 +20,9 @@ from dream_trainer.errors import CheckpointError
 LOCK_NAME = "run.lock"
 # A killed job's loader workers hold its lock until they notice; network file systems show a new file late.
 PATIENCE_SECONDS = 15.0
+SAY_AFTER_SECONDS = 1.0
+
+logger = logging.getLogger("dream_trainer")
 
 _held: dict[Path, tuple[IO[str], int]] = {}
 
@@ -57,7 +61,9 @@ def _lock(run_dir: Path) -> str:
         _held[path] = (file, users + 1)
         return path.read_text()
     file = path.open("a+")
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    began = time.monotonic()
+    deadline = began + PATIENCE_SECONDS
+    has_said = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,6 +74,13 @@ def _lock(run_dir: Path) -> str:
                 raise CheckpointError(
                     f"another live job writes to {run_dir}. Stop it, or give this run another experiment name."
                 ) from None
+            if not has_said and time.monotonic() - began > SAY_AFTER_SECONDS:
+                has_said = True
+                logger.warning(
+                    "%s is in use by another job; waiting %.0f s for it, in case that is just ending",
+                    run_dir,
+                    PATIENCE_SECONDS,
+                )
             time.sleep(0.2)
     token = secrets.token_hex(8)
     file.truncate(0)

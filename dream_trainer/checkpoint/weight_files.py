@@ -105,6 +105,9 @@ def _open_index(path: Path) -> WeightFiles:
     with blaming(path):
         weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         homes = {name: inside(path, home) for name, home in weight_map.items()}
+    for name, home in homes.items():
+        if home.name.endswith(".index.json"):  # it might name itself, and never end
+            raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which is an index itself.")
     opened = {home: open_weights(home, None) for home in sorted(set(homes.values()))}
     for name, home in homes.items():
         if name not in opened[home].shapes:

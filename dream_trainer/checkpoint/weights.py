@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.files import verify_file
+from dream_trainer.checkpoint.files import local_path, verify_file
 from dream_trainer.checkpoint.weight_files import Box, WeightFiles, open_weights
 from dream_trainer.checkpoint.weight_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.checkpoint.world import Alone, CheckpointWorld, from_all_ranks, on_all_ranks
@@ -71,7 +71,7 @@ def load_weights(
             out damaged in the midst of reading).
         ConfigError: `renames` has a faulty regular expression or replacement.
     """
-    path = Path(path).expanduser()
+    path = local_path(path).expanduser()
     patterns = _compiled(renames or {})
     world = world or _present_world()
     task = f"load weights from {path}"

@@ -166,6 +166,6 @@ def accumulation_steps(parameters: TrainingParameters, batch_size: int, dp_size:
         raise ConfigError(
             f"{wrong} Use a batch size of {spell(divisors(total // dp_size))}, or global_batch_size={spell(multiples)}."
         )
-    raise ConfigError(
-        f"{wrong} Use global_batch_size={spell(multiples)}, or {spell(divisors(total))} data-parallel ranks."
-    )
+    ranks = [number for number in divisors(total) if total % (batch_size * number) == 0]
+    other = f", or {spell(ranks)} data-parallel ranks" if ranks else ""
+    raise ConfigError(f"{wrong} Use global_batch_size={spell(multiples)}{other}.")

@@ -23,6 +23,16 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 """Signals that save and end the run; SIGUSR1 saves and goes on."""
 
 
+class _Exits:
+    """The handler that an ended run leaves behind: the process exits at once, as the run has."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __call__(self, *_: object) -> None:
+        os._exit(self._code)
+
+
 class Interrupted(BaseException):
     """A signal came while this rank waited for data. No Exception: a data set that catches those must not keep it."""
 
@@ -92,7 +102,7 @@ class Signals:
         self._ends = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         yield
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        signal.signal(signal.SIGTERM, _Exits(code))
 
     def wait_for_data(self, fetch: Callable[[], T], answer: Callable[[], bool] | None = None) -> T | None:
         """Returns `fetch()`, which may take long; or None, if a signal ended the wait.
@@ -141,7 +151,8 @@ class Signals:
         else:
             self.save_asked = True
         before = self._before[number]
-        if number != signal.SIGINT and callable(before):  # the user's own; Python's for Ctrl-C would raise
+        # The user's own; Python's for Ctrl-C would raise.
+        if number != signal.SIGINT and callable(before) and not isinstance(before, _Exits):
             before(number, frame)
         if self._waits_since is not None:
             self._leave_the_wait()

@@ -5,10 +5,12 @@ Making one of a tensor waits for the device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -88,10 +90,22 @@ def gathered(name: str, value: Any) -> Tensor:
     """
     if isinstance(value, Tensor):
         return whole(value.detach())
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return _of_pillow(value)
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name!r} is of type {type(value).__name__}. Log a tensor or an array of numbers.") from error
+
+
+def _of_pillow(image: Any) -> Tensor:
+    """An image of Pillow's as `[channels, height, width]`, uint8: grey, RGB or RGBA, whichever holds all of it."""
+    grey = image.mode in ("1", "L")
+    has_alpha = image.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in image.info
+    kind = "L" if grey else "RGBA" if has_alpha else "RGB"
+    found = torch.from_numpy(numpy.array(image.convert(kind)))
+    return found.unsqueeze(0) if grey else found.permute(2, 0, 1)
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:

@@ -43,9 +43,9 @@ class MediaRecording(AbstractTrainer):
 
         Args:
             name: As the loggers will show it.
-            images: Tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or `[height, width]`, on any
-                device: floating point from 0 to 1 (values beyond are clamped, which is said once; NaN is 0), uint8
-                from 0 to 255, or bool, where True is white. Other integers are an error.
+            images: Images of Pillow's, or tensors or arrays `[channels, height, width]` of 1, 3 or 4 channels, or
+                `[height, width]`, on any device: floating point from 0 to 1 (values beyond are clamped, which is said
+                once; NaN is 0), uint8 from 0 to 255, or bool, where True is white. Other integers are an error.
             captions: One text for each image, or None for it; where the logger can show them.
 
         Raises:

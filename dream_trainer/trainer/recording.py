@@ -62,8 +62,8 @@ class Recording:
 
         Args:
             name: As the loggers will show it.
-            image: Tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or `[height, width]`, on any
-                device: floating point from 0 to 1, uint8 from 0 to 255, or bool.
+            image: One of Pillow's, or a tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or
+                `[height, width]`, on any device: floating point from 0 to 1, uint8 from 0 to 255, or bool.
             caption: Text beside the image, where the logger can show it.
         """
         self.log_images(name, [image], [caption])

@@ -6,6 +6,7 @@ assigned.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dream_trainer.errors import HookError
+from dream_trainer.errors import ConfigError, HookError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -115,6 +116,19 @@ def refuse_strangers(trainer: AbstractTrainer, before: Mapping[int, str]) -> Non
                 f"self.{name} updates a parameter of shape {tuple(parameter.shape)} that belongs to no model of the "
                 "trainer: it would be neither equal on all ranks nor saved. Make it a parameter of a module that "
                 "configure_models() assigns to self."
+            )
+
+
+def refuse_closures(trainer: AbstractTrainer) -> None:
+    """Raises ConfigError if an optimizer cannot step without a closure: `step` has the gradients already."""
+    for name, optimizer in named_optimizers(trainer).items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"self.{name} is {kind}, whose step() needs a closure that computes the loss again. "
+                "self.step(model, optimizer) has gradients of a whole window already. Use one that steps by them, such "
+                f"as AdamW or SGD, or call {kind} in a loop of your own."
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.nn as nn
 
-from dream_trainer.checkpoint.files import recover_replaced, set_newer_aside, step_directories
+from dream_trainer.checkpoint.files import local_path, recover_replaced, set_newer_aside, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.checkpoint.weights import load_weights
@@ -51,7 +51,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: World, load: Loa
     elif isinstance(asked, int):
         path = _chosen(root, world, lambda found: _path_of_step(found, root, asked))
     else:
-        path = Path(asked)
+        path = local_path(asked)
         if not world.broadcast_object(path.exists()):
             raise CheckpointError(
                 f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
@@ -135,7 +135,7 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
     """
     if parameters.init_from is None:
         return
-    path = Path(parameters.init_from)
+    path = local_path(parameters.init_from)
     if len(models) > 1 and not (path / MANIFEST_NAME).exists():
         raise ConfigError(
             f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "

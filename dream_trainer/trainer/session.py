@@ -16,6 +16,7 @@ from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.feed import WindowFeed
 from dream_trainer.trainer.intermission import Intermission
 from dream_trainer.trainer.launch import launch
+from dream_trainer.trainer.registry import refuse_closures
 
 
 class Session(Intermission):
@@ -110,6 +111,7 @@ class Session(Intermission):
             for model in self.named_models().values():
                 model.to(self.world.device)
             connect_data(self)
+        refuse_closures(self)
         assert self._train_stream is not None  # connect_data sets it
         self._ranks_are_even = self._train_stream.is_even
         self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)

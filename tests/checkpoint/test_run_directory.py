@@ -33,15 +33,17 @@ time.sleep(60)
 
 @pytest.mark.pitfall(55)
 def test_a_second_live_job_is_refused_and_a_killed_one_blocks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run_directory, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(run_directory, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(run_directory, "SAY_AFTER_SECONDS", 0.1)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match="another live job"):
             claim(tmp_path, Alone())
+        assert caplog.text.count("is in use by another job; waiting") == 1
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()

@@ -443,3 +443,16 @@ def test_values_of_a_dcp_directory_that_are_no_tensors_are_never_unpickled(tmp_p
 
     dcp_to_torch_save(path, tmp_path / "converted.pt")
     assert marker.exists()
+
+
+def test_an_index_file_that_names_itself_is_refused_instead_of_read_for_ever(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": index.name}}))
+    with pytest.raises(DamagedCheckpointError, match="which is an index itself"):
+        load_weights(nn.Linear(1, 1), index)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run")])
+def test_paths_of_object_stores_are_refused_by_name(path: str | Path) -> None:
+    with pytest.raises(CheckpointError, match="object stores are neither read nor written"):
+        load_weights(nn.Linear(1, 1), path)

@@ -81,7 +81,7 @@ def test_a_batch_size_that_does_not_divide_is_answered_with_the_valid_ones() -> 
 
 
 def test_a_world_that_does_not_divide_is_answered_with_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size=8 or 16, or 1, 2, 5 or 10 data-parallel ranks"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 or 16, or 1 or 5 data-parallel ranks"):
         accumulation_steps(TrainingParameters(global_batch_size=10), batch_size=2, dp_size=4)
 
 
@@ -92,3 +92,11 @@ def test_every_field_has_a_line_of_help() -> None:
     for f in fields(TrainingParameters):
         declaration = source[source.index(f"    {f.name}: ") :].splitlines()
         assert declaration[1].startswith('    """'), f.name
+
+
+def test_of_a_global_batch_that_does_not_fit_only_sizes_are_proposed_that_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        accumulation_steps(TrainingParameters(global_batch_size=33), batch_size=8, dp_size=2)
+    assert str(caught.value).endswith("Use global_batch_size=32 or 48.")
+    for total in (32, 48):
+        accumulation_steps(TrainingParameters(global_batch_size=total), batch_size=8, dp_size=2)

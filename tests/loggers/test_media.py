@@ -111,3 +111,19 @@ def test_texts_tables_and_histograms_are_lines_of_media_jsonl_over_restarts(tmp_
     }
     assert (lines[1]["columns"], lines[1]["rows"]) == (["x"], [["NaN"], ["a"]])
     assert (lines[2]["counts"], lines[2]["edges"]) == ([1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("RGB", (3, 2, 4)), ("L", (1, 2, 4)), ("RGBA", (4, 2, 4)), ("1", (1, 2, 4))],
+)
+def test_an_image_of_pillow_is_shown_as_it_is(mode: str, shape: tuple[int, ...]) -> None:
+    from PIL import Image
+
+    image = Image.new(mode, (4, 2), {"1": 1, "L": 200}.get(mode, (200,) * len(mode)))
+    found = media.gathered("picture", image)
+    shown, was_clamped = media.pixels("picture", found)
+    assert tuple(shown.shape) == shape
+    assert not was_clamped
+    expected = np.asarray(image.convert("L" if mode in ("1", "L") else "RGBA" if mode == "RGBA" else "RGB"))
+    assert np.array_equal(shown.numpy().transpose(1, 2, 0).squeeze(), expected)

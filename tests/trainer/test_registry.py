@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from dream_trainer.errors import HookError
+from dream_trainer.errors import ConfigError, HookError
 from tests.trainer.small import Alone, Spread, batches, make_config
 
 
@@ -149,3 +149,13 @@ def test_a_private_name_may_hold_a_module_without_state() -> None:
     with Activated(make_config(n_epochs=1), batches(1)) as trainer:
         trainer.fit()
     assert list(trainer.named_models()) == ["model"]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_step() -> None:
+    class Closes(Alone):
+        def setup(self) -> None:
+            super().setup()
+            self.optimizer = torch.optim.LBFGS(self.model.parameters())
+
+    with pytest.raises(ConfigError, match=r"self\.optimizer is LBFGS, whose step\(\) needs a closure"):
+        Closes(make_config(max_steps=1), batches(1)).fit()

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from dream_trainer.checkpoint.background import Background
-from dream_trainer.checkpoint.files import step_name
+from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.retention import Retention, is_better, retire
 from dream_trainer.checkpoint.run_directory import claim, release
@@ -119,10 +119,11 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
+        source = local_path(path)
         self._start()
         self._refuse_inside_window("load_checkpoint")
         self._finish_save("raise")
-        self._load(verify_checkpoint(Path(path), world=self.world))
+        self._load(verify_checkpoint(source, world=self.world))
 
     def export(
         self,
@@ -155,11 +156,12 @@ class CheckpointMixin(AbstractTrainer):
         """
         from dream_trainer.trainer.export import export
 
+        target = local_path(path)
         self._start()
         self._refuse_inside_window("export")
         return export(
             self,
-            Path(path),
+            target,
             model,
             weights=weights,
             dtype=dtype,
