@@ -6,6 +6,7 @@ short world costs. Forked ranks share one order of hashing, which `torchrun`'s d
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from queue import Empty
-from typing import Any
+from typing import Any, Self
 
 import torch.multiprocessing as mp
 
@@ -70,39 +71,110 @@ def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = mp.get_context(start_method)
     queue = context.Queue()
+    processes = _start(context, world_size, function, [args] * world_size, queue)
+    results: list[Any] = []
+    try:
+        results = _collect(processes, queue, timeout)
+    finally:
+        _end(processes, [queue], patience=10 if results else 0.5)
+    return results
+
+
+class KeptWorld:
+    """Ranks that stay, for many short calls: a call costs what the function does, and no start of processes.
+
+    A call that fails ends them, and the next one starts others. Use it with `with`.
+
+    Args:
+        function: A module-level callable; its result must be picklable.
+        world_size: Number of processes.
+    """
+
+    def __init__(self, function: Callable[..., Any], world_size: int) -> None:
+        self._function, self._world_size = function, world_size
+        self._context = mp.get_context(start_method)
+        self._processes: list[Any] = []
+        self._inboxes: list[Any] = []
+        self._results: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def call(self, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Calls the function on every rank and returns the results in rank order; raises as `run_world` does."""
+        if not self._processes:
+            self._inboxes = [self._context.Queue() for _ in range(self._world_size)]
+            self._results = self._context.Queue()
+            each = [(self._function, inbox, self._results) for inbox in self._inboxes]
+            self._processes = _start(self._context, self._world_size, _serve, each, self._results)
+            timeout += 60
+        for inbox in self._inboxes:
+            inbox.put(pickle.dumps(args))
+        try:
+            return _collect(self._processes, self._results, timeout)
+        except BaseException:
+            self._stop(patience=0.5)
+            raise
+
+    def _stop(self, patience: float = 10) -> None:
+        if self._processes:
+            for inbox in self._inboxes:
+                inbox.put(None)
+            _end(self._processes, [*self._inboxes, self._results], patience)
+            self._processes = []
+
+
+def _serve(function: Callable[..., Any], inbox: Any, results: Any) -> None:
+    gc.freeze()  # closing a trainer collects garbage, which takes half a second over all that is imported
+    while (args := inbox.get()) is not None:
+        results.put((int(os.environ["RANK"]), pickle.dumps(function(*pickle.loads(args))), None))
+
+
+def _start(context: Any, world_size: int, function: Callable[..., Any], args: list[tuple], queue: Any) -> list[Any]:
     port = free_port()
     processes = [
         context.Process(
             target=_entry,
-            args=(rank, os.environ | rank_environment(rank, world_size, port), function, args, queue),
+            args=(rank, os.environ | rank_environment(rank, world_size, port), function, args[rank], queue),
         )
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
+    return processes
+
+
+def _collect(processes: list[Any], queue: Any, timeout: float) -> list[Any]:
+    """One result of each rank, in rank order."""
+    world_size = len(processes)
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
-    try:
-        while len(results) < world_size:
-            try:
-                rank, value, error = queue.get(timeout=0.2)
-            except Empty:
-                dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
-                if dead and queue.empty():
-                    codes = {rank: processes[rank].exitcode for rank in dead}
-                    raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}") from None
-                continue
-            if error is not None:
-                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
-            results[rank] = pickle.loads(value)
-    finally:
-        for process in processes:
-            process.join(timeout=10 if len(results) == world_size else 0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    while len(results) < world_size:
+        try:
+            rank, value, error = queue.get(timeout=0.2)
+        except Empty:
+            dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
+            if dead and queue.empty():
+                codes = {rank: processes[rank].exitcode for rank in dead}
+                raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}") from None
+            continue
+        if error is not None:
+            raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
+        results[rank] = pickle.loads(value)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _end(processes: list[Any], queues: list[Any], patience: float) -> None:
+    for process in processes:
+        process.join(timeout=patience)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for queue in queues:
         queue.close()
         queue.join_thread()
-    return [results[rank] for rank in range(world_size)]

@@ -239,6 +239,13 @@ MUTANTS = [
         "tests/data/test_foreign_resume.py",
     ),
     Mutant(
+        "a loader that is at its end has an empty pass",
+        f"{DATA}/foreign_stream.py",
+        "if not batches and self._holds_end:",
+        "if False:",
+        "tests/data/test_foreign_resume.py",
+    ),
+    Mutant(
         "configs of ranks are not compared",
         f"{TRAINER}/launch.py",
         "    refuse_different_configs(trainer)\n",

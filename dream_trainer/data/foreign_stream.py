@@ -74,6 +74,9 @@ class ForeignStream(TrainStream):
         self._iterator: Iterator[Any] | None = None
         self._draws: bool | None = None
         self._is_exhausted = False
+        # Whether the state of a finished pass was loaded: for some loaders that is where the next pass begins, others
+        # have to be read to their end, where they are, before they begin anew.
+        self._holds_end = False
         self._was_read = False
 
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
@@ -83,6 +86,7 @@ class ForeignStream(TrainStream):
                 "cannot go back. Give an object whose `__iter__` begins anew."
             )
         self._iterator = None
+        self._holds_end = False
         self._position = position
         if rank_state is not None:
             self._draws = rank_state.get("draws", self._draws)
@@ -102,6 +106,10 @@ class ForeignStream(TrainStream):
             if self._iterator is None:
                 self._iterator = self._open(self._position.batches)
             batches = list(islice(self._iterator, self._accumulation))
+            if not batches and self._holds_end:
+                self._iterator = self._open(0)
+                batches = list(islice(self._iterator, self._accumulation))
+            self._holds_end = False
             size = len(batches)
             self._is_exhausted = size < self._accumulation
             if size:
@@ -172,7 +180,7 @@ class ForeignStream(TrainStream):
         )
 
     def _load(self, loader: StatefulLoader, rank_state: dict[str, Any]) -> None:
-        self._is_exhausted = rank_state["is_exhausted"]
+        self._is_exhausted = self._holds_end = rank_state["is_exhausted"]
         self._samples = rank_state.get("samples", 0)
         with preserved_random_state(), workers_outlive_signals(loader):
             loader.load_state_dict(copy.deepcopy(rank_state["loader"]))

@@ -71,6 +71,28 @@ class OrderAtStart:
         self.next = state["next"]
 
 
+class EndedUntilRead:
+    """Keeps a state that was loaded until it has read it to its end, also where that was its end already."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.was_loaded = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if not self.was_loaded:
+            self.next = 0
+        self.was_loaded = False
+        while self.next < LENGTH:
+            self.next += 2
+            yield [self.next - 2, self.next - 1, random.random()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.was_loaded = state["next"], True
+
+
 class HandWritten:
     """Draws its order and each batch's noise, and keeps no state."""
 
@@ -110,6 +132,7 @@ def nodes_in_a_stream() -> nodes.Loader[Any]:
 MAKERS: list[Callable[[], Any]] = [
     LiveShuffle,
     OrderAtStart,
+    EndedUntilRead,
     HandWritten,
     nodes_by_number,
     nodes_in_a_stream,
@@ -117,7 +140,17 @@ MAKERS: list[Callable[[], Any]] = [
     lambda: StatefulDataLoader(DATA, batch_sampler=LazyBatches()),
     lambda: StatefulDataLoader(ShuffledStream(LENGTH), 2),
 ]
-NAMES = ["live shuffle", "order at start", "hand-written", "nodes", "nodes stream", "eager", "lazy", "stateful stream"]
+NAMES = [
+    "live shuffle",
+    "order at start",
+    "ended until read",
+    "hand-written",
+    "nodes",
+    "nodes stream",
+    "eager",
+    "lazy",
+    "stateful stream",
+]
 
 
 def open_stream(loader: Any, accumulation: int = 3, **options: Any) -> TrainStream:
