@@ -179,7 +179,8 @@ class MediaRecording(AbstractTrainer):
 
     def _window_started(self) -> None:
         super()._window_started()
-        self._media_before_window = len(self._media)
+        if self._media_before_window != len(self._media):
+            self._media_before_window = len(self._media)
 
     def _window_dropped(self) -> None:
         super()._window_dropped()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NoReturn, Self
 
 from dream_trainer.config.base import BaseTrainerConfig, let_go
+from dream_trainer.distributed.lost_ranks import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.errors import NonFiniteError, StepError
 from dream_trainer.trainer.accumulation import Accumulation
@@ -52,7 +53,12 @@ class Session(Intermission):
             if not has_failed:
                 raise
             self._say_once(in_a_line(error), f"the trainer could not be closed: {in_a_line(error)}")
-        self._world.close()
+        try:
+            self._world.close()
+        except RuntimeError as error:
+            if is_lost_connection(error):
+                self._world.fail(error)
+            raise
 
     def _close_data(self) -> None:
         streams = [] if self._train_stream is None else [self._train_stream.close]

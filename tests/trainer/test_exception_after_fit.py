@@ -32,9 +32,11 @@ train(breaks=False)
 @pytest.mark.pitfall(82)
 def test_an_exception_on_one_rank_after_fit_ends_the_job_and_names_the_cause(tmp_path: Path) -> None:
     started = time.monotonic()
-    (code, text), (other, _) = run_ranks(PROGRAM, 2, tmp_path)
+    (code, text), (other, consequence) = run_ranks(PROGRAM, 2, tmp_path)
     assert code == 1
     assert other != 0
+    assert "[rank 1] stops because of rank 0." in consequence
+    assert "Traceback" not in consequence
     assert "the report's column" in text
     assert time.monotonic() - started < 40
 

@@ -264,7 +264,8 @@ class CheckpointMixin(AbstractTrainer):
         due = (every is not None and stepped and self.global_step % every == 0) or (
             epoch_ended and epochs is not None and self.current_epoch % epochs == 0
         )
-        self._is_best = False
+        if self._is_best:
+            self._is_best = False
         if not (must or due or is_last):
             return
         # With nothing left to go on with, a state that is not on the disk is lost.
@@ -296,7 +297,10 @@ class CheckpointMixin(AbstractTrainer):
 
     def _saving_heard(self, saving: int, failed: int) -> None:
         super()._saving_heard(saving, failed)
-        were_writing, self._ranks_writing = self._ranks_writing, saving
+        were_writing = self._ranks_writing
+        if were_writing == saving and not failed:
+            return
+        self._ranks_writing = saving
         if were_writing and (failed or not saving):
             self._finish_save(self.config.checkpoint_parameters.on_save_error)
 

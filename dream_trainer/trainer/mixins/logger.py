@@ -157,7 +157,8 @@ class LoggerMixin(MediaRecording):
 
     def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
         super()._log_step(prefix, result, weight)
-        self._run_has_ended = False
+        if self._run_has_ended:  # an assignment costs a look at who assigns, and this is each batch
+            self._run_has_ended = False
         if result:
             own = self._samples_in_batch() if weight is None else weight
             self._metrics.add_result(result, own, f"{prefix}/")
@@ -191,7 +192,8 @@ class LoggerMixin(MediaRecording):
         if self._flight is not None or self._media:
             self._land()
         super()._window_finished(is_last=is_last)
-        self._run_has_ended = is_last and not (self._agreement.stopped and self._pending_is_saved())
+        if is_last:
+            self._run_has_ended = not (self._agreement.stopped and self._pending_is_saved())
         self._flush_if_due()
         if is_last:
             self._land()
