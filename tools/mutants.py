@@ -680,6 +680,20 @@ MUTANTS = [
         "if False:",
         "tests/trainer/test_notebook.py",
     ),
+    Mutant(
+        "ranks that ran blocks in different orders go on",
+        "dream_trainer/trainer/agreement.py",
+        "if flags.order_squared * trainer.world.world_size != flags.order * flags.order:",
+        "if False:",
+        "tests/trainer/test_uneven_use.py -k different_orders",
+    ),
+    Mutant(
+        "what was mixed up over ranks is saved",
+        "dream_trainer/trainer/mixins/checkpoint.py",
+        "        self._agreement.check_order()\n",
+        "",
+        "tests/trainer/test_uneven_use.py -k different_orders",
+    ),
 ]
 
 

@@ -52,6 +52,14 @@ class DifferentiableGroup(FSDPParamGroup):
 class SharedGroup(DifferentiableGroup):
     """A group whose ranks each keep a share of its parameters."""
 
+    _number: int  # among the groups
+
+    def unshard(self, async_op: bool = False) -> None:
+        """The group's own, noted if it gathers."""
+        if self._all_gather_result is None and not self.is_unsharded:
+            self._own.note_collective(2 * self._number)
+        super().unshard(async_op)
+
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The group's own, noted."""
         self._own.ran.add(id(self))
@@ -68,6 +76,7 @@ class SharedGroup(DifferentiableGroup):
             return
         if self.reduce_grads:
             self._bring_zeros()
+            self._own.note_collective(2 * self._number + 1)
         if self.reduce_grads and self.all_reduce_grads:
             self._own.waiting.discard(self)
         else:
@@ -138,7 +147,8 @@ def watch_gradients(module: FSDPModule, own: LocalGradients) -> None:
         return
     is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
     group.__class__ = WholeGroup if is_whole else SharedGroup
-    cast("SharedGroup", group)._own = own
+    shared = cast("SharedGroup", group)
+    shared._own, shared._number = own, len(set(own.shared.values()))
     for parameter in group.fsdp_params:
         if is_whole:
             own.whole[id(parameter.sharded_param)] = group.mp_policy.reduce_dtype

@@ -62,6 +62,7 @@ class LocalGradients:
         ran: Ids of the groups that ran a forward in the window.
         waiting: Groups that ended a backward whose gradients have not crossed ranks yet.
         graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
+        order: A number made of all that groups gathered and reduced so far, in order; equal ranks have equal ones.
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
@@ -70,6 +71,11 @@ class LocalGradients:
     ran: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)
     graphs: dict[Any, None] = field(default_factory=dict)
+    order: int = 0
+
+    def note_collective(self, number: int) -> None:
+        """A group begins a collective; `number` says which. Ranks that ran others would mix what they send."""
+        self.order = (self.order * 1_000_003 + number + 1) & 0xFF_FFFF  # whose square fits where ranks add theirs up
 
     def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank's backwards gave one of `parameters` a gradient that is still there."""

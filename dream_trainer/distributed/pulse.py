@@ -31,6 +31,8 @@ class Flags(NamedTuple):
         short: Ranks that cannot fill a window, or have no validation batch left.
         clocks: A bit for each callback that is due by rank 0's clock; from rank 0 alone.
         samples: Samples of the next window.
+        order: What tells the collectives of sharded models, in their order; the same on ranks that ran alike.
+        order_squared: Its square. The sums of both tell whether all ranks said the same.
     """
 
     stop: int = 0
@@ -45,6 +47,8 @@ class Flags(NamedTuple):
     short: int = 0
     clocks: int = 0
     samples: int = 0
+    order: int = 0
+    order_squared: int = 0
 
 
 class Pulse:

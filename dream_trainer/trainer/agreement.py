@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch
 
 from dream_trainer.callbacks.base import TimedCallback
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.signals import Interrupted, Signals
+from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -86,9 +89,13 @@ class Agreement:
                 short,
                 self._due_callbacks() if self._timed and self._is_main else 0,
                 samples,
+                (order := trainer._local_gradients.order),
+                order * order,
             )
         )
         flags = self._pulse.exchange(mine)
+        if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
+            self._refuse_unlike_order()
         self._clocks = flags.clocks
         if flags.save:
             trainer._save_requested = signals.save_asked = False
@@ -97,6 +104,25 @@ class Agreement:
             self._stop(flags)
         trainer._saving_heard(flags.saving, flags.save_failed)
         return flags
+
+    def check_order(self) -> None:
+        """Before what was trained is saved: whether all ranks ran the blocks of sharded models alike; a collective.
+
+        Raises:
+            StepError: They did not, and gathered and reduced what does not belong together.
+        """
+        if self._trainer.world.mesh_shape.dp_shard > 1:
+            orders = self._trainer.world.all_gather(torch.tensor([self._trainer._local_gradients.order]))
+            if (orders != orders[0]).any():
+                self._refuse_unlike_order()
+
+    def _refuse_unlike_order(self) -> NoReturn:
+        raise StepError(
+            f"by step {self._trainer.global_step} the ranks have run blocks of a sharded model in different orders, or "
+            "backward through different ones, so that what they gathered and reduced was mixed up; no checkpoint has "
+            "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
+            "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
+        )
 
     def _due_callbacks(self) -> int:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))

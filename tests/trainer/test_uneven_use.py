@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -160,24 +162,14 @@ def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process(
             torch.testing.assert_close(found["weights"][name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
-class Notes(ShardedUneven):
-    """Ends after the step that was refused, so that each rank can say what it was told."""
-
-    said = ""
-
-    def step(self, *args: Any) -> Tensor:
-        try:
-            return super().step(*args)
-        except StepError as error:
-            self.said = str(error)
-            self.request_stop()
-            return torch.zeros(())
-
-
 def refused() -> tuple[str, dict[str, Tensor]]:
-    with Notes(make_config(n_epochs=1), Case("blocks", "fsdp")) as trainer:
-        trainer.fit()
-        return trainer.said, weights(trainer.model)
+    trainer = ShardedUneven(make_config(n_epochs=1), Case("blocks", "fsdp"))
+    try:
+        trainer._start()
+        trainer._train()
+    except StepError as error:
+        return str(error), weights(trainer.model)
+    return "", {}
 
 
 @pytest.mark.pitfall(69)
@@ -188,3 +180,67 @@ def test_a_sharded_block_that_only_other_ranks_ran_is_refused_by_name() -> None:
     for rank, (message, found) in enumerate(run_world(refused, 2)):
         assert re.search(rf"the block of model\.blocks\.\d\.0\.weight in this window, and rank {rank} did not", message)
         assert all(torch.equal(found[name], value) for name, value in weights(model).items())
+
+
+class Heads(nn.Module):
+    """Two heads in a list, which are blocks; how a rank runs them depends on its task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor, how: str, task: int) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        if how == "other order":
+            found = {index: self.heads[index](x) for index in ((0, 1) if task == 0 else (1, 0))}
+            return found[0] + 2 * found[1]
+        if how == "without gradients":
+            with torch.no_grad():
+                self.heads[1 - task](x)
+            return self.heads[task](x)
+        return [head(x) for head in self.heads][task]
+
+
+class Tasks(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
+    how = ""
+
+    def configure_models(self) -> None:
+        self.model = Heads()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return DistributedDataLoader(Samples(8), SIZE), None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch[0], self.how, self.world.rank).square().mean())
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def run_tasks(how: str, saves: bool, directory: str) -> tuple[str, int]:
+    os.chdir(directory)
+    config = make_config(max_steps=2)
+    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=1 if saves else None, save_at_end=False)
+    trainer = Tasks(config)
+    trainer.how = how
+    try:
+        trainer._start()
+        trainer._train()
+    except StepError as error:
+        return str(error), len(trainer.checkpoints())
+    return "nothing was said", len(trainer.checkpoints())
+
+
+@pytest.mark.pitfall(69)
+@pytest.mark.parametrize("how", ["other backward", "other order", "without gradients"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_blocks_that_ranks_run_in_different_orders_are_refused_and_never_saved(
+    how: str, saves: bool, tmp_path: Path
+) -> None:
+    for said, saved in run_world(run_tasks, 2, how, saves, str(tmp_path)):
+        assert "in different orders" in said
+        assert saved == 0

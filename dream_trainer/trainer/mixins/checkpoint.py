@@ -324,6 +324,7 @@ class CheckpointMixin(AbstractTrainer):
         assert self._save_world is not None  # made with everything else that a run needs
         self._warming.collect()
         self.settle()
+        self._agreement.check_order()
         self._last_save = time.monotonic()  # the device has done its work: what follows is the save's
         step, owes = self.global_step, self.progress.owed is not None
         if self._saved in ((step, False), (step, owes)):
