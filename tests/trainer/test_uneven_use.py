@@ -224,7 +224,9 @@ class Tasks(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
 def run_tasks(how: str, saves: bool, directory: str) -> tuple[str, int]:
     os.chdir(directory)
     config = make_config(max_steps=2)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=1 if saves else None, save_at_end=False)
+    config.checkpoint_parameters = dt.CheckpointParameters(
+        save_every_n_steps=1 if saves else None, save_every_n_epochs=None, save_at_end=False, async_save=False
+    )
     trainer = Tasks(config)
     trainer.how = how
     try:
