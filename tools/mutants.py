@@ -694,6 +694,20 @@ MUTANTS = [
         "",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),
+    Mutant(
+        "batch norm's statistics move twice under recomputation",
+        "dream_trainer/distributed/recompute.py",
+        "statistics_at_rest(norms) if has_run else",
+        "statistics_at_rest(norms) if False else",
+        "tests/trainer/test_activation_checkpointing.py -k batch_norm",
+    ),
+    Mutant(
+        "a window that runs again counts twice in metrics",
+        "dream_trainer/trainer/base.py",
+        "                moved.put_back()\n",
+        "",
+        "tests/trainer/test_nonfinite.py -k counts_once",
+    ),
 ]
 
 

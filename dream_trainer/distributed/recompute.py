@@ -6,7 +6,8 @@ are dear to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the level of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -53,21 +54,49 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
     """`forward`, whenever it runs, with the parameters of `module` as frozen as they are now.
 
     A loss may be computed while a model is `frozen` and go backward afterwards: what is computed again there would give
-    it gradients, and would not fit what the first run kept.
+    it gradients, and would not fit what the first run kept. Batch norm's statistics move in the first run alone.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    norms = [part for part in module.modules() if isinstance(part, _NORMS)]
+    has_run = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
         changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
         for parameter, required in changed:
             parameter.requires_grad_(required)
+        statistics = statistics_at_rest(norms) if has_run else nullcontext()
+        has_run = True
         try:
-            return forward(*args, **kwargs)
+            with statistics:
+                return forward(*args, **kwargs)
         finally:
             for parameter, required in changed:
                 parameter.requires_grad_(not required)
 
     return run
+
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+@contextmanager
+def statistics_at_rest(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the running statistics of `norms` stay as they are; their outputs are the same.
+
+    By their settings, and not by putting copies back: the selective form counts every operation.
+    """
+    before = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
 
 
 def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:

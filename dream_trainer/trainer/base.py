@@ -30,6 +30,7 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.trainer.dataflow import follow_train_dataloader, steps_in_epoch
 from dream_trainer.trainer.determinism import deterministic
 from dream_trainer.trainer.intermission import WINDOWS_WITHOUT_STEP
+from dream_trainer.trainer.moved import MovedByForward
 from dream_trainer.trainer.nonfinite import RetryWindow
 from dream_trainer.trainer.precision import float32_products
 from dream_trainer.trainer.session import Session
@@ -269,11 +270,13 @@ class BaseTrainer(Session):
             self._run_batches(window)
             return
         before = self.progress.batch_idx, self._window.local_batches
+        moved = MovedByForward(self)
         while True:
             try:
                 return self._run_batches(window)
             except RetryWindow:
                 self.progress.batch_idx, self._window.local_batches = before
+                moved.put_back()
                 self._window_dropped()
                 self._local_gradients.drop_what_waits()
                 for optimizer in self.named_optimizers().values():

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.data.loader import PerRankLoader
+from torch.utils.data import DataLoader
+
+from dream_trainer.data.foreign import EpochAware
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.equality import agree_on_data
+from dream_trainer.trainer.overrides import heard
 
 if TYPE_CHECKING:
     from dream_trainer.config.training import TrainingParameters
@@ -99,8 +103,23 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
     progress.loader_was_replaced = trainer._has_replaced_loader = True
 
 
+def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader | DistributedDataLoader) or not loader.persistent_workers:
+        return
+    if isinstance(loader.dataset, EpochAware) or not heard(type(trainer), "pre_epoch"):
+        return
+    trainer._say_once(
+        "persistent workers",
+        "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
+        "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
+        "persistent_workers=False.",
+    )
+
+
 def _open_stream(trainer: AbstractTrainer) -> None:
     """Sets the stream over `train_dataloader`."""
+    _say_if_workers_keep_old_data(trainer)
     stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
     if count:
         batches = _first_batches(stream, count)

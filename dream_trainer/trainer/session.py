@@ -80,13 +80,15 @@ class Session(Intermission):
         """Launches, builds and resumes, once."""
         if self._is_closed or self._is_half_set_up:
             self._refuse_to_go_on("closed" if self._is_closed else "left half set up by an exception")
-        if self._is_ready:
-            return
-        try:
-            self._launch_and_set_up()
-        except BaseException:
-            self._has_failed = self._is_half_set_up = True
-            raise
+        if not self._is_ready:
+            try:
+                self._launch_and_set_up()
+            except BaseException:
+                self._has_failed = self._is_half_set_up = True
+                raise
+        if not self._is_training:  # in a notebook a step may have been written anew since the last call
+            self._training_step = self._wrap_step(self.training_step)
+            self._validation_step = self._wrap_step(self.validation_step)
 
     def _go_on(self) -> None:
         """After an exception, or a signal that ended a wait for data: back to the end of the last finished window."""
@@ -123,8 +125,6 @@ class Session(Intermission):
         self._feed = WindowFeed(self._train_stream, self.world, self.accumulation_steps)
         self._accumulation = Accumulation(self)
         self._agreement.begin()
-        self._training_step = self._wrap_step(self.training_step)
-        self._validation_step = self._wrap_step(self.validation_step)
         self._is_ready = True
         self._finish_setup()
         self._notify("post_setup")

@@ -266,3 +266,39 @@ def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any
 def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ConfigError, match="selective"):
         replace(config_of("none").device_parameters, activation_checkpointing="some")
+
+
+class Normed(nn.Module):
+    """Blocks with batch norm, whose statistics a forward moves."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.pitfall(80)
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kind: str, momentum: float | None) -> None:
+    from dream_trainer.distributed.recompute import DEAR_OPERATIONS, recompute
+
+    torch.manual_seed(0)
+    plain, again = Normed(momentum).double(), Normed(momentum).double()
+    again.load_state_dict(plain.state_dict())
+    for block in again.blocks:
+        recompute(block, DEAR_OPERATIONS if kind == "selective" else ())
+    for _ in range(2):
+        x = torch.randn(5, 3, dtype=torch.float64)
+        for model in (plain, again):
+            model(x).square().sum().backward()
+    for (name, expected), found in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(found, expected), name
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

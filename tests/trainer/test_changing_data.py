@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import DataError
-from tests.trainer.small import Config, Samples
+from tests.trainer.small import WIDTH, Config, Samples, Spread, make_config
 from tests.worlds import run_world
 
 STEPS = [4, 5, 6]
@@ -244,3 +244,26 @@ def test_ranks_follow_changed_data_together(tmp_path: Path, monkeypatch: pytest.
     assert "RanksDifferError" in first["GrowsOnOneRank"]
     assert "8 on rank 0; 12 on rank 1" in first["GrowsOnOneRank"]
     assert "train_dataloader assigned (False on rank 0; True on rank 1)" in first["ReplacesOnOneRank"]
+
+
+def test_workers_that_keep_the_data_that_pre_epoch_changes_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = torch.utils.data.TensorDataset(torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, 1).double())
+
+    class Changes(Spread):
+        def configure_dataloaders(self) -> Any:
+            return DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True), None
+
+        def pre_epoch(self) -> None:
+            data.tensors[0].fill_(self.current_epoch)
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.model(batch[0]).sum())
+            self.step(self.model, self.optimizer)
+            return {}
+
+    with Changes(make_config(n_epochs=1)) as trainer:
+        trainer.fit()
+    assert "what pre_epoch changes in it counts only if its length changes too" in caplog.text

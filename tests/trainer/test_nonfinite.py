@@ -338,3 +338,36 @@ def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
     distances = [float(found) for found in re.findall(r"^([0-9.e-]+)$", text, flags=re.MULTILINE)]
     assert len(distances) == 2
     assert max(distances) < 1e-12
+
+
+@pytest.mark.pitfall(70)
+def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_statistics() -> None:
+    from torchmetrics import SumMetric
+
+    class Counts(Alone):
+        poison = 1
+
+        def setup(self) -> None:
+            self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.seen_samples = SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            loss = self.model(batch[0]).square().mean()
+            self.seen_samples.update(len(batch[0]))
+            if batch_idx == 1 and self.poison:
+                self.poison -= 1
+                loss = loss * float("nan")
+            self.backward(loss)
+            self.step(self.model, self.optimizer)
+            return {}
+
+    found = []
+    for poison in (0, 1):
+        with Counts(make_config(n_epochs=1, nonfinite="retry"), batches(4)) as trainer:
+            trainer.poison = poison
+            trainer.fit()
+        assert float(trainer.seen_samples.compute()) == 8
+        found.append(trainer.model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

@@ -198,3 +198,37 @@ def test_a_handler_of_the_users_that_was_there_before_fit_is_called_too(
         trainer.close()
     assert called == [number]
     assert trainer.global_step == (2 if number == signal.SIGTERM else 3)
+
+
+@pytest.mark.pitfall(87)
+@pytest.mark.parametrize("of", ["class", "instance"])
+def test_a_step_that_was_written_anew_is_the_one_that_runs(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Mended(Evaluates):
+        pass
+
+    trainer = Mended(make_config(n_epochs=1), batches(4), batches(1))
+    trainer.fails_in = "step"
+    with pytest.raises(KeyError):
+        trainer.fit()
+    calls: list[str] = []
+
+    def anew(self: Any, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        calls.append("step")
+        return Evaluates.training_step(self, batch, batch_idx)
+
+    def looks_anew(self: Any, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        calls.append("validation")
+        return Evaluates.validation_step(self, batch, batch_idx)
+
+    if of == "class":
+        Mended.training_step, Mended.validation_step = anew, looks_anew  # type: ignore[method-assign]
+    else:
+        trainer.training_step = anew.__get__(trainer)  # type: ignore[method-assign]
+        trainer.validation_step = looks_anew.__get__(trainer)  # type: ignore[method-assign]
+    with trainer:
+        trainer.fit()
+    assert calls == ["step", "step", "validation"]

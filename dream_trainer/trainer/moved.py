@@ -1,0 +1,33 @@
+"""What a training step moves besides gradients: buffers, such as batch norm's statistics, and metrics."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class MovedByForward:
+    """All of it as it is now, to be put back where a window runs again: it would count twice.
+
+    Args:
+        trainer: Between two windows.
+    """
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._buffers = [
+            (buffer, buffer.detach().clone()) for model in trainer.named_models().values() for buffer in model.buffers()
+        ]
+        self._metrics = [(metric, copy.deepcopy(metric)) for metric in trainer.named_metrics().values()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Everything is as it was; may be called again."""
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        for metric, then in self._metrics:
+            vars(metric).update(vars(copy.deepcopy(then)))
