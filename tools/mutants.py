@@ -708,6 +708,13 @@ MUTANTS = [
         "",
         "tests/trainer/test_nonfinite.py -k counts_once",
     ),
+    Mutant(
+        "a validation keeps the first length of its data",
+        f"{DATA}/validation.py",
+        "        length = len(self._dataset)",
+        "        length = self.reader.sampler.length",
+        "tests/data/test_validation.py",
+    ),
 ]
 
 

@@ -71,11 +71,14 @@ class ShardValidation(ValidationBatches):
     reader: ShardReader
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
-        self._length = len(loader.dataset)
+        self._dataset = loader.dataset
         self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.reader.batches(VALIDATION_EPOCH, 0, self._length)
+        length = len(self._dataset)  # data may have come since the last validation
+        if length != self.reader.sampler.length:
+            self.reader.dataset_changed()
+        return self.reader.batches(VALIDATION_EPOCH, 0, length)
 
     def __len__(self) -> int:
         return len(self.reader.sampler)

@@ -59,7 +59,11 @@ def seed_everything(seed: int) -> None:
 
 
 # What the outermost of the blocks below puts back: the training process's own streams, while others are drawn from.
+# numpy's is a generator that was taken out, since copying its state in and out takes 85 us.
 _preserved: tuple[Tensor, Any, Any] | None = None
+# numpy's generators inside these blocks, one for each block around another.
+_stand_ins: list[Any] = []
+_depth = 0
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
@@ -67,7 +71,11 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
 
     A checkpoint may be asked for while data is loaded, which draws from streams of its own.
     """
-    return _cpu_state() if _preserved is None else _preserved
+    if _preserved is None:
+        return _cpu_state()
+    torch_state, python_state, own = _preserved
+    # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
+    return torch_state, python_state, None if own is None else own.state | {"has_gauss": 0, "gauss": 0.0}
 
 
 def _cpu_state() -> tuple[Tensor, Any, Any]:
@@ -79,34 +87,40 @@ def _cpu_state() -> tuple[Tensor, Any, Any]:
     )
 
 
-def _set_cpu_state(state: tuple[Tensor, Any, Any]) -> None:
-    torch_state, python_state, numpy_state = state
-    torch.default_generator.set_state(torch_state)
-    random.setstate(python_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
-
-
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Puts the global generators back to where they were when the block ends (about 80 us, 70 of them numpy's).
+    """Puts the global generators back to where they were when the block ends (about 15 us).
+
+    Seed them inside: numpy's begins with any state. Of numpy's legacy `randn`, which draws numbers in pairs, the second
+    of a pair is not kept over the block.
 
     Args:
         device: Whose generator to put back beside the CPU's; None for the CPU alone.
     """
-    global _preserved
-    state, is_outermost = _cpu_state(), _preserved is None
+    global _preserved, _depth
+    numpy = sys.modules.get("numpy")
+    own = None if numpy is None else numpy.random.get_bit_generator()
+    if len(_stand_ins) == _depth and numpy is not None:
+        _stand_ins.append(numpy.random.MT19937(_depth))
+    state = torch.default_generator.get_state(), random.getstate(), own
+    is_outermost, depth = _preserved is None, _depth
     on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
     device_state = None if on_device is None else on_device.get_state()
-    if is_outermost:
-        _preserved = state
 
     def put_back() -> None:
-        _set_cpu_state(state)
+        torch.default_generator.set_state(state[0])
+        random.setstate(state[1])
+        if numpy is not None:
+            numpy.random.set_bit_generator(own)
         if on_device is not None and device_state is not None:
             on_device.set_state(device_state)
 
     try:
+        if is_outermost:
+            _preserved = state
+        if numpy is not None:
+            numpy.random.set_bit_generator(_stand_ins[depth])
+        _depth = depth + 1
         yield
     finally:
         try:
@@ -115,6 +129,7 @@ def preserved_random_state(device: torch.device | None = None) -> Iterator[None]
             put_back()
             raise
         finally:
+            _depth = depth
             if is_outermost:
                 _preserved = None  # not before: a signal that asks for a save may come just here too
 

@@ -114,3 +114,16 @@ def test_of_a_dataset_without_samples_it_is_said_whose_it_is() -> None:
         train_stream(empty, accumulation=1, dp_rank=0, dp_size=1, seed=0)
     with pytest.raises(DataError, match=r"The training loader \(list\) has 0 batches"):
         train_stream([], accumulation=1, dp_rank=0, dp_size=1, seed=0)
+
+
+@pytest.mark.pitfall(77)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_validation_reads_the_dataset_as_long_as_it_is_then(num_workers: int) -> None:
+    data = [torch.tensor([float(index)]) for index in range(3)]
+    loader = DataLoader(data, batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0)
+    found = validation_batches(loader, dp_rank=0, dp_size=1, seed=0)
+    for more in (0, 2):
+        data += [torch.tensor([float(len(data) + index)]) for index in range(more)]
+        assert torch.cat(list(found)).flatten().tolist() == [float(index) for index in range(3 + more)]
+        assert len(found) == -(-(3 + more) // 2)
+    found.close()
