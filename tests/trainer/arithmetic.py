@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dream_trainer import (
+    ActivationCheckpointingConfigMixin,
+    ActivationCheckpointingMixin,
     BaseTrainer,
     BaseTrainerConfig,
     DeviceParameters,
@@ -38,6 +41,15 @@ class Case:
     tied: bool = False
     optimizer: str = "sgd"
     sync_policy: str = "no_sync"
+    branches: bool = False
+    """Whether each micro-batch uses one of two heads, so that some ranks have no use for a parameter."""
+    scalar: bool = False
+    """Whether there is a parameter without a dimension."""
+    turns: bool = False
+    """Whether a second model is stepped first in each window, and frozen while the first learns through it."""
+    frozen: bool = False
+    """Whether the first block is not trained."""
+    recompute: str = "none"
 
     @property
     def n_samples(self) -> int:
@@ -58,20 +70,50 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
+        self.case = case
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
+        if case.tied:
             self.head.weight = self.embedding.weight
+        if case.branches:
+            self.other_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if case.scalar:
+            self.scale = nn.Parameter(torch.tensor(0.5))
+        if case.frozen:
+            self.blocks[0].requires_grad_(False)
         self.double()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        if self.case.scalar:
+            x = x * self.scale.exp()
+        return self.other_head(x) if self.case.branches and tokens[0, 0] % 2 else self.head(x)
+
+
+class Critic(nn.Module):
+    """Takes a model's scores, and is trained in turns with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, scores: Tensor) -> Tensor:
+        x = self.embedding(scores)
+        for block in self.blocks:
+            x = block(x)
         return self.head(x)
+
+
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -98,23 +140,28 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @dataclass
-class Config(BaseTrainerConfig, SetupConfigMixin, FSDPConfigMixin):
+class Config(BaseTrainerConfig, SetupConfigMixin, FSDPConfigMixin, ActivationCheckpointingConfigMixin):
     case: Case = Case()
 
 
-class Trained(BaseTrainer, SetupMixin):
+class Trained(BaseTrainer, SetupMixin, ActivationCheckpointingMixin):
     """Records what the hand-written loop is compared with."""
 
     config: Config
 
     def configure_models(self) -> None:
-        self.model = Model(self.config.case.tied)
+        self.model = Model(self.config.case)
+        if self.config.case.turns:
+            self.critic = Critic()
 
     def init_weights(self) -> None:
-        fill(self.model)
+        for model in self.named_models().values():
+            fill(model)
 
     def configure_optimizers(self) -> None:
         self.optimizer = make_optimizer(self.config.case.optimizer, self.model)
+        if self.config.case.turns:
+            self.critic_optimizer = make_optimizer(self.config.case.optimizer, self.critic)
         self.losses: list[list[float]] = []
         self.norms: list[float] = []
 
@@ -123,9 +170,17 @@ class Trained(BaseTrainer, SetupMixin):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         inputs, targets = batch
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
         count = (targets != -100).sum()
-        self.backward(loss, weight=count if self.config.case.weighted else None)
+        weight = count if self.config.case.weighted else None
+        if self.config.case.turns:
+            self.backward(loss_of(self.critic(self.model(inputs).detach()), targets), weight=weight, model=self.critic)
+            if not self.is_accumulating_gradients:
+                self.norms.append(self.step(self.critic, self.critic_optimizer).item())
+            with self.frozen(self.critic):
+                loss = loss_of(self.critic(self.model(inputs)), targets)
+        else:
+            loss = loss_of(self.model(inputs), targets)
+        self.backward(loss, weight=weight, model=self.model)
         self.losses.append([self.global_step, loss.item(), count.item()])
         if not self.is_accumulating_gradients:
             self.norms.append(self.step(self.model, self.optimizer).item())
@@ -152,11 +207,12 @@ def run_trainer(case: Case) -> dict[str, Any]:
         "fsdp": DeviceParameters(device="cpu"),
         "hsdp": DeviceParameters(device="cpu", dp_shard=2, dp_replicate=case.world_size // 2 or 1),
     }
+    device = replace(devices[case.mode], activation_checkpointing=case.recompute)
     config = Config(
         project="tests",
         group="parity",
         experiment="case",
-        device_parameters=devices[case.mode],
+        device_parameters=device,
         training_parameters=TrainingParameters(
             n_epochs=2,
             train_batch_size=BATCH,
@@ -168,7 +224,7 @@ def run_trainer(case: Case) -> dict[str, Any]:
     )
     trainer = (Sharded if case.mode in ("fsdp", "hsdp") else Trained)(config)
     trainer.fit()
-    weights = {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = whole_weights(trainer.named_models())
     result = {"weights": weights, "norms": trainer.norms, "losses": trainer.losses, "steps": trainer.global_step}
     trainer.close()
     return result
@@ -187,30 +243,59 @@ def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
 
 def reference(case: Case) -> dict[str, Any]:
     """The same training by hand: one process, all micro-batches of all ranks, no framework."""
-    model = Model(case.tied)
-    fill(model)
-    optimizer = make_optimizer(case.optimizer, model)
+    models = {"model": Model(case)} | ({"critic": Critic()} if case.turns else {})
+    for model in models.values():
+        fill(model)
+    optimizers = {name: make_optimizer(case.optimizer, model) for name, model in models.items()}
     data = Tokens(case.n_samples)
     norms, losses = [], []
     window = BATCH * case.world_size * case.accumulation
     for _ in range(2):
         for start in range(0, case.n_samples, window):
-            starts = range(start, min(start + window, case.n_samples), BATCH)
-            terms = []
-            for first in starts:
-                rows = slice(first, first + BATCH)
-                inputs, targets = data.inputs[rows], data.targets[rows]
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                weight = int((targets != -100).sum()) if case.weighted else 1
-                terms.append((loss, weight))
-            total = sum(weight for _, weight in terms)
-            (sum(loss * weight for loss, weight in terms) / total).backward()
-            norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-            if case.clip is not None and norm > case.clip:
-                for p in model.parameters():
-                    p.grad *= case.clip / (norm + 1e-6)
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(norm.item())
-            losses.append([loss.item() for loss, _ in terms])
-    return {"weights": {n: p.detach() for n, p in model.named_parameters()}, "norms": norms, "losses": losses}
+            rows = range(start, min(start + window, case.n_samples))
+            parts = [
+                (data.inputs[first : first + BATCH], data.targets[first : first + BATCH]) for first in rows[::BATCH]
+            ]
+            counts = [int((targets != -100).sum()) if case.weighted else 1 for _, targets in parts]
+            shares = [count / sum(counts) for count in counts]
+            found = []
+            for first in range(0, len(parts), case.world_size):
+                micro = list(zip(parts, shares, strict=True))[first : first + case.world_size]
+                is_last = first + case.world_size >= len(parts)
+                if case.turns:
+                    for (inputs, targets), share in micro:
+                        (loss_of(models["critic"](models["model"](inputs).detach()), targets) * share).backward()
+                    if is_last:
+                        norms.append(step_by_hand(case, models["critic"], optimizers["critic"]))
+                    models["critic"].requires_grad_(False)
+                for (inputs, targets), share in micro:
+                    scores = models["model"](inputs)
+                    loss = loss_of(models["critic"](scores) if case.turns else scores, targets)
+                    (loss * share).backward()
+                    found.append(loss.item())
+                if case.turns:
+                    models["critic"].requires_grad_(True)
+            norms.append(step_by_hand(case, models["model"], optimizers["model"]))
+            losses.append(found)
+    return {"weights": whole_weights(models), "norms": norms, "losses": losses}
+
+
+def step_by_hand(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Clips, steps and drops the gradients; returns their norm before."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients))
+    if case.clip is not None and norm > case.clip:
+        for gradient in gradients:
+            gradient *= case.clip / (norm + 1e-6)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+def whole_weights(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Copies of all parameters; a collective where they are sharded."""
+    return {
+        f"{model_name}.{name}": full(p).detach().clone()
+        for model_name, model in models.items()
+        for name, p in model.named_parameters()
+    }

@@ -21,6 +21,20 @@ OPTIONS = {
     "clip": (None, 0.05),
     "tied": (False, True),
 }
+PARTS = ("branches", "scalar", "turns", "frozen")
+RECOMPUTES = ("none", "full", "selective")
+
+
+def cases_of_parts(mode: str, world_size: int) -> list[Case]:
+    """All combinations of unusual parts, under changing options."""
+    chosen = []
+    for number, flags in enumerate(itertools.product((False, True), repeat=len(PARTS))):
+        for index, recompute in enumerate(RECOMPUTES):
+            case = Case(mode, world_size, accumulation=1 + (number + index) % 3, recompute=recompute)
+            options = {"weighted": bool(number % 2 ^ index % 2), "clip": 0.05 if index == 1 else None}
+            optimizer = "adamw" if (number + index) % 2 else "sgd"
+            chosen.append(replace(case, **dict(zip(PARTS, flags, strict=True)), **options, optimizer=optimizer))
+    return chosen
 
 
 def every_case() -> list[Case]:
@@ -30,7 +44,8 @@ def every_case() -> list[Case]:
         for number, values in enumerate(itertools.product(*OPTIONS.values()))
     ]
     accumulating = [case for case in cases if case.accumulation > 1 and case.world_size > 1]
-    return cases + [replace(case, sync_policy=policy) for case in accumulating for policy in POLICIES]
+    cases += [replace(case, sync_policy=policy) for case in accumulating for policy in POLICIES]
+    return cases + [case for layout in LAYOUTS for case in cases_of_parts(*layout)]
 
 
 def spanning_cases() -> list[Case]:
@@ -53,6 +68,12 @@ def spanning_cases() -> list[Case]:
         for policy in POLICIES:
             short = Case(mode, world_size, accumulation=3, short_window=True, clip=0.05, sync_policy=policy)
             chosen += [short, replace(short, short_window=False, weighted=True, clip=None, optimizer="adamw")]
+    for mode, world_size in LAYOUTS:
+        chosen += [
+            Case(mode, world_size, 2, branches=True, scalar=True, recompute="full", tied=True, optimizer="adamw"),
+            Case(mode, world_size, 2, weighted=True, turns=True, frozen=True, recompute="full", clip=0.05),
+            Case(mode, world_size, 3, short_window=True, branches=True, turns=True, recompute="selective"),
+        ]
     return chosen
 
 
@@ -63,7 +84,8 @@ def close(a: float, b: float) -> bool:
 def check(case: Case, ranks: list[dict]) -> None:
     expected = reference(case)
     for result in ranks:
-        assert result["steps"] == len(expected["norms"]), case
+        assert result["steps"] == len(expected["losses"]), case
+        assert len(result["norms"]) == len(expected["norms"]), case
         assert all(map(close, result["norms"], expected["norms"])), (case, result["norms"], expected["norms"])
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
