@@ -484,6 +484,13 @@ MUTANTS = [
         "tests/trainer/test_tensor_parallel.py",
     ),
     Mutant(
+        "a tensor-parallel plan trains what was frozen",
+        "dream_trainer/distributed/sharding.py",
+        "            kept.requires_grad_(False)\n",
+        "            pass\n",
+        "tests/trainer/test_tensor_parallel.py -k written_by_hand",
+    ),
+    Mutant(
         "backward runs under autocast",
         "dream_trainer/trainer/accumulation.py",
         "self._backward_context = without_autocast(devices, self._world.device)",

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llama"))
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from train import LlamaTrainer, LlamaTrainerConfig, default_config
+from model import Llama, LlamaConfig
+from torch import Tensor, nn
+from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
 from tests.trainer.arithmetic import full
@@ -50,6 +51,8 @@ class Cell(NamedTuple):
     loss_parallel: bool = False
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
+    odd_parts: bool = False
+    """Whether the model is `OddLlama`."""
 
     @property
     def world_size(self) -> int:
@@ -91,7 +94,29 @@ def all_cells() -> list[Cell]:
             Cell(*mesh, 1, "none", loss_parallel=True, tied=True),
         ]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
+    cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+
+
+class OddLlama(Llama):
+    """A frozen embedding and first layer, a parameter without a dimension, and one that few samples use."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.logit_scale = nn.Parameter(torch.empty(()))
+        self.opening = nn.Parameter(torch.empty(config.vocab_size))
+        for part in (self.embed, self.layers[0]):
+            part.requires_grad_(False)
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        nn.init.constant_(self.logit_scale, 0.5)
+        nn.init.zeros_(self.opening)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens) * self.logit_scale.exp()
+        opens = tokens[:, 0] % 8 == 0
+        return logits + opens[:, None, None] * self.opening if opens.any() else logits
 
 
 class ParityTrainer(LlamaTrainer):
@@ -117,6 +142,17 @@ class ParityTrainer(LlamaTrainer):
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler)))
         return {}
+
+
+class OddTrainer(ParityTrainer):
+    """The same with an `OddLlama`."""
+
+    def configure_models(self) -> None:
+        self.model = OddLlama(self.config.model).to(DTYPES[self.config.dtype])
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.optimizer.add_param_group({"params": [self.model.logit_scale], "weight_decay": 0.0})
 
 
 def weights(trainer: LlamaTrainer) -> dict[str, Tensor]:
@@ -167,7 +203,7 @@ def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
 
 def _train(cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
-    with ParityTrainer(config_of(cell)) as trainer:
+    with (OddTrainer if cell.odd_parts else ParityTrainer)(config_of(cell)) as trainer:
         trainer.fit()
         found = {
             "start": trainer.start,
@@ -219,15 +255,15 @@ def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tupl
     """
     found: dict[Cell, tuple[Miss, float]] = {}
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
-        kinds = sorted({(cell.tied, cell.dtype) for cell in cells})
-        single = [Cell(tied=tied, dtype=dtype) for tied, dtype in kinds]
+        kinds = sorted({cell[-3:] for cell in cells})
+        single = [Cell(tied=tied, dtype=dtype, odd_parts=odd_parts) for tied, dtype, odd_parts in kinds]
         (references,) = run_world(train_cells, 1, single, directory, timeout=timeout)
         alone = dict(zip(kinds, references, strict=True))
         for world_size in sorted({cell.world_size for cell in cells}):
             chosen = [cell for cell in cells if cell.world_size == world_size]
             by_rank = run_world(train_cells, world_size, chosen, directory, timeout=timeout)
             for cell, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
-                found[cell] = compare(ranks, alone[cell.tied, cell.dtype]), ranks[0]["seconds"]
+                found[cell] = compare(ranks, alone[cell[-3:]]), ranks[0]["seconds"]
     return found
 
 
@@ -252,14 +288,18 @@ def mesh_table(found: dict[Cell, tuple[Miss, float]]) -> str:
 
 
 def option_table(found: dict[Cell, tuple[Miss, float]]) -> str:
-    """Markdown: the cells with another plan than the usual, selective recomputing, or tied weights."""
+    """Markdown: the cells with another plan than the usual, selective recomputing, tied weights, or odd parts."""
     rows = [
-        [*cell[:5], plan_of(cell), "yes" if cell.tied else "no", _starts(miss), f"{max(miss[:3]):.0e}"]
+        [*cell[:5], plan_of(cell), *map(_yes, (cell.tied, cell.odd_parts)), _starts(miss), f"{max(miss[:3]):.0e}"]
         for cell, (miss, _) in found.items()
         if cell.dtype == "float64" and (cell != Cell(*cell[:5]) or cell.recompute == "selective")
     ]
-    head = "dp_replicate, dp_shard, tp, micro-batches, recomputed, also split, tied, initial weights, off by"
+    head = "dp_replicate, dp_shard, tp, micro-batches, recomputed, also split, tied, odd parts, initial weights, off by"
     return _markdown(head.split(", "), rows)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
 
 
 def _starts(*misses: Miss) -> str:

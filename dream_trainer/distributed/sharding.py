@@ -123,20 +123,23 @@ def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def keeping_ties(models: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Parameters that are one object before the block are one object after it: `parallelize_module` unties them.
+def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Parameters that are one object before the block are one object after it, and frozen ones stay frozen:
+    `parallelize_module` unties them, and its `SequenceParallel` has all that it replaces trained.
 
     Raises:
         ConfigError: The plan splits a tied parameter's names in different ways.
     """
-    slots: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    slots: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name):
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                slots.setdefault(id(parameter), []).append((f"{prefix}.{name}", module, name))
+                slots.setdefault(parameter, []).append((f"{prefix}.{name}", module, name))
     yield
-    for (first_name, first, name), *others in slots.values():
+    for parameter, ((first_name, first, name), *others) in slots.items():
         kept = first.get_parameter(name)
+        if not parameter.requires_grad:
+            kept.requires_grad_(False)
         for other_name, module, alias in others:
             if layout(module.get_parameter(alias)) != layout(kept):
                 raise ConfigError(

@@ -58,6 +58,7 @@ WORLD_2 = [
     Cell(2, "layers", Case(weighted=True, clip=0.05, accumulation=2), loss_parallel=True),
     Cell(2, "layers", Case(tied=True, optimizer="adamw", accumulation=2)),
     Cell(2, "blocks", Case(tied=True, clip=0.05, weighted=True)),
+    Cell(2, "sequence", Case(frozen=True, optimizer="adamw")),
 ]
 WORLD_4 = [
     Cell(2, "sequence", Case("fsdp", 2, accumulation=2, weighted=True, clip=0.05, tied=True)),

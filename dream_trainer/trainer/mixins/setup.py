@@ -21,7 +21,7 @@ from dream_trainer.distributed.half_norms import norms_in_float32
 from dream_trainer.distributed.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.distributed.sharding import (
     fsdp_modules,
-    keeping_ties,
+    keeping_tied_and_frozen,
     move_what_is_whole,
     refuse_unsupported,
     shard_by_blocks,
@@ -119,7 +119,7 @@ class SetupMixin(AbstractTrainer):
         plan = remember(models, self._tape)
         devices = self.config.device_parameters
         if devices.tensor_parallel > 1:
-            with keeping_ties(models):
+            with keeping_tied_and_frozen(models):
                 self.apply_tensor_parallel(self._mesh["tp"])
         if devices.activation_checkpointing != "none":
             self.apply_activation_checkpointing()

@@ -37,7 +37,8 @@ class TensorParallelConfigMixin:
 class TensorParallelMixin(AbstractTrainer):
     """Tensor-parallel training. Override `apply_tensor_parallel(mesh)`.
 
-    Parameters that were tied before the plan are tied after it. Whatever the plan leaves out stays whole on each rank.
+    Parameters that were tied or frozen before the plan are so after it. Whatever the plan leaves out stays whole on
+    each rank.
 
     Example:
         ```python
