@@ -722,6 +722,13 @@ MUTANTS = [
         "        length = self.reader.sampler.length",
         "tests/data/test_validation.py",
     ),
+    Mutant(
+        "seeds of persistent workers shift an order",
+        f"{DATA}/foreign.py",
+        "    loader.generator = torch.Generator().manual_seed(seed)",
+        "    pass",
+        "tests/data/test_foreign_resume.py -k persist",
+    ),
 ]
 
 

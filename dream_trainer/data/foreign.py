@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from dream_trainer.data.seeding import WorkerInit
@@ -105,7 +106,8 @@ class SeededPass(Iterator[Any]):
             is_opening = self._batches is None
             if self._batches is None:
                 seed_cpu(hash_seed(b"pass", seed, epoch, dp_rank))
-                with workers_outlive_signals(self._loader):
+                base = hash_seed(b"workers", seed, epoch, dp_rank)
+                with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
                     self._batches = iter(self._loader)
             if not is_opening or (self._first > 0 and self.draws):
                 seed_cpu(hash_seed(b"batch", seed, epoch, self._next, dp_rank))
@@ -139,6 +141,23 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
         yield
     finally:
         loader.worker_init_fn = own
+
+
+@contextmanager
+def seeds_of_workers(loader: object, seed: int) -> Iterator[None]:
+    """A torch `DataLoader` whose iterator is made inside draws its workers' seeds from a stream of their own.
+
+    A new iterator draws them from where its sampler draws the order, and one whose workers persist does not: a resume
+    in a later pass, with a new one, would read another order. A generator that the user gave is left alone.
+    """
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        yield
+        return
+    loader.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        loader.generator = None
 
 
 def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:

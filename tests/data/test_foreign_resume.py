@@ -293,3 +293,39 @@ def test_a_plain_loader_reads_again_by_samples_too() -> None:
     stream = open_stream(weighted(), batch_size=batch_size)
     stream.seek(DataPosition(0, 8, 1), None)
     assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
+
+
+class Shuffled(torch.utils.data.Sampler[int]):
+    """Somebody's sampler, which draws its order from the global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(LENGTH).tolist()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_later_pass_is_resumed_where_workers_persist(kind: type[Any]) -> None:
+    def open_stream() -> tuple[TrainStream, Any]:
+        loader = kind(range(LENGTH), batch_size=2, sampler=Shuffled(), num_workers=1, persistent_workers=True)
+        return train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=7), loader
+
+    def windows(stream: TrainStream) -> list[tuple[list[int], Any]]:
+        found = []
+        while (window := stream.next_window()) is not None:
+            found.append((torch.cat(list(window.batches)).tolist(), window))
+        return found
+
+    stream, _ = open_stream()
+    windows(stream)
+    straight = windows(stream)
+    stream.close()
+    at = straight[3][1]
+    resumed, _ = open_stream()
+    resumed.seek(at.end, at.rank_state)
+    rest = windows(resumed)
+    resumed.close()
+    assert sorted(index for samples, _ in straight for index in samples) == list(range(LENGTH))
+    assert [samples for samples, _ in rest] == [samples for samples, _ in straight[4:]]
