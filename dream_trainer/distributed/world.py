@@ -123,6 +123,7 @@ class World:
             self._join()
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
         self.data_group = self._new_data_group()
+        self._set_time_outs(parameters.start_timeout_seconds)
         self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
         self._number = _launches
         self._open = True
@@ -264,11 +265,15 @@ class World:
 
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
+        self._set_time_outs(self._parameters.step_timeout_seconds)
+
+    def _set_time_outs(self, seconds: float) -> None:
+        """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
         if self.mesh is None:
             return
-        timeout = timedelta(seconds=self._parameters.step_timeout_seconds)
-        for group in (None, self.cpu_group, *self.mesh.get_all_groups()):
-            set_group_timeout(group, timeout)
+        own = () if self.data_group is None else (self.data_group,)
+        for group in (None, self.cpu_group, *own, *self.mesh.get_all_groups()):
+            set_group_timeout(group, timedelta(seconds=seconds))
 
     def connect_to_store(self) -> dist.Store | None:
         """A connection of its own to the job's store, for a thread; None at world size 1."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,6 +296,64 @@ def killed_at(call: int, function: Callable[[], object]) -> bool:
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
+
+
+def disk_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> list[tuple[str, Path]]:
+    """What `function` has the disk hold (`fsync`, of what) and renames (to what), in order."""
+    calls: list[tuple[str, Path]] = []
+    fsync, rename, unlink = os.fsync, os.rename, os.unlink
+
+    def noted_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").resolve()))
+        fsync(descriptor)
+
+    def noted_rename(old: str, new: str, **options: Any) -> None:
+        rename(old, new, **options)
+        calls.append(("rename", Path(new).resolve()))
+
+    def noted_unlink(path: str, **options: Any) -> None:
+        unlink(path, **options)
+        calls.append(("unlink", Path(path)))
+
+    with monkeypatch.context() as patch:
+        for name, noted in (("fsync", noted_fsync), ("rename", noted_rename), ("unlink", noted_unlink)):
+            patch.setattr(os, name, noted)
+        function()
+    return calls
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
+def test_the_disk_holds_a_checkpoints_files_before_its_name_and_its_name_before_the_save_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path.resolve()
+    for is_replaced in (False, True):
+        if is_replaced:
+            (root / "step_00000001" / "manifest.json").write_text("")
+        calls = disk_calls(monkeypatch, lambda: save(root, 1))
+        named = calls.index(("rename", root / "step_00000001"))
+        before = [path for what, path in calls[:named] if what == "fsync"]
+        (temporary,) = {path.parent for path in before} - {root, root.parent}
+        # All of its files, and then the directory that has their names.
+        names = {path.name.removesuffix(".tmp") for path in before}
+        assert names >= {path.name for path in (root / "step_00000001").iterdir()}
+        assert temporary in before[before.index(temporary / "manifest.json") :]
+        # The new name, before anything of what it replaced goes.
+        unlinked = [place for place, (what, _) in enumerate(calls) if what == "unlink" and place > named]
+        assert ("fsync", root) in calls[named : min(unlinked, default=len(calls))]
+        assert bool(unlinked) is is_replaced
+
+
+@pytest.mark.pitfall(29)
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of descriptors are read from /proc")
+def test_the_disk_holds_a_discarded_checkpoints_other_name_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+    calls = disk_calls(monkeypatch, lambda: files.discard(path))
+    assert [what for what, _ in calls[:3]] == ["rename", "fsync", "unlink"]
+    assert calls[1][1] == tmp_path.resolve()
 
 
 @pytest.mark.pitfall(29)

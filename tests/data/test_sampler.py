@@ -52,3 +52,12 @@ def test_a_pass_with_its_tail_leaves_out_only_a_chunk_with_fewer_samples_than_ra
     assert end_with_tail(10, 0, Sharding(2, 0, 2)) == 10
     assert end_with_tail(9, 0, Sharding(2, 0, 2)) == 8
     assert end_with_tail(2, 0, Sharding(2, 0, 3)) == 0
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 128, 130])
+def test_a_long_pass_has_every_batch_once_and_in_order(count: int) -> None:
+    """Batches are cut many at a time, and nothing may be lost where one lot ends."""
+    order = epoch_order(5, 2, count * 6, True)
+    for rank in (0, 1):
+        expected = [order[start + 3 * rank :][:3].tolist() for start in range(0, count * 6, 6)]
+        assert batches(count * 6, 3, rank, 2, 0, count * 6) == expected

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import StepError
 from tests.trainer import resumable, small
 from tests.trainer.small import Alone, Batch, Samples, Validates, assert_same_weights, batches, fill, network, weights
@@ -235,3 +236,42 @@ def test_random_states_of_each_rank_come_back_exactly_though_parameters_are_shar
             assert found["own"] == straight["own"]
             for name, value in straight["tensors"].items():
                 torch.testing.assert_close(found["tensors"][name], value, rtol=0, atol=1e-10)
+
+
+# -- to another number of ranks
+
+
+class Draws(small.Spread, dt.CheckpointMixin):
+    """Notes what its first step draws."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, DistributedDataLoader(Samples(24), 2))
+        self.drawn: list[list[float]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.drawn.append(torch.rand(2).tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def drawn_first(experiment: str, steps: int, accumulation: int, resume: str | None = "auto") -> list[float]:
+    torch.manual_seed(int.from_bytes(os.urandom(2)))  # as a new process finds the generator
+    config = make_config(
+        experiment=experiment, resume=resume, save_every=1, max_steps=steps, gradient_accumulation_steps=accumulation
+    )
+    with Draws(config) as trainer:
+        trainer.fit()
+        return trainer.drawn[0]
+
+
+def go_on_twice(directory: str, checkpoints: list[str]) -> list[list[float]]:
+    os.chdir(directory)
+    return [drawn_first(f"on {number}", 3, 1, path) for number, path in enumerate(checkpoints)]
+
+
+@pytest.mark.pitfall(33)
+def test_random_layers_go_on_from_the_seed_the_step_and_the_rank_on_another_number_of_ranks(tmp_path: Path) -> None:
+    drawn_first("one rank", 2, 2)
+    first, second = (str(path) for path in sorted((tmp_path / "runs/tests/trainer/one rank").rglob("step_0000000[12]")))
+    ranks = run_world(go_on_twice, 2, str(tmp_path), [first, second, first])
+    assert [rank[0] for rank in ranks] == [rank[2] for rank in ranks]
+    assert len({tuple(drawn) for rank in ranks for drawn in rank[:2]}) == 4
