@@ -820,6 +820,13 @@ MUTANTS = [
         "    pass",
         "tests/data/test_foreign_resume.py -k persist",
     ),
+    Mutant(
+        "statistics of a layer in eval mode are averaged in",
+        "dream_trainer/distributed/statistics.py",
+        "sums = torch.stack((flat * trains, trains))",
+        "sums = torch.stack((flat, trains))",
+        "tests/trainer/test_odd_parameters.py -k only_some_ranks",
+    ),
 ]
 
 

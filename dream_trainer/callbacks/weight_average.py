@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
 from dream_trainer.config.checks import check_boolean, check_names
+from dream_trainer.distributed.sharding import is_gathered
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 
 if TYPE_CHECKING:
@@ -254,6 +255,12 @@ class WeightAverage(Callback):
 
     @contextmanager
     def _standing_in(self, trainer: AbstractTrainer, names: set[str]) -> Iterator[None]:
+        whole = [name for name in names if is_gathered(trainer.named_models()[name])]
+        if whole:
+            raise StepError(
+                f"averages were to stand in for the weights of {', '.join(sorted(whole))} inside gathered(), which has "
+                "copies of the weights. Evaluate outside of it, or enter gathered() inside averaged_weights()."
+            )
         self._catch_up()
         chosen = [self._averages[name] for name in self._averages if name in names]
         # A checkpoint may still be copying the weights, and a gathered parameter would keep its old values.

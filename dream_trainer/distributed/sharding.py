@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.nn as nn
@@ -184,10 +185,21 @@ def gathered(*models: nn.Module) -> Iterator[None]:
     """
     with torch.no_grad(), ExitStack() as stack:
         for model in models:
+            if model not in _are_gathered:
+                _are_gathered.add(model)
+                stack.callback(_are_gathered.discard, model)
             for module in fsdp_modules(model):
                 stack.enter_context(whole_parameters(module))
             stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
         yield
+
+
+_are_gathered: WeakSet[nn.Module] = WeakSet()
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Whether the whole copies of `gathered` stand in for the parameters of `model` at the moment."""
+    return model in _are_gathered
 
 
 def _refuse_to_load(*_: Any) -> None:

@@ -8,6 +8,7 @@ one averages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,15 +33,27 @@ def norms_with_statistics(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def average_statistics(norms: Sequence[nn.Module], world: World) -> None:
-    """Averages the statistics of those of `norms` that train, in one collective."""
+    """Averages the statistics of `norms` over the ranks on which they train, in one collective.
+
+    A layer may train on some ranks and be in eval mode on others; where none trains it, it stays as it is.
+    """
     import torch.distributed as dist
 
-    own = [b for norm in norms if norm.training for b in (norm.running_mean, norm.running_var)]
-    buffers = [buffer for buffer in own if isinstance(buffer, Tensor)]
+    buffers = [b for norm in norms for b in (norm.running_mean, norm.running_var) if isinstance(b, Tensor)]
     if not buffers:
         return
     flat = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(flat, group=world.data_group)
-    flat /= world.dp_size
-    parts = flat.split([buffer.numel() for buffer in buffers])
+    layers = tuple([len(buffer) for buffer in buffers[::2]])
+    trains = _flags(tuple([norm.training for norm in norms]), layers, flat.device, flat.dtype)
+    sums = torch.stack((flat * trains, trains))
+    dist.all_reduce(sums, group=world.data_group)
+    averaged = torch.where(sums[1] > 0, sums[0] / sums[1], flat)
+    parts = averaged.split([buffer.numel() for buffer in buffers])
     foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+
+
+@lru_cache(maxsize=16)
+def _flags(training: tuple[bool, ...], sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """For each element of the statistics whether its layer trains; made once, since making it waits for the device."""
+    flags = [float(trains) for trains, size in zip(training, sizes, strict=True) for _ in range(2 * size)]
+    return torch.tensor(flags, device=device, dtype=dtype)

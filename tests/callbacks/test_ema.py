@@ -801,3 +801,14 @@ def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
     ema = RecordsMoves(0.9)
     fit(Saved(saved_config(8, ema)))
     assert_same_weights(averaged(ema), by_hand_averaged(SAVED_WINDOWS, decay=0.9))
+
+
+def test_averages_inside_gathered_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ema = dt.EMA(0.5)
+    with Spread(make_config(max_steps=1, callbacks=[ema]), batches(1)) as trainer:
+        trainer.fit()
+        with trainer.gathered(trainer.model), pytest.raises(StepError, match="inside gathered"), ema.averaged_weights():
+            pass
+        with ema.averaged_weights(), trainer.gathered(trainer.model):
+            pass

@@ -158,3 +158,26 @@ def test_a_parameter_of_two_models_is_refused_by_name_on_several_ranks() -> None
     refuse_unsupported(models, 1)
     with pytest.raises(ConfigError, match=r"actor\.0\.weight and critic\.0\.weight are one parameter"):
         refuse_unsupported(models, 2)
+
+
+def averaged_by_hand() -> list[list[float]]:
+    from dream_trainer.distributed.statistics import average_statistics, norms_with_statistics
+    from dream_trainer.distributed.world import World
+
+    world = World(dt.DeviceParameters(device="cpu"), shard_by_default=False)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(2)).double()
+    for index, norm in enumerate(model):
+        norm.running_mean.fill_(10 * index + world.rank)
+    model[1].train(world.rank == 0)  # frozen on one rank
+    model[2].eval()
+    average_statistics(norms_with_statistics([model]), world)
+    found = [norm.running_mean.tolist() for norm in model]
+    world.close()
+    return found
+
+
+@pytest.mark.pitfall(80)
+def test_statistics_of_a_layer_that_only_some_ranks_train_are_those_ranks() -> None:
+    first, second = run_world(averaged_by_hand, 2)
+    assert first == [[0.5] * 2, [10.0] * 3, [20.0] * 2]
+    assert second == [[0.5] * 2, [10.0] * 3, [21.0] * 2]
