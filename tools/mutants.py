@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "validation moves training's random stream",
         "dream_trainer/distributed/seeds.py",
-        "torch.default_generator.set_state(torch_state)",
+        "torch.default_generator.set_state(state[0])",
         "pass",
         "tests/trainer/test_validation.py tests/data",
     ),
@@ -409,7 +409,7 @@ MUTANTS = [
     Mutant(
         "padding batches counted by metrics",
         f"{TRAINER}/mixins/evaluation.py",
-        "setattr(self, name, copy.deepcopy(value))",
+        "vars(self).update(copy.deepcopy(originals))",
         "pass",
         "tests/trainer/test_evaluation.py",
     ),
@@ -514,7 +514,7 @@ MUTANTS = [
     Mutant(
         "parts of a sharded model are called past it",
         "dream_trainer/trainer/mixins/setup.py",
-        "                enter_by_parts(model)\n",
+        "                enter_by_parts(model, self.forward_methods)\n",
         "",
         "tests/trainer/test_precision.py",
     ),
