@@ -827,6 +827,13 @@ MUTANTS = [
         "sums = torch.stack((flat, trains))",
         "tests/trainer/test_odd_parameters.py -k only_some_ranks",
     ),
+    Mutant(
+        "gradients that zero_grad hides go unnoticed",
+        f"{TRAINER}/turns.py",
+        "if n_batches > 1 and optimizer in self._stepped and optimizer in self._origins:",
+        "if False:",
+        "tests/trainer/test_turns.py -k hides",
+    ),
 ]
 
 

@@ -31,6 +31,7 @@ def _new(cls: type[T], *args: Any, **fields: Any) -> T:
 
 
 def _refuse_to_change(self: object, name: str, value: Any) -> None:
+    refuse_unknown_fields(type(self), {name: value})
     cls = type(self).__name__
     words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in cls).removeprefix("_")
     raise FrozenInstanceError(

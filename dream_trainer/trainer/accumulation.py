@@ -215,7 +215,7 @@ class Accumulation:
             unspent = self._totals.keys() - self._spent
             names = [name for name, model in self._trainer.named_models().items() if id(model) in unspent]
             raise StepError(f"the window ended with weighted gradients of {', '.join(names)} and no step() for them.")
-        self._turns.finish_window()
+        self._turns.finish_window(self.size)
         self.is_open = False
         if self.stepped and self.loss_scale is not None:
             self.loss_scale.update()

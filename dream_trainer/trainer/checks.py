@@ -94,7 +94,7 @@ def _refuse_uncalled(cls: type, names: set[str]) -> None:
         for part in owners[ours:]:
             if not is_ours(part):
                 raise HookError(
-                    f"{part.__name__}.{name} is never called: {owners[ours].__name__}.{name} stands before it. Write "
+                    f"{part.__name__}.{name} is never called: the framework's own {name} stands before it. Write "
                     f"`class {cls.__name__}({_order(cls, part)})`."
                 )
 

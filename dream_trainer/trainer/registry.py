@@ -119,6 +119,15 @@ def refuse_strangers(trainer: AbstractTrainer, before: Mapping[int, str]) -> Non
             )
 
 
+def refuse_returned(hook: str, attribute: str, returned: object) -> None:
+    """Raises HookError if a hook that assigns to the trainer returned something, as other trainers' hooks do."""
+    if returned is not None:
+        raise HookError(
+            f"{hook} returned {type(returned).__name__}, and what it returns is not looked at. Assign it to the "
+            f"trainer: {attribute} = ..."
+        )
+
+
 def refuse_closures(trainer: AbstractTrainer) -> None:
     """Raises ConfigError if an optimizer cannot step without a closure: `step` has the gradients already."""
     for name, optimizer in named_optimizers(trainer).items():

@@ -89,11 +89,12 @@ class Turns:
                 if origin in origins:
                     self._left.setdefault(optimizer, origins[origin])
 
-    def finish_window(self) -> None:
-        """The window is over.
+    def finish_window(self, n_batches: int) -> None:
+        """The window of `n_batches` micro-batches is over.
 
         Raises:
-            StepError: An optimizer's parameters have gradients that it never stepped.
+            StepError: An optimizer's parameters have gradients that it never stepped, or had such that were dropped: in
+                the micro-batches before its step the same loss left some, too, which it has stepped.
         """
         if len(self._optimizers) < 2:
             return
@@ -101,7 +102,13 @@ class Turns:
             if self._has_gradients(optimizer):
                 raise StepError(
                     f"the window ended with gradients in {self._name(optimizer)} that no step() used: they would leak "
-                    f"into the next. If another model's loss left them there: {self._remedy(optimizer)}"
+                    f"into the next. Another model's loss may have left them there. {self._remedy(optimizer)}"
+                )
+            if n_batches > 1 and optimizer in self._stepped and optimizer in self._origins:
+                raise StepError(
+                    f"a loss left gradients in {self._name(optimizer)} after that was stepped, and zero_grad() dropped "
+                    f"them; but in the window's other micro-batches they were added to its own, and stepped. "
+                    f"{self._remedy(optimizer)}"
                 )
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:

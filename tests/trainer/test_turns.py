@@ -319,3 +319,30 @@ def test_one_loss_may_train_two_models() -> None:
         expected = by_hand(Case("joint", "single"), 1)
         for name, value in weights(trainer.second).items():
             torch.testing.assert_close(value, expected["second"][name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.pitfall(70)
+def test_gradients_that_zero_grad_hides_at_the_end_of_an_accumulation_window_are_refused() -> None:
+    class Hides(dt.BaseTrainer):
+        def setup(self) -> None:
+            self.generator, self.critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            self.g_optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
+            self.d_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+        def configure_dataloaders(self) -> Any:
+            return [torch.ones(1, 2) for _ in range(4)], None
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            fake = self.generator(batch)
+            self.backward(self.critic(fake.detach()).mean())
+            if not self.is_accumulating_gradients:
+                self.step(self.critic, self.d_optimizer)
+            self.backward(-self.critic(fake).mean())
+            if not self.is_accumulating_gradients:
+                self.step(self.generator, self.g_optimizer)
+                self.d_optimizer.zero_grad()
+            return {}
+
+    Hides(make_config(n_epochs=1)).fit()  # of one micro-batch each, the windows are as in a plain loop
+    with pytest.raises(StepError, match=r"zero_grad\(\) dropped them.*self\.frozen\(self\.critic\)"):
+        Hides(make_config(n_epochs=1, gradient_accumulation_steps=2)).fit()

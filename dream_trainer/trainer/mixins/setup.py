@@ -36,7 +36,7 @@ from dream_trainer.trainer.dataflow import connect_data
 from dream_trainer.trainer.equality import refuse_different_optimizers
 from dream_trainer.trainer.metrics import parts
 from dream_trainer.trainer.precision import half_dtype, sharding_policy
-from dream_trainer.trainer.registry import refuse_private_models, refuse_strangers
+from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -98,7 +98,7 @@ class SetupMixin(AbstractTrainer):
         before = set(vars(self))
         self._built_early = self.named_models()
         with self._tape.recording():
-            self.configure_models()
+            refuse_returned("configure_models", "self.model", self.configure_models())  # type: ignore[func-returns-value]
         refuse_private_models({name: value for name, value in vars(self).items() if name not in before})
         models = self.named_models()
         if not models:
@@ -145,7 +145,7 @@ class SetupMixin(AbstractTrainer):
         self.load_pretrained()
         connect_data(self)
         self._reshard()
-        self.configure_optimizers()
+        refuse_returned("configure_optimizers", "self.optimizer", self.configure_optimizers())  # type: ignore[func-returns-value]
         if not self.named_optimizers():
             raise HookError("configure_optimizers assigned no optimizer to self.")
         refuse_strangers(self, plan.parameters)
