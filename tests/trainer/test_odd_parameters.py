@@ -132,19 +132,20 @@ class Normed(Scales):
         return train_loader, train_loader
 
 
-def normed() -> list[Tensor]:
+def normed(directory: str) -> list[Tensor]:
+    os.chdir(directory)
     with Normed(make_config(n_epochs=1)) as trainer:
         trainer.fit()
         return trainer.seen
 
 
 @pytest.mark.pitfall(80)
-def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank() -> None:
+def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank(tmp_path: Path) -> None:
     norms = [nn.BatchNorm1d(WIDTH).double() for _ in range(2)]
     for ((*ranks,),) in [[window[0]] for window in micro_batches(2, 1)]:
         for norm, (x, _, _) in zip(norms, ranks, strict=True):
             norm(x)
-    first, second = run_world(normed, 2)
+    first, second = run_world(normed, 2, str(tmp_path))
     for found, other, a, b in zip(first, second, norms[0].buffers(), norms[1].buffers(), strict=True):
         assert torch.equal(found, other)
         torch.testing.assert_close(found, a if a.dtype == torch.int64 else (a + b) / 2, rtol=0, atol=1e-12)

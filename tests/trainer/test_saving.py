@@ -349,10 +349,10 @@ def test_each_rank_saves_its_shards_and_statistics_of_that_moment(two_ranks: lis
     one, two = (rank["held"] for rank in two_ranks)
     for found in (one, two):
         assert_of_its_moment(found)
-    assert "models.model.batch_norm.running_mean" in two["own"]
-    assert not torch.equal(
-        two["own"]["models.model.batch_norm.running_mean"], two["found"]["models.model.batch_norm.running_mean"]
-    )
+    # The same on all ranks after a window, so none has its own.
+    assert "models.model.batch_norm.running_mean" not in two["own"]
+    name = "models.model.batch_norm.running_mean"
+    assert torch.equal(one["found"][name], two["found"][name])
 
 
 def test_ranks_skip_the_same_saves_while_the_writer_of_one_is_slow(two_ranks: list[dict[str, Any]]) -> None:
