@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "a window may leave gradients in a model",
         f"{TRAINER}/accumulation.py",
-        "self._turns.finish_window()",
+        "self._turns.finish_window(self.size)",
         "pass",
         TURNS,
     ),
