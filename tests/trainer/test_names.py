@@ -98,7 +98,8 @@ def test_the_config_may_be_assigned_before_the_base_does_it() -> None:
             self.config = config
             super().__init__(config)
 
-    Mine(make_config())
+    config = make_config()
+    assert Mine(config).config is config
 
 
 def helper(self: Any) -> None: ...
@@ -144,6 +145,7 @@ def test_what_is_made_to_be_overridden_may_be() -> None:
     trainer = Mine(everything_config())
     trainer.training_step = torch.no_grad()(trainer.training_step)  # type: ignore[method-assign]
     trainer._own, trainer.rate = 1, 2
+    assert (trainer._own, trainer.rate, trainer.extra) == (1, 2, 3)
 
 
 # -- names of other frameworks
@@ -201,7 +203,7 @@ def test_a_method_of_such_a_name_that_the_trainer_itself_calls_is_its_own() -> N
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             return {"loss": self.compute_loss(batch)}
 
-    Mine(everything_config())
+    assert Mine(everything_config()).training_step(None, 0) == {"loss": None}
 
 
 def test_a_forgotten_call_of_the_base_constructor_is_named() -> None:
@@ -263,6 +265,7 @@ def test_fields_of_the_users_own_may_be_filled_in_later() -> None:
     config = Sized(**{f: getattr(make_config(), f) for f in vars(make_config()) if not f.startswith("_")})
     Alone(config, batches(2))
     config.vocabulary = 3
+    assert config.vocabulary == 3
 
 
 @pytest.mark.pitfall(81)

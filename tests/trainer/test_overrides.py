@@ -141,7 +141,7 @@ def test_a_hook_that_the_class_overrides_anyway_may_stand_behind() -> None:
         def move_batch(self, batch: Any, device: torch.device) -> Any:
             return batch
 
-    Mine(make_config(), batches(1))
+    assert Mine(make_config(), batches(1)).move_batch("as it is", torch.device("cpu")) == "as it is"
 
 
 class CountsMixin:
