@@ -39,7 +39,6 @@ from dream_trainer.trainer.precision import half_dtype, sharding_policy
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 
 if TYPE_CHECKING:
-    import torch.nn as nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
