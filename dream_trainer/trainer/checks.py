@@ -74,7 +74,7 @@ def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[ty
     from dream_trainer.trainer.hooks import Hooks
     from dream_trainer.trainer.lifecycle import Lifecycle
 
-    own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step"}}
+    own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step", "configure_loggers"}}
     return own | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 

@@ -136,6 +136,18 @@ def test_a_hook_of_a_mixin_behind_the_trainer_is_refused_with_the_order_that_cal
     assert f"class Mine({mixin.__name__}, Bare)" in str(caught.value)
 
 
+@pytest.mark.pitfall(79)
+def test_loggers_of_a_mixin_behind_the_trainer_are_refused() -> None:
+    class LogsMixin:
+        def configure_loggers(self) -> list[Any]:
+            return []
+
+    class Logs(Alone, dt.LoggerMixin): ...
+
+    with pytest.raises(HookError, match=r"LogsMixin\.configure_loggers is never called"):
+        type("Mine", (Logs, LogsMixin), {})(make_config(), batches(1))
+
+
 def test_a_hook_that_the_class_overrides_anyway_may_stand_behind() -> None:
     class Mine(Alone, MovesMixin):
         def move_batch(self, batch: Any, device: torch.device) -> Any:
