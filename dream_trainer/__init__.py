@@ -6,65 +6,110 @@ other.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_MIXINS = "dream_trainer.trainer.mixins"
-_HOMES = {
-    "AbstractTrainer": "dream_trainer.trainer.abstract",
-    "ActivationCheckpointingConfigMixin": _MIXINS,
-    "ActivationCheckpointingMixin": _MIXINS,
-    "ActivationCheckpointingParameters": _MIXINS,
-    "BaseTrainer": "dream_trainer.trainer.base",
-    "BaseTrainerConfig": "dream_trainer.config.base",
-    "Callback": "dream_trainer.callbacks.base",
-    "CallbackCollection": "dream_trainer.callbacks.base",
-    "CheckpointConfigMixin": _MIXINS,
-    "CheckpointMixin": _MIXINS,
-    "CheckpointParameters": "dream_trainer.config.checkpoint",
-    "CompileConfigMixin": _MIXINS,
-    "CompileMixin": _MIXINS,
-    "CompileParameters": _MIXINS,
-    "DeviceParameters": "dream_trainer.config.device",
-    "DreamTrainer": "dream_trainer.trainer.dream",
-    "DreamTrainerConfig": "dream_trainer.trainer.dream",
-    "EMA": "dream_trainer.callbacks.ema",
-    "EvalConfigMixin": _MIXINS,
-    "EvalMixin": _MIXINS,
-    "EvalParameters": _MIXINS,
-    "FSDPConfigMixin": _MIXINS,
-    "FSDPMixin": _MIXINS,
-    "FSDPParameters": _MIXINS,
-    "GroupParameters": "dream_trainer.optim",
-    "LoadReport": "dream_trainer.checkpoint.weight_report",
-    "LoggerConfigMixin": _MIXINS,
-    "LoggerMixin": _MIXINS,
-    "LoggerParameters": "dream_trainer.config.logger",
-    "OptimizerParameters": "dream_trainer.optim",
-    "ScheduleParameters": "dream_trainer.optim",
-    "SetupConfigMixin": _MIXINS,
-    "SetupMixin": _MIXINS,
-    "TensorParallelConfigMixin": _MIXINS,
-    "TensorParallelMixin": _MIXINS,
-    "TensorParallelParameters": _MIXINS,
-    "TrainingParameters": "dream_trainer.config.training",
-    "WandbParameters": "dream_trainer.config.logger",
-    "build_optimizer": "dream_trainer.optim",
-    "build_optimizers": "dream_trainer.optim",
-    "build_schedule": "dream_trainer.optim",
-    "build_schedules": "dream_trainer.optim",
-    "freeze": "dream_trainer.optim",
-    "load_weights": "dream_trainer.checkpoint.weights",
-    "parameter_groups": "dream_trainer.optim",
-}
-__all__ = sorted(_HOMES)
+from dream_trainer.lazy_names import lazy_names
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from dream_trainer.callbacks.ema import EMA as EMA
+    from dream_trainer.config.activation_checkpointing_parameters import (
+        ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
+    )
+    from dream_trainer.config.activation_checkpointing_parameters import (
+        ActivationCheckpointingParameters as ActivationCheckpointingParameters,
+    )
+    from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
+    from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
+    from dream_trainer.config.compile_parameters import CompileConfigMixin as CompileConfigMixin
+    from dream_trainer.config.compile_parameters import CompileParameters as CompileParameters
+    from dream_trainer.config.device_parameters import DeviceParameters as DeviceParameters
+    from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
+    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig as DreamTrainerConfig
+    from dream_trainer.config.evaluation_parameters import EvalConfigMixin as EvalConfigMixin
+    from dream_trainer.config.evaluation_parameters import EvalParameters as EvalParameters
+    from dream_trainer.config.fsdp_parameters import FSDPConfigMixin as FSDPConfigMixin
+    from dream_trainer.config.fsdp_parameters import FSDPParameters as FSDPParameters
+    from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
+    from dream_trainer.config.logger_parameters import LoggerParameters as LoggerParameters
+    from dream_trainer.config.logger_parameters import WandbParameters as WandbParameters
+    from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin as TensorParallelConfigMixin
+    from dream_trainer.config.tensor_parallel_parameters import TensorParallelParameters as TensorParallelParameters
+    from dream_trainer.config.trainer_config import BaseTrainerConfig as BaseTrainerConfig
+    from dream_trainer.config.training_parameters import TrainingParameters as TrainingParameters
+    from dream_trainer.events.callback import Callback as Callback
+    from dream_trainer.events.callback import CallbackCollection as CallbackCollection
+    from dream_trainer.optim.groups import GroupParameters as GroupParameters
+    from dream_trainer.optim.groups import freeze as freeze
+    from dream_trainer.optim.groups import parameter_groups as parameter_groups
+    from dream_trainer.optim.learning_rates import ScheduleParameters as ScheduleParameters
+    from dream_trainer.optim.learning_rates import build_schedule as build_schedule
+    from dream_trainer.optim.learning_rates import build_schedules as build_schedules
+    from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
+    from dream_trainer.optim.optimizers import build_optimizer as build_optimizer
+    from dream_trainer.optim.optimizers import build_optimizers as build_optimizers
+    from dream_trainer.trainer.abstract import AbstractTrainer as AbstractTrainer
+    from dream_trainer.trainer.base import BaseTrainer as BaseTrainer
+    from dream_trainer.trainer.dream import DreamTrainer as DreamTrainer
+    from dream_trainer.trainer.mixins.activation_checkpointing import (
+        ActivationCheckpointingMixin as ActivationCheckpointingMixin,
+    )
+    from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin as CheckpointMixin
+    from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
+    from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
+    from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
+    from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
+    from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
+    from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
+    from dream_trainer.weights.load import load_weights as load_weights
+    from dream_trainer.weights.load_report import LoadReport as LoadReport
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "AbstractTrainer": "trainer.abstract",
+            "ActivationCheckpointingConfigMixin": "config.activation_checkpointing_parameters",
+            "ActivationCheckpointingMixin": "trainer.mixins.activation_checkpointing",
+            "ActivationCheckpointingParameters": "config.activation_checkpointing_parameters",
+            "BaseTrainer": "trainer.base",
+            "BaseTrainerConfig": "config.trainer_config",
+            "Callback": "events.callback",
+            "CallbackCollection": "events.callback",
+            "CheckpointConfigMixin": "config.checkpoint_parameters",
+            "CheckpointMixin": "trainer.mixins.checkpointing",
+            "CheckpointParameters": "config.checkpoint_parameters",
+            "CompileConfigMixin": "config.compile_parameters",
+            "CompileMixin": "trainer.mixins.compile",
+            "CompileParameters": "config.compile_parameters",
+            "DeviceParameters": "config.device_parameters",
+            "DreamTrainer": "trainer.dream",
+            "DreamTrainerConfig": "config.dream_trainer_config",
+            "EMA": "callbacks.ema",
+            "EvalConfigMixin": "config.evaluation_parameters",
+            "EvalMixin": "trainer.mixins.evaluation",
+            "EvalParameters": "config.evaluation_parameters",
+            "FSDPConfigMixin": "config.fsdp_parameters",
+            "FSDPMixin": "trainer.mixins.fsdp",
+            "FSDPParameters": "config.fsdp_parameters",
+            "GroupParameters": "optim.groups",
+            "LoadReport": "weights.load_report",
+            "LoggerConfigMixin": "config.logger_parameters",
+            "LoggerMixin": "trainer.mixins.logger",
+            "LoggerParameters": "config.logger_parameters",
+            "OptimizerParameters": "optim.optimizer_parameters",
+            "ScheduleParameters": "optim.learning_rates",
+            "SetupConfigMixin": "config.device_parameters",
+            "SetupMixin": "trainer.mixins.setup",
+            "TensorParallelConfigMixin": "config.tensor_parallel_parameters",
+            "TensorParallelMixin": "trainer.mixins.tensor_parallel",
+            "TensorParallelParameters": "config.tensor_parallel_parameters",
+            "TrainingParameters": "config.training_parameters",
+            "WandbParameters": "config.logger_parameters",
+            "build_optimizer": "optim.optimizers",
+            "build_optimizers": "optim.optimizers",
+            "build_schedule": "optim.learning_rates",
+            "build_schedules": "optim.learning_rates",
+            "freeze": "optim.groups",
+            "load_weights": "weights.load",
+            "parameter_groups": "optim.groups",
+        },
+    )

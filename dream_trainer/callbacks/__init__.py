@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "ActivationStats": "activation_stats",
-    "Callback": "base",
-    "CallbackCollection": "base",
-    "CompileReport": "compile_report",
-    "EMA": "ema",
-    "EarlyStopping": "early_stopping",
-    "Every": "every",
-    "GarbageCollection": "garbage_collection",
-    "GradientStats": "gradient_stats",
-    "ImageFiles": "image_files",
-    "LearningRate": "learning_rate",
-    "LoggingCallback": "base",
-    "Memory": "memory",
-    "ModelSummary": "summary",
-    "NonFiniteReport": "nonfinite_report",
-    "Profiler": "profiler",
-    "Progress": "progress",
-    "SWA": "swa",
-    "Throughput": "throughput",
-    "TimedCallback": "base",
-    "TrainerSummary": "summary",
-    "WeightStats": "weight_stats",
-    "WeightTransfer": "weight_transfer",
-}
-__all__ = sorted(_HOMES)
+from dream_trainer.lazy_names import lazy_names
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from dream_trainer.callbacks.activation_stats import ActivationStats as ActivationStats
+    from dream_trainer.callbacks.compile_report import CompileReport as CompileReport
+    from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dream_trainer.callbacks.ema import EMA as EMA
+    from dream_trainer.callbacks.every import Every as Every
+    from dream_trainer.callbacks.garbage_collection import GarbageCollection as GarbageCollection
+    from dream_trainer.callbacks.gradient_stats import GradientStats as GradientStats
+    from dream_trainer.callbacks.image_files import ImageFiles as ImageFiles
+    from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
+    from dream_trainer.callbacks.memory import Memory as Memory
+    from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
+    from dream_trainer.callbacks.profiler import Profiler as Profiler
+    from dream_trainer.callbacks.progress import Progress as Progress
+    from dream_trainer.callbacks.summary import ModelSummary as ModelSummary
+    from dream_trainer.callbacks.summary import TrainerSummary as TrainerSummary
+    from dream_trainer.callbacks.swa import SWA as SWA
+    from dream_trainer.callbacks.throughput import Throughput as Throughput
+    from dream_trainer.callbacks.weight_stats import WeightStats as WeightStats
+    from dream_trainer.callbacks.weight_transfer import WeightTransfer as WeightTransfer
+    from dream_trainer.events.callback import Callback as Callback
+    from dream_trainer.events.callback import CallbackCollection as CallbackCollection
+    from dream_trainer.events.callback import LoggingCallback as LoggingCallback
+    from dream_trainer.events.callback import TimedCallback as TimedCallback
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "ActivationStats": "callbacks.activation_stats",
+            "Callback": "events.callback",
+            "CallbackCollection": "events.callback",
+            "CompileReport": "callbacks.compile_report",
+            "EMA": "callbacks.ema",
+            "EarlyStopping": "callbacks.early_stopping",
+            "Every": "callbacks.every",
+            "GarbageCollection": "callbacks.garbage_collection",
+            "GradientStats": "callbacks.gradient_stats",
+            "ImageFiles": "callbacks.image_files",
+            "LearningRate": "callbacks.learning_rate",
+            "LoggingCallback": "events.callback",
+            "Memory": "callbacks.memory",
+            "ModelSummary": "callbacks.summary",
+            "NonFiniteReport": "callbacks.nonfinite_report",
+            "Profiler": "callbacks.profiler",
+            "Progress": "callbacks.progress",
+            "SWA": "callbacks.swa",
+            "Throughput": "callbacks.throughput",
+            "TimedCallback": "events.callback",
+            "TrainerSummary": "callbacks.summary",
+            "WeightStats": "callbacks.weight_stats",
+            "WeightTransfer": "callbacks.weight_transfer",
+        },
+    )

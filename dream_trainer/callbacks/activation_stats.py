@@ -17,13 +17,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.callbacks.tensor_stats import add_sums, no_sums
-from dream_trainer.config.checks import check_integer, check_names
+from dream_trainer.checks import check_integer, check_names
+from dream_trainer.compat.compiler import is_compiled, never_compiled
+from dream_trainer.compat.pytorch import in_backward, local_tensor
 from dream_trainer.data.nested import leaves
-from dream_trainer.distributed.compiler_compat import is_compiled, never_compiled
-from dream_trainer.distributed.torch_compat import in_backward, local_tensor
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.optim.groups import check_pattern
 
 if TYPE_CHECKING:

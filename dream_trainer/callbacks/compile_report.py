@@ -8,9 +8,9 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
-from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.tables import print_table
-from dream_trainer.distributed.compiler_compat import compilations, compiled_graphs, told_of_graph_breaks
+from dream_trainer.compat.compiler import compilations, compiled_graphs, told_of_graph_breaks
+from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

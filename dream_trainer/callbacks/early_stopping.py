@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_between, check_choice, check_integer, check_name
+from dream_trainer.checks import check_between, check_choice, check_integer, check_name
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dream_trainer.callbacks.weight_average import WeightAverage
-from dream_trainer.config.checks import check_between, check_boolean, check_integer
+from dream_trainer.checks import check_between, check_boolean, check_integer
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

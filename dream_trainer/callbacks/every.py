@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dream_trainer.callbacks.base import TimedCallback
-from dream_trainer.config.checks import check_boolean, check_choice, check_integer, check_positive
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_integer
+from dream_trainer.checks import check_integer
+from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

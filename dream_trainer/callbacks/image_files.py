@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_integer, check_name
+from dream_trainer.checks import check_integer, check_name
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

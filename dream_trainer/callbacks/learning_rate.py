@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.errors import HookError
+from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -12,12 +12,12 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.callbacks.memory_estimate import Bytes, estimate, held_gradient_bytes, in_words, measured
 from dream_trainer.callbacks.tables import print_table
-from dream_trainer.config.checks import check_integer
-from dream_trainer.distributed.torch_compat import record_memory_history, write_memory_snapshot
+from dream_trainer.checks import check_integer
+from dream_trainer.compat.pytorch import record_memory_history, write_memory_snapshot
 from dream_trainer.errors import HookError
+from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.nested import leaves
-from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.loggers.formatting import format_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_boolean, check_integer
+from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

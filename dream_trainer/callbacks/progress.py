@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
-from dream_trainer.callbacks.base import Callback
-from dream_trainer.config.checks import check_between, check_names, check_positive
+from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.memory_estimate import estimate, in_words
 from dream_trainer.callbacks.tables import print_table
-from dream_trainer.config.checks import check_integer
+from dream_trainer.checks import check_integer
+from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.nested import map_tensors
-from dream_trainer.distributed.class_change import own_class
-from dream_trainer.distributed.torch_compat import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_bytes, format_count
+from dream_trainer.modules.class_change import own_class
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -15,10 +15,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.base import LoggingCallback
-from dream_trainer.config.checks import check_boolean, check_integer
+from dream_trainer.checks import check_boolean, check_integer
+from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.gradients import copies_of
-from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dream_trainer.callbacks.base import LoggingCallback
 from dream_trainer.callbacks.peak_flops import peak_flops
-from dream_trainer.config.checks import check_integer, check_positive
-from dream_trainer.distributed.torch_compat import tf32_is_allowed
+from dream_trainer.checks import check_integer, check_positive
+from dream_trainer.compat.pytorch import tf32_is_allowed
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -22,11 +22,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
-from dream_trainer.config.checks import check_boolean, check_names
-from dream_trainer.distributed.sharding import is_gathered
+from dream_trainer.checks import check_boolean, check_names
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
+from dream_trainer.events.callback import Callback
+from dream_trainer.modules.sharding import is_gathered
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -9,12 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.checkpoint.model_state import model_buffers, parameter_fqns
-from dream_trainer.config.checks import check_between, check_boolean, check_integer, check_name
-from dream_trainer.distributed.torch_compat import local_tensor
+from dream_trainer.checks import check_between, check_boolean, check_integer, check_name
+from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -22,7 +22,7 @@ from dream_trainer.checkpoint.files import (
     unreadable,
     verify_file,
 )
-from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import content_checksum
-from dream_trainer.checkpoint.world import CheckpointWorld
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.distributed.outcomes import CheckpointWorld
 from dream_trainer.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"

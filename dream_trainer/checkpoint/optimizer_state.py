@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.model_state import differing_names
-from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
 from dream_trainer.errors import CheckpointError
 
 # The parameters themselves, the names that an optimizer built from named parameters keeps for them, and which

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dream_trainer.compat.pytorch import default_generator_of
 from dream_trainer.distributed.seeds import undisturbed_cpu_state
-from dream_trainer.distributed.torch_compat import default_generator_of
 from dream_trainer.errors import CheckpointError
 
 _PREFIX = "random."

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from dream_trainer.checkpoint.world import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
 from dream_trainer.errors import CheckpointError
 
 LOCK_NAME = "run.lock"

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from dream_trainer.checkpoint.files import unreadable
 from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.distributed.torch_compat import dcp_metadata_globals
+from dream_trainer.compat.pytorch import dcp_metadata_globals
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -82,7 +82,7 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
     return metadata
 
 
-class ShardReader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """A DCP reader that opens the manifest's files and no others, and names the one that it could not read.
 
     Args:
@@ -143,8 +143,8 @@ class ShardReader(FileSystemReader):
         return location
 
 
-class VerifyingReader(ShardReader):
-    """A `ShardReader` that compares a file's checksum before it reads from it for the first time.
+class VerifyingReader(SafeReader):
+    """A `SafeReader` that compares a file's checksum before it reads from it for the first time.
 
     For tools that read tensors one by one and use each at once; `read_and_verify` is quicker.
     """
@@ -178,7 +178,7 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 def read_tensors(
-    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: ShardReader | None = None
+    manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], reader: SafeReader | None = None
 ) -> None:
     """Fills `tensors` (DTensors of any layout, or plain) in place from a checkpoint's DCP shards. No communication.
 
@@ -222,7 +222,7 @@ def read_and_verify(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:
         verified = [thread.submit(manifest.verify, name) for name in shards]
         try:
-            read_tensors(manifest, metadata, tensors, ShardReader(manifest, metadata))
+            read_tensors(manifest, metadata, tensors, SafeReader(manifest, metadata))
         finally:
             for future in verified:
                 future.result()

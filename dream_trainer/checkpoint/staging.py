@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from dream_trainer.distributed.torch_compat import local_tensor, with_local
+from dream_trainer.compat.pytorch import local_tensor, with_local
 
 _WITH_STREAMS = ("cuda", "xpu")
 

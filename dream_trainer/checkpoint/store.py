@@ -47,7 +47,7 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.world import CheckpointWorld, from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.distributed.outcomes import CheckpointWorld, from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:

@@ -165,7 +165,7 @@ class Export:
 
     def run(self) -> int:
         """Exports, and prints the files."""
-        from dream_trainer.cli.export import export
+        from dream_trainer.cli.export_command import export
 
         return export(self)
 

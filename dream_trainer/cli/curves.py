@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from dream_trainer.errors import ConfigError, DataError
-from dream_trainer.loggers.base import Stamp
+from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
 
 Record = Mapping[str, float]

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dream_trainer.checks import spell
 from dream_trainer.cli.checkpoints import Checkpoints
 from dream_trainer.cli.plot import Plot
-from dream_trainer.config.checks import spell
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "plot": Plot}

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
-from dream_trainer.checkpoint.export import model_names
-from dream_trainer.checkpoint.safetensors_file import TensorSpec
 from dream_trainer.checkpoint.store import read_shared
-from dream_trainer.checkpoint.stored_tensors import StoredTensors
 from dream_trainer.cli.output import age_cell, described, mesh_cell, number_cell, print_json
 from dream_trainer.cli.runs import directory_size, find_checkpoint
 from dream_trainer.config.serialize import leaves
 from dream_trainer.loggers.formatting import format_bytes, format_count
+from dream_trainer.weights.export import model_names
+from dream_trainer.weights.safetensors_file import TensorSpec
+from dream_trainer.weights.stored_tensors import StoredTensors
 
 
 def show(path: Path, step: int | None, *, tensors: bool, as_json: bool) -> int:

@@ -5,50 +5,36 @@ Names load when first used, so that `import dream_trainer` pays for none of the 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dream_trainer.lazy_names import lazy_names
+
 if TYPE_CHECKING:
-    from dream_trainer.config.base import BaseTrainerConfig, check_config
-    from dream_trainer.config.command_line import parse
-    from dream_trainer.config.device import DeviceParameters, MeshShape, resolve_mesh
-    from dream_trainer.config.serialize import difference, from_dict, to_dict
-    from dream_trainer.config.training import TrainingParameters, accumulation_steps
-
-_HOMES = {
-    "BaseTrainerConfig": "base",
-    "check_config": "base",
-    "parse": "command_line",
-    "DeviceParameters": "device",
-    "MeshShape": "device",
-    "resolve_mesh": "device",
-    "difference": "serialize",
-    "from_dict": "serialize",
-    "to_dict": "serialize",
-    "TrainingParameters": "training",
-    "accumulation_steps": "training",
-}
-
-__all__ = [
-    "BaseTrainerConfig",
-    "DeviceParameters",
-    "MeshShape",
-    "TrainingParameters",
-    "accumulation_steps",
-    "check_config",
-    "difference",
-    "from_dict",
-    "parse",
-    "resolve_mesh",
-    "to_dict",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from dream_trainer.config.command_line import parse as parse
+    from dream_trainer.config.device_parameters import DeviceParameters as DeviceParameters
+    from dream_trainer.config.device_parameters import MeshShape as MeshShape
+    from dream_trainer.config.device_parameters import resolve_mesh as resolve_mesh
+    from dream_trainer.config.serialize import difference as difference
+    from dream_trainer.config.serialize import from_dict as from_dict
+    from dream_trainer.config.serialize import to_dict as to_dict
+    from dream_trainer.config.trainer_config import BaseTrainerConfig as BaseTrainerConfig
+    from dream_trainer.config.trainer_config import check_config as check_config
+    from dream_trainer.config.training_parameters import TrainingParameters as TrainingParameters
+    from dream_trainer.config.training_parameters import accumulation_steps as accumulation_steps
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "BaseTrainerConfig": "config.trainer_config",
+            "DeviceParameters": "config.device_parameters",
+            "MeshShape": "config.device_parameters",
+            "TrainingParameters": "config.training_parameters",
+            "accumulation_steps": "config.training_parameters",
+            "check_config": "config.trainer_config",
+            "difference": "config.serialize",
+            "from_dict": "config.serialize",
+            "parse": "config.command_line",
+            "resolve_mesh": "config.device_parameters",
+            "to_dict": "config.serialize",
+        },
+    )

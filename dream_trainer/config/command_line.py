@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import tyro
 
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)

@@ -17,9 +17,9 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.preconf.json import make_converter
 from cattrs.v import format_exception
 
-from dream_trainer.callbacks.base import Callback, CallbackCollection
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback, CallbackCollection
 
 T = TypeVar("T")
 

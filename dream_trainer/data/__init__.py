@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-    from dream_trainer.data.stream import DataPosition, TrainStream, Window, train_stream
-    from dream_trainer.data.validation import validation_batches
-
-__all__ = [
-    "DataPosition",
-    "DistributedDataLoader",
-    "PerRankLoader",
-    "TrainStream",
-    "Window",
-    "train_stream",
-    "validation_batches",
-]
-
-_HOMES = {
-    "DistributedDataLoader": "loader",
-    "PerRankLoader": "loader",
-    "DataPosition": "stream",
-    "TrainStream": "stream",
-    "Window": "stream",
-    "train_stream": "stream",
-    "validation_batches": "validation",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
+    from dream_trainer.data.loader import PerRankLoader as PerRankLoader
+    from dream_trainer.data.stream import train_stream as train_stream
+    from dream_trainer.data.validation_batches import validation_batches as validation_batches
+    from dream_trainer.data.window_sizes import DataPosition as DataPosition
+    from dream_trainer.data.window_sizes import TrainStream as TrainStream
+    from dream_trainer.data.window_sizes import Window as Window
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "DataPosition": "data.window_sizes",
+            "DistributedDataLoader": "data.loader",
+            "PerRankLoader": "data.loader",
+            "TrainStream": "data.window_sizes",
+            "Window": "data.window_sizes",
+            "train_stream": "data.stream",
+            "validation_batches": "data.validation_batches",
+        },
+    )

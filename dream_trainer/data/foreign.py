@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from dream_trainer.data.seeding import WorkerInit
+from dream_trainer.compat.pytorch import shutdown_workers
+from dream_trainer.data.sample_seeds import WorkerInit
 from dream_trainer.distributed.seeds import hash_seed, noticing_draws, preserved_random_state, seed_cpu
-from dream_trainer.distributed.torch_compat import shutdown_workers
 
 
 @runtime_checkable

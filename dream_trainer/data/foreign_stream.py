@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from dream_trainer.compat.pytorch import end_workers
 from dream_trainer.data.foreign import (
     SeededPass,
     StatefulLoader,
@@ -18,9 +19,8 @@ from dream_trainer.data.foreign import (
     workers_outlive_signals,
 )
 from dream_trainer.data.loader import loader_batch_size
-from dream_trainer.data.windows import DataPosition, TrainStream, Window
+from dream_trainer.data.window_sizes import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import preserved_random_state
-from dream_trainer.distributed.torch_compat import end_workers
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")

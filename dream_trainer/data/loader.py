@@ -24,10 +24,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dream_trainer.compat.pytorch import shutdown_workers
+from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
-from dream_trainer.data.seeding import KeyedDataset, WorkerInit
 from dream_trainer.distributed.seeds import hash_seed
-from dream_trainer.distributed.torch_compat import shutdown_workers
 from dream_trainer.errors import DataError
 
 

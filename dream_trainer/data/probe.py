@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
-from dream_trainer.data.seeding import KeyedDataset, WorkerInit, draws_nothing
+from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit, draws_nothing
 from dream_trainer.distributed.seeds import preserved_random_state
 
 if TYPE_CHECKING:

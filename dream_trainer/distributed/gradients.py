@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from dream_trainer.distributed.torch_compat import (
+from dream_trainer.compat.pytorch import (
     foreach_mul_,
     foreach_norm,
     local_gradients,

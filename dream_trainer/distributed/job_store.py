@@ -10,7 +10,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dream_trainer.distributed.torch_compat import connect_again
+from dream_trainer.compat.pytorch import connect_again
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:

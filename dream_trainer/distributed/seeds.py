@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dream_trainer.distributed.torch_compat import default_generator_of
+from dream_trainer.compat.pytorch import default_generator_of
 
 
 def hash_seed(purpose: bytes, *numbers: int) -> int:

@@ -24,8 +24,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
+from dream_trainer.compat.pytorch import recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
-from dream_trainer.distributed.torch_compat import recorded_collectives
 
 if TYPE_CHECKING:
     import torch.distributed as dist

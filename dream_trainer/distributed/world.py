@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job
 from dream_trainer.distributed.lost_ranks import announce
-from dream_trainer.distributed.torch_compat import forget_meshes, set_group_timeout
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.config.device import DeviceParameters, MeshShape
+    from dream_trainer.config.device_parameters import DeviceParameters, MeshShape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -107,7 +107,7 @@ class World:
             ConfigError: The mesh does not fit the world size, or the device is missing.
             RanksDifferError: The ranks lay different meshes.
         """
-        from dream_trainer.config.device import resolve_mesh
+        from dream_trainer.config.device_parameters import resolve_mesh
 
         self.rank, self.local_rank, self.world_size = environment_ranks()
         self.mesh_shape: MeshShape = resolve_mesh(parameters, self.world_size, shard_by_default=shard_by_default)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "CSVLogger": "csv_file",
-    "ConsoleLogger": "console",
-    "ImageFilesLogger": "image_files",
-    "JSONLLogger": "jsonl",
-    "Logger": "base",
-    "MetricBuffer": "buffer",
-    "Stamp": "base",
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "weights_and_biases",
-    "read_jsonl": "jsonl",
-}
-__all__ = sorted(_HOMES)
+from dream_trainer.lazy_names import lazy_names
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from dream_trainer.loggers.buffer import MetricBuffer as MetricBuffer
+    from dream_trainer.loggers.console import ConsoleLogger as ConsoleLogger
+    from dream_trainer.loggers.csv_file import CSVLogger as CSVLogger
+    from dream_trainer.loggers.interface import Logger as Logger
+    from dream_trainer.loggers.interface import Stamp as Stamp
+    from dream_trainer.loggers.jsonl import JSONLLogger as JSONLLogger
+    from dream_trainer.loggers.jsonl import read_jsonl as read_jsonl
+    from dream_trainer.loggers.media_files import ImageFilesLogger as ImageFilesLogger
+    from dream_trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from dream_trainer.loggers.weights_and_biases import WandbLogger as WandbLogger
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "CSVLogger": "loggers.csv_file",
+            "ConsoleLogger": "loggers.console",
+            "ImageFilesLogger": "loggers.media_files",
+            "JSONLLogger": "loggers.jsonl",
+            "Logger": "loggers.interface",
+            "MetricBuffer": "loggers.buffer",
+            "Stamp": "loggers.interface",
+            "TensorBoardLogger": "loggers.tensorboard",
+            "WandbLogger": "loggers.weights_and_biases",
+            "read_jsonl": "loggers.jsonl",
+        },
+    )

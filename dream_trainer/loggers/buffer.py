@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dream_trainer.distributed.torch_compat import write_count
+from dream_trainer.compat.pytorch import write_count
 from dream_trainer.loggers.transfer import start_copy
 
 if TYPE_CHECKING:

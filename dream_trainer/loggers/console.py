@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.loggers.base import Logger, Stamp
 from dream_trainer.loggers.formatting import format_metrics
+from dream_trainer.loggers.interface import Logger, Stamp
 
 
 class ConsoleLogger(Logger):

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.loggers.files import replace_file, set_aside
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.line_files import replace_file, set_aside
 
 
 class CSVLogger(Logger):

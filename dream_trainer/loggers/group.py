@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.config.logger import LoggerName, LoggerParameters
+from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
 from dream_trainer.errors import HookError
-from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.media import Media
 
 _FAILED = object()
@@ -125,7 +125,7 @@ def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
 
             return WandbLogger(parameters.wandb)
         case "images":
-            from dream_trainer.loggers.image_files import ImageFilesLogger
+            from dream_trainer.loggers.media_files import ImageFilesLogger
 
             return ImageFilesLogger()
 

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.loggers.files import LineFile, read_lines, replace_file
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.line_files import LineFile, read_lines, replace_file
 from dream_trainer.loggers.media import Histogram, Media, Table, Text
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

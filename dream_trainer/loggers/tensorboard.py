@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.loggers.files import set_aside
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.line_files import set_aside
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video, markdown
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.config.logger import WandbParameters
-from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.config.logger_parameters import WandbParameters
 from dream_trainer.loggers.encode import gif, pil_image, wav
-from dream_trainer.loggers.files import LineFile
+from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
+from dream_trainer.loggers.line_files import LineFile
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video
 
 if TYPE_CHECKING:

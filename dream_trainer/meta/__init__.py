@@ -10,31 +10,30 @@
     materialize(models, plan, device)           # this rank's part of every tensor, the same bits in every world
 
 `tape` is the way in, `recorder` decides what to do with each call, `functions` says what kind of thing a torch
-function is, `history` keeps recorded calls and replays them, `initialise` is the default of `init_weights`, and
+function is, `recorded_calls` keeps them and replays them, `initialise` is the default of `init_weights`, and
 `realize` puts real tensors in the place of meta ones.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .initialise import default_init as default_init
-    from .realize import Plan as Plan
-    from .realize import materialize as materialize
-    from .realize import remember as remember
-    from .tape import Tape as Tape
-
-_HOMES = {
-    "Tape": "tape",
-    "default_init": "initialise",
-    "Plan": "realize",
-    "remember": "realize",
-    "materialize": "realize",
-}
-__all__ = ["Plan", "Tape", "default_init", "materialize", "remember"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    from dream_trainer.meta.initialise import default_init as default_init
+    from dream_trainer.meta.realize import Plan as Plan
+    from dream_trainer.meta.realize import materialize as materialize
+    from dream_trainer.meta.realize import remember as remember
+    from dream_trainer.meta.tape import Tape as Tape
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "Plan": "meta.realize",
+            "Tape": "meta.tape",
+            "default_init": "meta.initialise",
+            "materialize": "meta.realize",
+            "remember": "meta.realize",
+        },
+    )

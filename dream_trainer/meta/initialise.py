@@ -20,9 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from dream_trainer.distributed.torch_compat import reset_attention_parameters
-
-from .tape import Tape
+from dream_trainer.compat.pytorch import reset_attention_parameters
+from dream_trainer.meta.tape import Tape
 
 
 @runtime_checkable

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.distributed.torch_compat import local_tensor, second_lists
+from dream_trainer.compat.pytorch import local_tensor, second_lists
 from dream_trainer.errors import InitError
-
-from .history import Ref
-from .tape import Tape
+from dream_trainer.meta.recorded_calls import Ref
+from dream_trainer.meta.tape import Tape
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dream_trainer.distributed.torch_compat import storage_id, write_count
+from dream_trainer.compat.pytorch import storage_id, write_count
 from dream_trainer.errors import InitError
-
-from .functions import (
+from dream_trainer.meta.functions import (
     EMPTY,
     FILLED,
     METADATA,
@@ -27,7 +26,7 @@ from .functions import (
     targets,
     tensor_leaves,
 )
-from .history import GeneratorState, History, Op, Ref
+from dream_trainer.meta.recorded_calls import GeneratorState, Op, RecordedCalls, Ref
 
 LARGE = 1 << 20
 """Elements from which on a filled factory's result is deferred: 4 MB in fp32."""
@@ -36,7 +35,7 @@ LARGE = 1 << 20
 class Recorder(TorchFunctionMode):
     """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: RecordedCalls) -> None:
         super().__init__()
         self.history = history
 

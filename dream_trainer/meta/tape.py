@@ -20,11 +20,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from dream_trainer.compat.pytorch import without_torch_function
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
-from dream_trainer.distributed.torch_compat import without_torch_function
-
-from .history import History
-from .recorder import Recorder
+from dream_trainer.meta.recorded_calls import RecordedCalls
+from dream_trainer.meta.recorder import Recorder
 
 
 class Tape:
@@ -36,7 +35,7 @@ class Tape:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.history = History(seed)
+        self.history = RecordedCalls(seed)
         self._recordings = 0
         self._is_recording = False
 

@@ -6,50 +6,36 @@ when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dream_trainer.lazy_names import lazy_names
+
 if TYPE_CHECKING:
-    from dream_trainer.optim.groups import GroupParameters, freeze, parameter_groups
-    from dream_trainer.optim.optimizers import build_optimizer, build_optimizers
-    from dream_trainer.optim.parameters import OptimizerParameters
-    from dream_trainer.optim.schedules import ScheduleParameters, build_schedule, build_schedules, rate_factor
-    from dream_trainer.optim.sharded import refuse_unshardable
-
-_HOMES = {
-    "GroupParameters": "groups",
-    "OptimizerParameters": "parameters",
-    "ScheduleParameters": "schedules",
-    "build_optimizer": "optimizers",
-    "build_optimizers": "optimizers",
-    "build_schedule": "schedules",
-    "build_schedules": "schedules",
-    "freeze": "groups",
-    "parameter_groups": "groups",
-    "rate_factor": "schedules",
-    "refuse_unshardable": "sharded",
-}
-
-__all__ = [
-    "GroupParameters",
-    "OptimizerParameters",
-    "ScheduleParameters",
-    "build_optimizer",
-    "build_optimizers",
-    "build_schedule",
-    "build_schedules",
-    "freeze",
-    "parameter_groups",
-    "rate_factor",
-    "refuse_unshardable",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from dream_trainer.optim.groups import GroupParameters as GroupParameters
+    from dream_trainer.optim.groups import freeze as freeze
+    from dream_trainer.optim.groups import parameter_groups as parameter_groups
+    from dream_trainer.optim.learning_rates import ScheduleParameters as ScheduleParameters
+    from dream_trainer.optim.learning_rates import build_schedule as build_schedule
+    from dream_trainer.optim.learning_rates import build_schedules as build_schedules
+    from dream_trainer.optim.learning_rates import rate_factor as rate_factor
+    from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
+    from dream_trainer.optim.optimizers import build_optimizer as build_optimizer
+    from dream_trainer.optim.optimizers import build_optimizers as build_optimizers
+    from dream_trainer.optim.sharded import refuse_unshardable as refuse_unshardable
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "GroupParameters": "optim.groups",
+            "OptimizerParameters": "optim.optimizer_parameters",
+            "ScheduleParameters": "optim.learning_rates",
+            "build_optimizer": "optim.optimizers",
+            "build_optimizers": "optim.optimizers",
+            "build_schedule": "optim.learning_rates",
+            "build_schedules": "optim.learning_rates",
+            "freeze": "optim.groups",
+            "parameter_groups": "optim.groups",
+            "rate_factor": "optim.learning_rates",
+            "refuse_unshardable": "optim.sharded",
+        },
+    )

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from dream_trainer.config.checks import check_positive
-from dream_trainer.config.parameters import parameters
-from dream_trainer.distributed.sharding import repeated_blocks
+from dream_trainer.checks import check_positive
+from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharding import repeated_blocks
 
 
 @parameters

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-from dream_trainer.distributed.sharding import repeated_blocks
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharding import repeated_blocks
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
-from dream_trainer.optim.parameters import HYPERPARAMETERS, OptimizerParameters
+from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters
 from dream_trainer.optim.sharded import UNSHARDABLE_FUSED, refuse_unshardable_class
 
 # Any, since Optimizer's own constructor knows none of their keywords.

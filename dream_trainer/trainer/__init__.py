@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "AbstractTrainer": "abstract",
-    "BaseTrainer": "base",
-    "DreamTrainer": "dream",
-    "DreamTrainerConfig": "dream",
-}
-__all__ = sorted(_HOMES)
+from dream_trainer.lazy_names import lazy_names
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig as DreamTrainerConfig
+    from dream_trainer.trainer.abstract import AbstractTrainer as AbstractTrainer
+    from dream_trainer.trainer.base import BaseTrainer as BaseTrainer
+    from dream_trainer.trainer.dream import DreamTrainer as DreamTrainer
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "AbstractTrainer": "trainer.abstract",
+            "BaseTrainer": "trainer.base",
+            "DreamTrainer": "trainer.dream",
+            "DreamTrainerConfig": "config.dream_trainer_config",
+        },
+    )

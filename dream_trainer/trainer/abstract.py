@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.base import Callback, CallbackCollection
-from dream_trainer.config.base import BaseTrainerConfig, hold
+from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.distributed.gradients import LocalGradients
 from dream_trainer.errors import HookError, StepError
+from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.modules.metrics import updates
+from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.trainer import registry
 from dream_trainer.trainer.cooperation import Cooperation
-from dream_trainer.trainer.equivalents import ATTRIBUTES
-from dream_trainer.trainer.events import event_table
+from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.lifecycle import Lifecycle
-from dream_trainer.trainer.metrics import updates
-from dream_trainer.trainer.names import note_assignment
-from dream_trainer.trainer.precision import autocast, under_autocast
-from dream_trainer.trainer.progress import Progress
 from dream_trainer.trainer.recording import Recording
-from dream_trainer.trainer.window import WindowState
+from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
+from dream_trainer.trainer.user_class.taken_names import note_assignment
+from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.data.stream import TrainStream
-    from dream_trainer.data.validation import ValidationBatches
+    from dream_trainer.data.validation_batches import ValidationBatches
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
     from dream_trainer.loggers.buffer import MetricBuffer
@@ -86,14 +86,14 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     config: BaseTrainerConfig
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
-        from dream_trainer.trainer.checks import check_trainer
+        from dream_trainer.trainer.user_class.class_checks import check_trainer
 
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
         hold(config, self)
         self._run_dir = config.run_dir
-        self.progress = Progress()
+        self.progress = Counters()
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
         self.accumulation_steps = config.training_parameters.gradient_accumulation_steps
@@ -268,7 +268,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
 
         `fully_shard` does not wrap: it changes the class in place, and names stay as they were.
         """
-        from dream_trainer.trainer.unwrap import unwrap
+        from dream_trainer.modules.unwrap import unwrap
 
         return unwrap(model)
 
@@ -333,7 +333,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
-        from dream_trainer.distributed.sharding import frozen
+        from dream_trainer.modules.sharding import frozen
 
         return frozen(*models)
 
@@ -343,7 +343,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
         gather anew. All ranks enter it together, gradients are off inside, and it takes the memory of the whole models.
         """
-        from dream_trainer.distributed.sharding import gathered
+        from dream_trainer.modules.sharding import gathered
 
         self.world.refuse_if_forbidden()
         return gathered(*models)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
-from dream_trainer.callbacks.base import TimedCallback
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
+from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

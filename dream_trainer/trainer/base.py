@@ -21,19 +21,19 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.signals import exit_code, is_interactive
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.trainer.dataflow import follow_train_dataloader, steps_in_epoch
-from dream_trainer.trainer.determinism import deterministic
+from dream_trainer.modules.determinism import deterministic
+from dream_trainer.modules.precision import float32_products
+from dream_trainer.trainer.data_setup import follow_train_dataloader, steps_in_epoch
 from dream_trainer.trainer.intermission import WINDOWS_WITHOUT_STEP
-from dream_trainer.trainer.moved import MovedByForward
-from dream_trainer.trainer.nonfinite import RetryWindow
-from dream_trainer.trainer.precision import float32_products
 from dream_trainer.trainer.session import Session
+from dream_trainer.trainer.step.nonfinite import RetryWindow
+from dream_trainer.trainer.step.rerun import MovedByForward
 from dream_trainer.trainer.watch import watched
 
 

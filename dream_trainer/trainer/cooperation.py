@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.nn as nn
 
+    from dream_trainer.data.feed import WindowFeed
     from dream_trainer.distributed.gradients import LocalGradients
-    from dream_trainer.trainer.accumulation import Accumulation
     from dream_trainer.trainer.agreement import Agreement
-    from dream_trainer.trainer.feed import WindowFeed
+    from dream_trainer.trainer.step.accumulation import Accumulation
 
 
 class Cooperation:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.mixins.activation_checkpointing import (
-    ActivationCheckpointingConfigMixin,
     ActivationCheckpointingMixin,
 )
-from dream_trainer.trainer.mixins.checkpoint import CheckpointConfigMixin, CheckpointMixin
-from dream_trainer.trainer.mixins.compile import CompileConfigMixin, CompileMixin
-from dream_trainer.trainer.mixins.evaluation import EvalConfigMixin, EvalMixin
-from dream_trainer.trainer.mixins.fsdp import FSDPConfigMixin, FSDPMixin
-from dream_trainer.trainer.mixins.logger import LoggerConfigMixin, LoggerMixin
-from dream_trainer.trainer.mixins.setup import SetupConfigMixin, SetupMixin
-from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelConfigMixin, TensorParallelMixin
-
-
-@dataclass(kw_only=True)
-class DreamTrainerConfig(
-    BaseTrainerConfig,
-    SetupConfigMixin,
-    FSDPConfigMixin,
-    TensorParallelConfigMixin,
-    ActivationCheckpointingConfigMixin,
-    CompileConfigMixin,
-    EvalConfigMixin,
-    CheckpointConfigMixin,
-    LoggerConfigMixin,
-):
-    """Config of DreamTrainer: the fields of all mixins."""
+from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin
+from dream_trainer.trainer.mixins.compile import CompileMixin
+from dream_trainer.trainer.mixins.evaluation import EvalMixin
+from dream_trainer.trainer.mixins.fsdp import FSDPMixin
+from dream_trainer.trainer.mixins.logger import LoggerMixin
+from dream_trainer.trainer.mixins.setup import SetupMixin
+from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin
 
 
 class DreamTrainer(

@@ -39,7 +39,7 @@ class Hooks:
 
         Default: the children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
         """
-        from dream_trainer.distributed.sharding import repeated_blocks
+        from dream_trainer.modules.sharding import repeated_blocks
 
         return repeated_blocks(model)
 
@@ -52,7 +52,7 @@ class Hooks:
         Default: the public methods that its author wrote, but for those that save, load, push, export, print, count,
         describe or register, by the first word of their names. `describe()` lists them.
         """
-        from dream_trainer.distributed.entrance import forward_methods
+        from dream_trainer.modules.entry_points import forward_methods
 
         return forward_methods(module)
 

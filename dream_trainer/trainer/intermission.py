@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from dream_trainer.config.base import BaseTrainerConfig
+from dream_trainer.compat.pytorch import write_count
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.distributed.signals import Interrupted
-from dream_trainer.distributed.torch_compat import write_count
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.agreement import Agreement

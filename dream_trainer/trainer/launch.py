@@ -6,13 +6,13 @@ import atexit
 import weakref
 from typing import TYPE_CHECKING
 
+from dream_trainer.compat.pytorch import enable_flight_recorder
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
-from dream_trainer.distributed.torch_compat import enable_flight_recorder
 from dream_trainer.distributed.world import World, choose_device, close_at_exit, environment_ranks
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.checks import uncalled_hooks, uncalled_methods
-from dream_trainer.trainer.equality import refuse_different_configs
-from dream_trainer.trainer.events import event_table
+from dream_trainer.trainer.event_table import event_table
+from dream_trainer.trainer.rank_differences import refuse_different_configs
+from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.session import Session

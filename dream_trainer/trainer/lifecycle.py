@@ -1,7 +1,7 @@
 """Lifecycle: the trainer's events as documented no-ops, in the order in which they happen.
 
 The user's trainer class and callbacks (dream_trainer.callbacks.Callback) may define any of them. No mixin does, so that
-a user's event needs no `super()`. Who listens is worked out once, in trainer/events.py.
+a user's event needs no `super()`. Who listens is worked out once, in trainer/event_table.py.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import torch.nn as nn
 from dream_trainer.checkpoint.files import local_path, recover_replaced, set_newer_aside, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
-from dream_trainer.checkpoint.weights import load_weights
-from dream_trainer.checkpoint.world import on_all_ranks
-from dream_trainer.config.checkpoint import CheckpointParameters
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.weights.load import load_weights
 
 logger = logging.getLogger("dream_trainer")
 

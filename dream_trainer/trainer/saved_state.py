@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.metric_state import load_metric_state, metric_state
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
     load_rank_buffers,
@@ -31,18 +32,17 @@ from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_op
 from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.world import on_all_ranks
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.data.foreign import EpochAware
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.dataflow import global_batch_size
-from dream_trainer.trainer.metric_state import load_metric_state, metric_state
+from dream_trainer.trainer.data_setup import global_batch_size
 
 if TYPE_CHECKING:
-    from dream_trainer.callbacks.base import Callback
     from dream_trainer.checkpoint.staging import HostCopies
+    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 logger = logging.getLogger("dream_trainer")

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
-from dream_trainer.config.training import TrainingParameters
-from dream_trainer.trainer.progress import Progress
+from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.trainer.counters import Counters
 
 
 def limits(parameters: TrainingParameters) -> tuple[float, float, float]:
@@ -45,13 +45,13 @@ class Cadence:
         """Batches per rank of one validation; None for all."""
         return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
 
-    def start(self, progress: Progress) -> None:
+    def start(self, progress: Counters) -> None:
         """Training starts now, after `progress.elapsed_seconds` in earlier processes."""
         self._started = self._last_validation = self._clock()
         self._before = progress.elapsed_seconds
         self._is_running = True
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: Counters) -> None:
         """Writes the time of training into the counters, while training runs."""
         if self._is_running:
             progress.elapsed_seconds = self.elapsed_seconds()
@@ -73,7 +73,7 @@ class Cadence:
         minutes = self._parameters.val_every_minutes
         return minutes is not None and self._clock() - self._last_validation >= 60 * minutes
 
-    def validation_is_due(self, progress: Progress, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
+    def validation_is_due(self, progress: Counters, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
         """Whether to validate after the window just completed.
 
         Args:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Self
 
-from dream_trainer.config.base import BaseTrainerConfig, let_go
+from dream_trainer.cleanup import call_each, followed_by, in_a_line
+from dream_trainer.config.trainer_config import BaseTrainerConfig, let_go
+from dream_trainer.data.feed import WindowFeed
 from dream_trainer.distributed.lost_ranks import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.errors import NonFiniteError, StepError
-from dream_trainer.trainer.accumulation import Accumulation
-from dream_trainer.trainer.closing import call_each, followed_by, in_a_line
-from dream_trainer.trainer.dataflow import connect_data
+from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.feed import WindowFeed
 from dream_trainer.trainer.intermission import Intermission
 from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.registry import refuse_closures
+from dream_trainer.trainer.step.accumulation import Accumulation
 
 
 class Session(Intermission):

@@ -18,10 +18,10 @@ from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
-from dream_trainer.trainer.precision import float32_products
+from dream_trainer.modules.precision import float32_products
 
 if TYPE_CHECKING:
-    from dream_trainer.data.validation import ValidationBatches
+    from dream_trainer.data.validation_batches import ValidationBatches
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.agreement import Agreement
 

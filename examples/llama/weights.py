@@ -15,9 +15,9 @@ import torch
 from model import Llama, LlamaConfig, RopeScaling
 
 from dream_trainer import LoadReport, load_weights
-from dream_trainer.checkpoint.export import export_model
-from dream_trainer.checkpoint.world import Alone, CheckpointWorld
+from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
 from dream_trainer.errors import CheckpointError
+from dream_trainer.weights.export import export_model
 
 NAMES = {
     "model.embed_tokens": "embed",

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.callbacks import ActivationStats
-from dream_trainer.distributed.recompute import recompute
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.recompute import recompute
 from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fused_adamw, make_config, network, sgd

@@ -12,7 +12,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.callbacks import EarlyStopping, Every
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from tests.trainer.small import Alone, Config, batches, make_config
 
 NAN = math.nan

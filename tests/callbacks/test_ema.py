@@ -19,7 +19,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks.ema import EMA
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
-from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from tests.trainer.arithmetic import full
 from tests.trainer.small import (
     Alone,

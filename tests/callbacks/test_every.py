@@ -10,7 +10,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.callbacks import Every
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from tests.trainer.small import Alone, Validates, batches, make_config
 
 

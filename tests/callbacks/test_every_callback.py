@@ -24,7 +24,7 @@ import dream_trainer as dt
 from dream_trainer import callbacks as shipped
 from dream_trainer.config import to_dict
 from dream_trainer.errors import ConfigError
-from dream_trainer.trainer.events import EVENTS
+from dream_trainer.trainer.event_table import EVENTS
 from tests.callbacks.factories import FACTORIES, PRINTED, SECOND
 from tests.trainer.small import assert_same_weights, weights
 

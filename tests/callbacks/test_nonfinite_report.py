@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import dream_trainer as dt
 from dream_trainer.callbacks import NonFiniteReport
 from dream_trainer.errors import NonFiniteError
-from dream_trainer.trainer.nonfinite import SETTLE_EVERY
+from dream_trainer.trainer.step.nonfinite import SETTLE_EVERY
 from tests.callbacks.recording import Logged
 from tests.trainer.small import Batch, Samples, batches, fused_adamw, make_config, sgd
 

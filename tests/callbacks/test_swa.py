@@ -17,7 +17,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA, SWA
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from tests.trainer.arithmetic import fill, full
 from tests.trainer.small import (
     Alone,

@@ -16,7 +16,7 @@ from dream_trainer.callbacks import Every, Throughput
 from dream_trainer.callbacks.peak_flops import peak_flops
 from dream_trainer.callbacks.throughput import dtype_at_work
 from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.interface import Logger, Stamp
 from tests.callbacks.recording import Logged, Recorder, names, record
 from tests.trainer.small import Batch, Validates, batches, make_config
 
@@ -152,7 +152,7 @@ def test_waiting_for_data_shows_and_is_not_training() -> None:
 def test_time_that_checkpoints_take_is_left_out(by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     clock, recorder = Clock(), Recorder()
-    monkeypatch.setattr("dream_trainer.trainer.mixins.checkpoint.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("dream_trainer.trainer.mixins.checkpointing.time", SimpleNamespace(monotonic=clock))
 
     class SlowToSave(dt.Callback):
         def state_dict(self) -> dict[str, Any]:

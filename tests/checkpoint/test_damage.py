@@ -21,7 +21,7 @@ from dream_trainer.checkpoint.manifest import (
 )
 from dream_trainer.checkpoint.safe_dcp import parse_metadata, read_and_verify
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 

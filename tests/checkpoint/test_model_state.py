@@ -18,7 +18,7 @@ from dream_trainer.checkpoint.model_state import (
     rank_buffers,
 )
 from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save
 

@@ -26,8 +26,8 @@ from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, v
 from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensors, parameter_fqns, rank_buffers
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.world import Alone, CheckpointWorld
-from dream_trainer.config.device import DeviceParameters
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save, some_tensors

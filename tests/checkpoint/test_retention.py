@@ -14,7 +14,7 @@ import torch
 
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.retention import Retention, best_checkpoint, is_better, kept, retire
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.errors import ConfigError
 from tests.checkpoint.states import DESCRIPTION, save
 

@@ -14,8 +14,8 @@ import pytest
 
 from dream_trainer.checkpoint import run_directory
 from dream_trainer.checkpoint.run_directory import claim, release
-from dream_trainer.checkpoint.world import Alone
-from dream_trainer.config.device import DeviceParameters
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
 from tests.worlds import run_world
@@ -24,7 +24,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from dream_trainer.checkpoint.run_directory import claim
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 claim(Path(sys.argv[1]), Alone())
 print("held", flush=True)
 time.sleep(60)

@@ -23,7 +23,7 @@ from dream_trainer.checkpoint.files import checksum
 from dream_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.safe_dcp import parse_metadata
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.errors import DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 

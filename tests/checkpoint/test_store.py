@@ -29,7 +29,7 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import DESCRIPTION, save, some_tensors
 

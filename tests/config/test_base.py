@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.config import BaseTrainerConfig, DeviceParameters, TrainingParameters, check_config
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback, CallbackCollection
 
 NAMES = {"project": "mnist", "group": "baseline", "experiment": "run-001"}
 

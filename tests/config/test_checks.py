@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dream_trainer.config.checks import check_between, check_integer, check_positive
+from dream_trainer.checks import check_between, check_integer, check_positive
 from dream_trainer.errors import ConfigError
 
 NAN, INF = math.nan, math.inf

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
 from dream_trainer.config.command_line import parse
+from dream_trainer.events.callback import Callback, CallbackCollection
 
 
 @dataclass

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.callbacks.base import Callback, CallbackCollection
 from dream_trainer.config import (
     BaseTrainerConfig,
     DeviceParameters,
@@ -24,6 +23,7 @@ from dream_trainer.config import (
     to_dict,
 )
 from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback, CallbackCollection
 
 
 class Colour(Enum):

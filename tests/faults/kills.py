@@ -13,7 +13,7 @@ from typing import Any
 
 from dream_trainer.checkpoint.files import step_directories
 from dream_trainer.checkpoint.manifest import verify_checkpoint
-from dream_trainer.checkpoint.world import Alone
+from dream_trainer.distributed.outcomes import Alone
 from tests.faults.job import Job, run_dir
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dream_trainer.config.device import DeviceParameters
+from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.transfer import start_copy

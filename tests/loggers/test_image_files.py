@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from dream_trainer.loggers.base import Stamp
-from dream_trainer.loggers.image_files import ImageFilesLogger
+from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.media import Image, Images, Text, Video
+from dream_trainer.loggers.media_files import ImageFilesLogger
 
 
 def stamp(step: int) -> Stamp:

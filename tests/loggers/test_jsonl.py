@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.loggers.base import Stamp
+from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import JSONLLogger, read_jsonl
 
 

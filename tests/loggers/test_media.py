@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dream_trainer.loggers import media
-from dream_trainer.loggers.base import Stamp
+from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import JSONLLogger
 
 

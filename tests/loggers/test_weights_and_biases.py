@@ -11,8 +11,8 @@ import pytest
 import torch
 import wandb
 
-from dream_trainer.config.logger import WandbParameters
-from dream_trainer.loggers.base import Stamp
+from dream_trainer.config.logger_parameters import WandbParameters
+from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
 from dream_trainer.loggers.weights_and_biases import WandbLogger
 from tests.loggers.readers import newest_wandb_file, wandb_files, wandb_history, wandb_records

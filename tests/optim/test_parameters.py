@@ -14,7 +14,7 @@ import dream_trainer as dt
 from dream_trainer.config import from_dict, parse, to_dict
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim import GroupParameters, OptimizerParameters, ScheduleParameters
-from dream_trainer.optim.parameters import HYPERPARAMETERS, OptimizerName
+from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerName
 
 CLASSES = {
     "adamw": torch.optim.AdamW,

@@ -14,9 +14,9 @@ import torch
 import dream_trainer as dt
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
-from dream_trainer.checkpoint.world import Alone
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.trainer.mixins import checkpoint as mixin
+from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import small
 from tests.trainer.small import Batch, Samples, Validates, weights
 

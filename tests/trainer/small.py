@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.trainer.mixins.checkpoint import CheckpointParameters
+from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from dream_trainer.trainer.mixins.logger import LoggerParameters
 from tests.trainer.arithmetic import fill, full
 from tests.worlds import free_port, rank_environment

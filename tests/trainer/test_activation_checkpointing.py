@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.sharding import fsdp_modules, repeated_blocks
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharding import fsdp_modules, repeated_blocks
 from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingParameters
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
@@ -287,13 +287,14 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kind: str, momentum: float | None) -> None:
-    from dream_trainer.distributed.recompute import DEAR_OPERATIONS, recompute
+    from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS
+    from dream_trainer.modules.recompute import recompute
 
     torch.manual_seed(0)
     plain, again = Normed(momentum).double(), Normed(momentum).double()
     again.load_state_dict(plain.state_dict())
     for block in again.blocks:
-        recompute(block, DEAR_OPERATIONS if kind == "selective" else ())
+        recompute(block, EXPENSIVE_OPERATIONS if kind == "selective" else ())
     for _ in range(2):
         x = torch.randn(5, 3, dtype=torch.float64)
         for model in (plain, again):

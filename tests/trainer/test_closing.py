@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.loggers.base import Logger, Stamp
-from dream_trainer.trainer.closing import followed_by
+from dream_trainer.cleanup import followed_by
+from dream_trainer.loggers.interface import Logger, Stamp
 from tests.trainer.small import Alone, Batch, batches, make_config
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.sharding import fsdp_modules
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharding import fsdp_modules
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 

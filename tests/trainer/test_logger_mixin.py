@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 import dream_trainer as dt
 from dream_trainer.callbacks import Progress
 from dream_trainer.errors import ConfigError
-from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.loggers.media import Images, Media, Text
 from tests.loggers.readers import csv_rows, newest_wandb_file, wandb_history

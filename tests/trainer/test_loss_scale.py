@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.errors import NonFiniteError
-from dream_trainer.trainer.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
+from dream_trainer.trainer.step.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from tests.trainer.arithmetic import full
 from tests.trainer.small import make_config
 from tests.worlds import run_world

@@ -151,7 +151,7 @@ def test_every_mixin_hands_cooperative_hooks_on() -> None:
 
 
 def test_no_mixin_defines_a_public_event() -> None:
-    from dream_trainer.trainer.events import EVENTS
+    from dream_trainer.trainer.event_table import EVENTS
 
     for mixin in [*MIXINS, *PARALLEL, BaseTrainer]:
         assert not set(EVENTS) & set(vars(mixin))

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
-from dream_trainer.distributed.sharding import refuse_unsupported
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharding import refuse_unsupported
 from tests.trainer.small import WIDTH, Batch, fill, make_config, network, weights
 from tests.trainer.test_several_models import Body, micro_batches
 from tests.worlds import run_world
@@ -162,8 +162,8 @@ def test_a_parameter_of_two_models_is_refused_by_name_on_several_ranks() -> None
 
 
 def averaged_by_hand() -> list[list[float]]:
-    from dream_trainer.distributed.statistics import average_statistics, norms_with_statistics
     from dream_trainer.distributed.world import World
+    from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
 
     world = World(dt.DeviceParameters(device="cpu"), shard_by_default=False)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(2)).double()

@@ -23,7 +23,7 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import read_rank, read_shared
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.mixins import checkpoint as mixin
+from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import resumable
 from tests.trainer.arithmetic import full
 from tests.trainer.saves import (

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer import callbacks as cb
+from dream_trainer.compat.pytorch import gathered_twins, local_tensor
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.pulse import Flags
-from dream_trainer.distributed.sharding import fsdp_modules
-from dream_trainer.distributed.torch_compat import gathered_twins, local_tensor
+from dream_trainer.modules.sharding import fsdp_modules
 from tests.trainer.small import WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world
 

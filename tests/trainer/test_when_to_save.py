@@ -15,7 +15,7 @@ import pytest
 import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.errors import NonFiniteError
-from dream_trainer.trainer.mixins import checkpoint as mixin
+from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import resumable
 from tests.trainer.saves import (
     NOTHING,

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import dream_trainer as dt
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
-from dream_trainer.checkpoint.world import Alone, CheckpointWorld
-from dream_trainer.config.device import DeviceParameters
+from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
 from dream_trainer.distributed.world import World
 
 TARGETS = {"save": 1.2, "load": 1.5}

@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "ActivationCheckpointingConfigMixin": "activation_checkpointing",
-    "ActivationCheckpointingMixin": "activation_checkpointing",
-    "ActivationCheckpointingParameters": "activation_checkpointing",
-    "CheckpointConfigMixin": "checkpoint",
-    "CheckpointMixin": "checkpoint",
-    "CheckpointParameters": "checkpoint",
-    "CompileConfigMixin": "compile",
-    "CompileMixin": "compile",
-    "CompileParameters": "compile",
-    "EvalConfigMixin": "evaluation",
-    "EvalMixin": "evaluation",
-    "EvalParameters": "evaluation",
-    "FSDPConfigMixin": "fsdp",
-    "FSDPMixin": "fsdp",
-    "FSDPParameters": "fsdp",
-    "LoggerConfigMixin": "logger",
-    "LoggerMixin": "logger",
-    "LoggerParameters": "logger",
-    "SetupConfigMixin": "setup",
-    "SetupMixin": "setup",
-    "TensorParallelConfigMixin": "tensor_parallel",
-    "TensorParallelMixin": "tensor_parallel",
-    "TensorParallelParameters": "tensor_parallel",
-    "WandbParameters": "logger",
-}
-__all__ = sorted(_HOMES)
+from dream_trainer.lazy_names import lazy_names
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from dream_trainer.config.activation_checkpointing_parameters import (
+        ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
+    )
+    from dream_trainer.config.activation_checkpointing_parameters import (
+        ActivationCheckpointingParameters as ActivationCheckpointingParameters,
+    )
+    from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
+    from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
+    from dream_trainer.config.compile_parameters import CompileConfigMixin as CompileConfigMixin
+    from dream_trainer.config.compile_parameters import CompileParameters as CompileParameters
+    from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
+    from dream_trainer.config.evaluation_parameters import EvalConfigMixin as EvalConfigMixin
+    from dream_trainer.config.evaluation_parameters import EvalParameters as EvalParameters
+    from dream_trainer.config.fsdp_parameters import FSDPConfigMixin as FSDPConfigMixin
+    from dream_trainer.config.fsdp_parameters import FSDPParameters as FSDPParameters
+    from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
+    from dream_trainer.config.logger_parameters import LoggerParameters as LoggerParameters
+    from dream_trainer.config.logger_parameters import WandbParameters as WandbParameters
+    from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin as TensorParallelConfigMixin
+    from dream_trainer.config.tensor_parallel_parameters import TensorParallelParameters as TensorParallelParameters
+    from dream_trainer.trainer.mixins.activation_checkpointing import (
+        ActivationCheckpointingMixin as ActivationCheckpointingMixin,
+    )
+    from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin as CheckpointMixin
+    from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
+    from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
+    from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
+    from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
+    from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
+    from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "ActivationCheckpointingConfigMixin": "config.activation_checkpointing_parameters",
+            "ActivationCheckpointingMixin": "trainer.mixins.activation_checkpointing",
+            "ActivationCheckpointingParameters": "config.activation_checkpointing_parameters",
+            "CheckpointConfigMixin": "config.checkpoint_parameters",
+            "CheckpointMixin": "trainer.mixins.checkpointing",
+            "CheckpointParameters": "config.checkpoint_parameters",
+            "CompileConfigMixin": "config.compile_parameters",
+            "CompileMixin": "trainer.mixins.compile",
+            "CompileParameters": "config.compile_parameters",
+            "EvalConfigMixin": "config.evaluation_parameters",
+            "EvalMixin": "trainer.mixins.evaluation",
+            "EvalParameters": "config.evaluation_parameters",
+            "FSDPConfigMixin": "config.fsdp_parameters",
+            "FSDPMixin": "trainer.mixins.fsdp",
+            "FSDPParameters": "config.fsdp_parameters",
+            "LoggerConfigMixin": "config.logger_parameters",
+            "LoggerMixin": "trainer.mixins.logger",
+            "LoggerParameters": "config.logger_parameters",
+            "SetupConfigMixin": "config.device_parameters",
+            "SetupMixin": "trainer.mixins.setup",
+            "TensorParallelConfigMixin": "config.tensor_parallel_parameters",
+            "TensorParallelMixin": "trainer.mixins.tensor_parallel",
+            "TensorParallelParameters": "config.tensor_parallel_parameters",
+            "WandbParameters": "config.logger_parameters",
+        },
+    )

@@ -5,34 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dream_trainer.config.parameters import parameters
-from dream_trainer.distributed.class_change import Changed, change_class
+from dream_trainer.config.compile_parameters import CompileConfigMixin, CompileParameters
+from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-
-@parameters
-class CompileParameters:
-    """How blocks are compiled; see `torch.compile`."""
-
-    backend: str = "inductor"
-    """Name of the compiler backend."""
-    fullgraph: bool = False
-    """Whether a graph break is an error."""
-    dynamic: bool | None = None
-    """Whether shapes are compiled as variable: True, False, or None for those that turn out to vary."""
-    mode: str | None = None
-    """Mode of inductor, such as "max-autotune-no-cudagraphs"."""
-
-
-@dataclass(kw_only=True)
-class CompileConfigMixin:
-    """Config of CompileMixin."""
-
-    compile_parameters: CompileParameters = field(default_factory=CompileParameters)
-    """How blocks are compiled."""
 
 
 class Traced(Changed):

@@ -10,51 +10,19 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 
-from dream_trainer.config.parameters import parameters
+from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.nested import detach, to_device
-from dream_trainer.data.validation import validation_batches
-from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.errors import HookError
+from dream_trainer.modules.metrics import computed, updates
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.metrics import computed, updates
 from dream_trainer.trainer.registry import is_metric
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
-
-
-@parameters
-class EvalParameters:
-    """What to remember of validations.
-
-    Raises:
-        ConfigError: `best_metrics` is no mapping of names, or a mode is not known.
-    """
-
-    best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
-    """Metrics whose best value is kept in `trainer.best`, each with whether lower ("min") or higher ("max") is
-    better. One that a validation does not give is warned of, but for the default's."""
-
-    def __post_init__(self) -> None:
-        best = self.best_metrics
-        if not isinstance(best, Mapping) or not all(isinstance(name, str) for name in best):
-            raise ConfigError(
-                f"best_metrics={best!r} is no dict of names and modes. Use such as best_metrics={{'val/loss': 'min'}}."
-            )
-        for name, mode in self.best_metrics.items():
-            if mode not in ("min", "max"):
-                raise ConfigError(f"best_metrics[{name!r}]={mode!r} is not known. Use 'min' or 'max'.")
-
-
-@dataclass(kw_only=True)
-class EvalConfigMixin:
-    """Config of EvalMixin."""
-
-    eval_parameters: EvalParameters = field(default_factory=EvalParameters)
-    """What to remember of validations."""
 
 
 class EvalMixin(AbstractTrainer):

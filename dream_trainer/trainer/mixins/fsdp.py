@@ -5,41 +5,11 @@ With it `dp_shard="auto"` means all ranks that `dp_replicate` leaves. `dp_replic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dream_trainer.config.parameters import parameters
-from dream_trainer.distributed.sharding import shard_by_blocks
-from dream_trainer.errors import ConfigError
+from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
+from dream_trainer.modules.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
-
-
-@parameters
-class FSDPParameters:
-    """How models are sharded.
-
-    Raises:
-        ConfigError: A value cannot work.
-    """
-
-    reshard_after_forward: bool | int = True
-    """Whether blocks give their gathered parameters back after forward: True saves memory, False saves a second gather
-    in backward, an int keeps them sharded over that many ranks of a host."""
-
-    def __post_init__(self) -> None:
-        value = self.reshard_after_forward
-        if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
-            raise ConfigError(
-                f"reshard_after_forward={value!r} is not understood. Use True, False or an integer above 1."
-            )
-
-
-@dataclass(kw_only=True)
-class FSDPConfigMixin:
-    """Config of FSDPMixin."""
-
-    fsdp_parameters: FSDPParameters = field(default_factory=FSDPParameters)
-    """How models are sharded."""
 
 
 class FSDPMixin(AbstractTrainer):

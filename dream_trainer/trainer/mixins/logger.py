@@ -3,43 +3,32 @@
 It owns the way of a number: `log` -> buffer (on the device) -> flush every n steps (one copy, read a step later so that
 nobody waits, and one collective) -> `history` and `on_log` (on every rank) and the loggers (on rank 0). Validation
 metrics are exact when they arrive and are written at once, on the same step axis; a sanity validation, `evaluate` and
-`predict` write nothing. Images and other media are trainer/media.py's. It saves what was logged and not yet flushed, so
-that a resumed run writes the same numbers at the same steps.
+`predict` write nothing. Images and other media are trainer/media_recording.py's. It saves what was logged and not yet
+flushed, so that a resumed run writes the same numbers at the same steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, ClassVar, Never
 
 from torch import Tensor
 
-from dream_trainer.config.logger import LoggerParameters, WandbParameters, check_packages
-from dream_trainer.loggers.base import Logger, Stamp
+from dream_trainer.cleanup import followed_by
+from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_packages
 from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.history import History
+from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
-from dream_trainer.trainer.closing import followed_by
-from dream_trainer.trainer.events import anyone_listens
-from dream_trainer.trainer.media import MediaRecording
+from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.media_recording import MediaRecording
 from dream_trainer.trainer.recording import refuse_unknown
 
-__all__ = ["LoggerConfigMixin", "LoggerMixin", "LoggerParameters", "WandbParameters"]
-
 logger = logging.getLogger("dream_trainer")
-
-
-@dataclass(kw_only=True)
-class LoggerConfigMixin:
-    """Config of LoggerMixin."""
-
-    logger_parameters: LoggerParameters = field(default_factory=LoggerParameters)
-    """Where numbers go and how often."""
 
 
 class LoggerMixin(MediaRecording):

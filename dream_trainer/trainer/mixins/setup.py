@@ -9,43 +9,38 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
 
-from dream_trainer.distributed.entrance import enter_by_methods, enter_by_parts
-from dream_trainer.distributed.equal_weights import make_equal, real_tensors
-from dream_trainer.distributed.half_norms import norms_in_float32
-from dream_trainer.distributed.recurrent import keep_recurrent_weights_in_place
-from dream_trainer.distributed.sharding import (
+from dream_trainer.config.device_parameters import SetupConfigMixin
+from dream_trainer.errors import HookError
+from dream_trainer.meta import Tape, default_init, materialize, remember
+from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
+from dream_trainer.modules.equal_weights import make_equal, real_tensors
+from dream_trainer.modules.metrics import parts
+from dream_trainer.modules.norm_precision import norms_in_float32
+from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
+from dream_trainer.modules.precision import half_dtype, sharding_policy
+from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
+from dream_trainer.modules.sharding import (
     fsdp_modules,
     keeping_tied_and_frozen,
     move_what_is_whole,
     refuse_unsupported,
     shard_by_blocks,
 )
-from dream_trainer.distributed.statistics import average_statistics, norms_with_statistics
-from dream_trainer.errors import HookError
-from dream_trainer.meta import Tape, default_init, materialize, remember
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.checks import refuse_unused_parallelism
-from dream_trainer.trainer.dataflow import connect_data
-from dream_trainer.trainer.equality import refuse_different_optimizers
-from dream_trainer.trainer.metrics import parts
-from dream_trainer.trainer.precision import half_dtype, sharding_policy
+from dream_trainer.trainer.data_setup import connect_data
+from dream_trainer.trainer.rank_differences import refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
+from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-
-@dataclass(kw_only=True)
-class SetupConfigMixin:
-    """Config of SetupMixin. It has no field of its own: the mesh is in `device_parameters`."""
 
 
 STAGES: tuple[tuple[str, str], ...] = (
@@ -175,7 +170,7 @@ class SetupMixin(AbstractTrainer):
             )
 
     def _watch_gradients(self) -> None:
-        from dream_trainer.distributed.fsdp_compat import is_shared, watch_gradients
+        from dream_trainer.compat.fully_shard import is_shared, watch_gradients
 
         self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
         for module in self._wrapped:
@@ -237,7 +232,7 @@ class SetupMixin(AbstractTrainer):
             average_statistics(self._norms, self.world)
 
     def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
-        from dream_trainer.distributed.fsdp_compat import reduce_what_waits
+        from dream_trainer.compat.fully_shard import reduce_what_waits
 
         super()._reduce_what_waits(parameters)
         reduce_what_waits(self._shared, parameters, self._local_gradients)

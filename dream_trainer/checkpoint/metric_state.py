@@ -1,0 +1,126 @@
+"""State of torchmetrics' objects that training updates, in checkpoints: each rank keeps its own.
+
+What a rank has not is made up for when a metric computes, over all ranks. So at another number of ranks every former
+rank's state goes to one of the new ones, and where one gets several they are joined as the metric itself would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.modules.metrics import parts
+
+PREFIX = "metrics."
+"""Tensors are named `metrics.<metric>.<number of the part>.<state>`, entries of a list `....<state>.<number>`."""
+
+State = tuple[dict[str, Any], Mapping[str, Tensor]]
+
+
+def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """What this rank's metrics hold.
+
+    Args:
+        metrics: Of torchmetrics, by name.
+
+    Returns:
+        `{name: [{"updates": n, "states": {state: None, or length of a list}}]}` with an entry for each part of a
+        metric, copies of the tensors, and the names of metrics that hold something else than tensors and are left out.
+    """
+    described: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    left_out = []
+    for name, metric in metrics.items():
+        if isinstance(metric, sys.modules["torchmetrics"].MetricCollection):
+            list(metric.values(copy_state=False))  # members that share a state have it only when asked for
+        own = [part.metric_state for part in parts(metric)]
+        entries = [entry for state in own for value in state.values() for entry in _entries(value)]
+        if not all(isinstance(entry, Tensor) for entry in entries):
+            left_out.append(name)
+            continue
+        described[name] = [
+            {
+                "updates": part.update_count,
+                "states": {key: len(value) if isinstance(value, list) else None for key, value in state.items()},
+            }
+            for part, state in zip(parts(metric), own, strict=True)
+        ]
+        for number, state in enumerate(own):
+            for key, value in state.items():
+                prefix = f"{PREFIX}{name}.{number}.{key}"
+                names = [f"{prefix}.{index}" for index in range(len(value))] if isinstance(value, list) else [prefix]
+                copies = [entry.detach().clone() for entry in _entries(value)]
+                tensors |= zip(names, copies, strict=True)
+    return described, tensors, left_out
+
+
+def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[str]:
+    """Gives metrics the state of one former rank, or of several joined; of none, that of a new metric.
+
+    Args:
+        metrics: Of torchmetrics, by name.
+        saved: What `metric_state` gave on former ranks, in their order.
+
+    Returns:
+        Names of metrics that are no longer there, are others, or whose states cannot be joined; these start anew.
+    """
+    lost = {name for described, _ in saved for name in described} - metrics.keys()
+    for name, metric in metrics.items():
+        states = [(described[name], tensors) for described, tensors in saved if name in described]
+        found = parts(metric)
+        fits = all(
+            [entry["states"].keys() for entry in described] == [part.metric_state.keys() for part in found]
+            for described, _ in states
+        )
+        if states and not (fits and all(len(states) == 1 or _joins(part) for part in found)):
+            lost.add(name)
+            continue
+        for number, part in enumerate(found if states else ()):
+            _load_part(part, f"{PREFIX}{name}.{number}.", [(entry[number], tensors) for entry, tensors in states])
+    return sorted(lost)
+
+
+def _load_part(part: Any, prefix: str, states: list[State]) -> None:
+    part.reset()
+    for key in part.metric_state:
+        values: list[Any] = []
+        for described, tensors in states:
+            length = described["states"][key]
+            if length is None:
+                values.append(tensors[f"{prefix}{key}"].to(part.device))
+            else:
+                values.append([tensors[f"{prefix}{key}.{index}"].to(part.device) for index in range(length)])
+        value = values[0]
+        for other in values[1:]:
+            value = _joined(part, key, value, other)
+        setattr(part, key, value)
+    part._update_count = sum(described["updates"] for described, _ in states)
+
+
+def _entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
+    """How two ranks' states become one, by what a metric reduces them with."""
+    return {
+        utilities.dim_zero_sum: torch.add,
+        utilities.dim_zero_max: torch.maximum,
+        utilities.dim_zero_min: torch.minimum,
+        utilities.dim_zero_cat: lambda one, other: (
+            one + other if isinstance(one, list) else torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)])
+        ),
+    }
+
+
+def _joins(part: Any) -> bool:
+    ways = _ways(sys.modules["torchmetrics"].utilities.data)
+    return all(part._reductions[key] in ways for key in part.metric_state)
+
+
+def _joined(part: Any, key: str, one: Any, other: Any) -> Any:
+    return _ways(sys.modules["torchmetrics"].utilities.data)[part._reductions[key]](one, other)

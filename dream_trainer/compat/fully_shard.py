@@ -1,0 +1,177 @@
+"""How the parameter groups of `fully_shard` end a backward, when ranks do not use the same parameters in it.
+
+A group reduces its gradients in its backward, and only those that are there: ranks that used other parameters would add
+up what does not belong together. So a sharded group brings zeros for what its rank did not use. A group of replicas
+reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
+gradients stay this rank's own until `step` averages them (`dream_trainer.distributed.gradients`).
+
+Private names live here beside torch_compat.py; `tests/trainer/test_uneven_use.py` exercises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from dream_trainer.compat.pytorch import local_tensor
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.gradients import LocalGradients
+
+
+class DifferentiableGroup(FSDPParamGroup):
+    """A group whose gradients may be differentiated again, as penalties on gradients are.
+
+    The graph of such a gradient refers to the gathered parameters, which are to stay until the step.
+    """
+
+    _own: LocalGradients
+
+    def pre_backward(self, *args: Any) -> None:
+        """The group's own, noting a backward that keeps its graph."""
+        if torch.is_grad_enabled():  # in a backward that is so under `create_graph=True`
+            self._own.graphs[self] = None
+            self.reshard_after_backward = False
+        super().pre_backward(*args)
+
+    def hold(self) -> None:
+        """Gathers what a forward let go of since; a collective."""
+        self.unshard()
+        self.wait_for_unshard()
+
+    def let_go(self) -> None:
+        """The graphs are used up."""
+        self.reshard_after_backward = True
+
+
+class SharedGroup(DifferentiableGroup):
+    """A group whose ranks each keep a share of its parameters."""
+
+    _number: int  # among the groups
+
+    def unshard(self, async_op: bool = False) -> None:
+        """The group's own, noted if it gathers."""
+        if self._all_gather_result is None and not self.is_unsharded:
+            self._own.note_collective(2 * self._number)
+        super().unshard(async_op)
+
+    def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The group's own, noted."""
+        self._own.ran.add(id(self))
+        return super().pre_forward(*args, **kwargs)
+
+    def post_backward(self, *unused: Any) -> None:
+        """The group's own, with zeros for the parameters that this rank's loss does not depend on."""
+        if self.reduce_grads and not any(p.requires_grad for p in self._gathered()):
+            # Somebody else's turn: what was kept of an earlier micro-batch goes out with the group's own.
+            if self.keeps_gradients():
+                self._own.waiting.add(self)
+            self._training_state = TrainingState.POST_BACKWARD
+            self.reshard()
+            return
+        if self.reduce_grads:
+            self._bring_zeros()
+            self._own.note_collective(2 * self._number + 1)
+        if self.reduce_grads and self.all_reduce_grads:
+            self._own.waiting.discard(self)
+        else:
+            self._own.waiting.add(self)
+        super().post_backward()
+
+    def _gathered(self) -> list[torch.nn.Parameter]:
+        """The parameters as a forward saw them; those of a group that never ran do not exist."""
+        return [p._unsharded_param for p in self.fsdp_params if "_unsharded_param" in vars(p)]
+
+    def _bring_zeros(self) -> None:
+        # Kept sums are of another type than gradients under mixed precision, and one type must go out.
+        has_sums = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
+        for parameter in self.fsdp_params:
+            gathered = vars(parameter).get("_unsharded_param")
+            if gathered is None:
+                continue
+            if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                self._own.used.add(id(parameter.sharded_param))
+            elif gathered.requires_grad:
+                gathered.grad = torch.zeros_like(gathered)
+            if has_sums and gathered.grad is not None and parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = gathered.grad.to(parameter.reduce_dtype)
+                gathered.grad = None
+
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of this rank wait for their reduction."""
+        kept = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
+        return kept or self._partial_reduce_output is not None or any(p.grad is not None for p in self._gathered())
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that wait for their reduction."""
+        self._partial_reduce_output = None
+        for parameter in self.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+        for gathered in self._gathered():
+            gathered.grad = None
+
+
+class WholeGroup(DifferentiableGroup):
+    """A group that every rank keeps whole. Gradients go from the gathered parameters to the optimizer's, unreduced."""
+
+    def post_backward(self, *unused: Any) -> None:
+        """Keeps the gradients, in the parameters' own type, and lets the gathered parameters go."""
+        self._training_state = TrainingState.POST_BACKWARD
+        with torch.no_grad():
+            for parameter in self.fsdp_params:
+                self._keep(parameter)
+        if self.reshard_after_backward:
+            self.reshard()
+
+    def _keep(self, parameter: Any) -> None:
+        gathered, own = vars(parameter).get("_unsharded_param"), parameter.sharded_param
+        if gathered is None or gathered.grad is None:
+            return
+        grad = parameter.unsharded_grad_data.detach().to(own.device, own.dtype)
+        gathered.grad = None
+        if own.grad is None:
+            own.grad = parameter.to_sharded_dtensor(grad)
+        else:
+            local_tensor(own.grad).add_(grad)
+
+
+def watch_gradients(module: FSDPModule, own: LocalGradients) -> None:
+    """Makes the group of `fully_shard(module)` end its backwards as above, and tell `own` of its parameters."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
+    group.__class__ = WholeGroup if is_whole else SharedGroup
+    shared = cast("SharedGroup", group)
+    shared._own, shared._number = own, len(set(own.shared.values()))
+    for parameter in group.fsdp_params:
+        if is_whole:
+            own.whole[id(parameter.sharded_param)] = group.mp_policy.reduce_dtype
+        else:
+            own.shared[id(parameter.sharded_param)] = group
+
+
+def is_shared(module: FSDPModule) -> bool:
+    """Whether each rank keeps a share of what `fully_shard(module)` manages."""
+    return isinstance(module._get_fsdp_state()._fsdp_param_group, SharedGroup)
+
+
+def reduce_what_waits(
+    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], own: LocalGradients
+) -> None:
+    """Reduces now the gradients among `parameters` that no backward has reduced; a collective, if there are any.
+
+    That is so where a model had no part in the window's last micro-batch, in which gradients cross ranks.
+    """
+    groups = {own.shared.get(id(p)) for p in parameters} & own.waiting
+    if not groups:
+        return
+    for module in modules:
+        state = module._get_fsdp_state()
+        if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
+            state._root_post_backward_final_callback()

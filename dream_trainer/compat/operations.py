@@ -1,0 +1,39 @@
+"""PyTorch's operations by name: which of them activation checkpointing keeps, as the names are in this version."""
+
+from __future__ import annotations
+
+import torch
+
+EXPENSIVE_OPERATIONS = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+)
+"""Matrix products, convolutions, attention and collectives: what the selective form keeps."""
+
+
+def operation(name: str) -> torch._ops.OpOverload | None:
+    """The operation of a name such as `"aten.mm.default"`; None for one of ours that this PyTorch does not have.
+
+    Raises:
+        ValueError: There is none, and it is not among `EXPENSIVE_OPERATIONS`.
+    """
+    try:
+        namespace, packet, overload = name.split(".")
+        found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        return found
+    except (ValueError, AttributeError, RuntimeError):
+        if name in EXPENSIVE_OPERATIONS:
+            return None
+        raise ValueError(
+            f'PyTorch has no operation {name!r}. Names look like "aten.mm.default": namespace, operation, overload.'
+        ) from None

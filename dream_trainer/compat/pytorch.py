@@ -1,0 +1,405 @@
+"""Every private or moving PyTorch name that Dream Trainer leans on, each behind a function of ours.
+
+`tests/compat/test_pytorch.py` exercises each one, so a PyTorch release that moves a name fails there
+first and is mended here alone. The compiler's are in compiler_compat.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import io
+    from datetime import timedelta
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup, Store
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Placement
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, without `to_local()`'s autograd node; a plain tensor as it is.
+
+    `to_local()` costs about 5 microseconds per parameter (TORCH.md section 14); the attribute costs nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`local_tensor` of each."""
+    from torch.distributed.tensor import DTensor
+
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """This rank's shards of the gradients that are there, of parameters that are all DTensors."""
+    return [p.grad._local_tensor for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """An identity shared by all tensors that view one storage, for meta tensors too (whose data pointer is 0)."""
+    return tensor.untyped_storage()._cdata
+
+
+def default_generator_of(device: torch.device) -> torch.Generator:
+    """The generator that random ops on `device` draw from when none is given."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.default_generator
+
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+
+
+def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
+
+    The gathered one's `requires_grad` is copied from the sharded one at the first gather, and never again.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return []
+    return [(p.sharded_param, p._unsharded_param) for p in group.fsdp_params if "_unsharded_param" in vars(p)]
+
+
+@contextmanager
+def whole_parameters(module: FSDPModule) -> Iterator[None]:
+    """Puts plain, whole copies in full precision in the place of what `fully_shard(module)` manages; a collective.
+
+    Inside, forwards gather nothing and cast nothing, and `state_dict()` has the copies. Over a tensor-parallel
+    dimension the parameters stay split, as its plan computes with them.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    state = module._get_fsdp_state()
+    group = state._fsdp_param_group
+    if group is None:
+        yield
+        return
+    module.reshard()
+    # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
+    before = group.post_forward_mesh_info, state._mp_policy
+    group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
+    for managed in group.fsdp_params:
+        whole = _whole(managed.sharded_param.detach()).to(group.device)
+        managed._setattr_on_modules(torch.nn.Parameter(whole, managed.sharded_param.requires_grad))
+    group._sharded_state = ShardedState.UNSHARDED
+    group._to_sharded = _do_nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del group._to_sharded
+        group._sharded_state = ShardedState.SHARDED
+        group.post_forward_mesh_info, state._mp_policy = before
+        for managed in group.fsdp_params:
+            managed._setattr_on_modules(managed.sharded_param)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """All of a parameter that `fully_shard` cut; still split over tensor-parallel ranks, if it was before."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        return cast(Tensor, parameter.full_tensor())
+    kept = parameter.placements[-1]
+    local = parameter.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), kept]).to_local()
+    return DTensor.from_local(
+        local, mesh["tp"], [kept], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _do_nothing(*_: Any) -> None: ...
+
+
+def sharded_parameters(module: FSDPModule) -> list[torch.nn.Parameter]:
+    """The sharded parameters that `fully_shard(module)` manages, whether or not they are gathered at the moment."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [p.sharded_param for p in group.fsdp_params]
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Inside, float32 matrix products and convolutions on CUDA may use TF32.
+
+    PyTorch has an older and a newer setting, and refuses to tell of the older once the newer was set: whichever the
+    process uses is set and put back.
+    """
+    cudnn: Any = torch.backends.cudnn
+    newer: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    try:
+        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:
+        before = [setting.fp32_precision for setting in newer]
+        for setting in newer:
+            setting.fp32_precision = "tf32"
+        try:
+            yield
+        finally:
+            for setting, value in zip(newer, before, strict=True):
+                setting.fp32_precision = value
+        return
+    torch.set_float32_matmul_precision("high")
+    cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        cudnn.allow_tf32 = convolutions
+
+
+def tf32_is_allowed() -> bool:
+    """Whether float32 matrix products on CUDA may use TF32."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        matmul: Any = torch.backends.cuda.matmul
+        return bool(matmul.fp32_precision == "tf32")
+
+
+@contextmanager
+def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, `module` computes with the given tensors in the place of its own parameters of those names."""
+    own = dict(module._parameters)
+    module._parameters.update(replaced)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+def begin_root(module: FSDPModule) -> None:
+    """Makes `module` the root of its FSDP states now; else the first of them to run a forward becomes one, and a block
+    that is called on its own would take its model's place."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def end_workers(loader: object) -> None:
+    """Ends the worker processes that a `DataLoader`, torchdata's too, keeps from its last iteration.
+
+    It starts new ones when it is iterated again. Left to the end of the process, each is waited for up to 5 seconds.
+    """
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return
+    iterator = vars(loader).get("_iterator")
+    if iterator is not None:
+        shutdown_workers(iterator)
+        loader._iterator = None
+
+
+def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
+    """Ends the worker processes of a `DataLoader`'s iterator now, though something (a traceback) may still refer to it.
+
+    Those that load for longer than `patience_seconds` are killed; torch waits 10 seconds for each.
+    """
+    from torch.utils.data._utils.signal_handling import _remove_worker_pids
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    # torchdata's iterators share this base and the names, and not the class for several processes.
+    if not isinstance(iterator, _BaseDataLoaderIter) or iterator._num_workers == 0:
+        return
+    several: Any = iterator
+    if several._worker_pids_set:  # else a killed worker is an error in this process
+        several._worker_pids_set = False
+        _remove_worker_pids(id(several))
+    workers = list(several._workers)
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(patience_seconds, kill)
+    timer.start()
+    try:
+        several._shutdown_workers()
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A context in which no `__torch_function__`, of modes or of subclasses, is called."""
+    return torch._C.DisableTorchFunction()
+
+
+def write_count(tensor: Tensor) -> int:
+    """How many in-place operations have gone through `tensor` or its views: autograd's version counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def reset_attention_parameters(module: torch.nn.MultiheadAttention | torch.nn.Transformer) -> None:
+    """What other modules call `reset_parameters`: these two alone spell it with an underscore."""
+    module._reset_parameters()
+
+
+def second_lists(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of attributes that list the module's own parameters a second time, and that the module itself keeps up to
+    date when they are replaced, as recurrent modules do."""
+    return ("_flat_weights",) if isinstance(module, torch.nn.RNNBase) else ()
+
+
+def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
+    """The (module, name) pairs that DCP's pickled `.metadata` refers to when only tensors were saved, data types aside.
+
+    Pairs, not modules: a pickle may ask for `os.system` by way of any module that imports `os`.
+    """
+    metadata = "torch.distributed.checkpoint.metadata"
+    records = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+    return frozenset(
+        {
+            *((metadata, name) for name in (*records, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
+    )
+
+
+def changes_in_place(tensor: Tensor) -> bool:
+    """Whether something was ever written into `tensor`, so that it may be written into again."""
+    return write_count(tensor) > 0
+
+
+def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
+    """Sets how long collectives of `group` (None: the default group) may take from now on."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
+def enable_flight_recorder(directory: Path) -> None:
+    """Lets NCCL's process groups of this process write their last collectives into `directory` on a time-out or error,
+    a file `rank_<n>` for each rank. Call it before the first group is made; what the user has set stays.
+
+    torch reads these once in a process, so a second trainer's records go where the first's went. The names that start
+    with TORCH_NCCL are older ones of the same settings; torch 2.11 and 2.13 read both, the newer first.
+    """
+    wanted = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{directory.absolute()}/rank_",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+            if names[0] == "TORCH_FR_DUMP_TEMP_FILE":
+                directory.mkdir(parents=True, exist_ok=True)  # torch opens the file and makes no directory
+
+
+def recorded_collectives() -> bytes | None:
+    """What the flight recorder holds of this rank's last collectives, pickled; None without a process group.
+
+    NCCL's where a group uses it, else Gloo's, which `torchfrtrace` of torch 2.13 cannot print.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch._C import _distributed_c10d
+
+    if "nccl" in dist.get_backend_config():
+        return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+    return bytes(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+
+
+def connect_again(store: Store) -> Store:
+    """A further connection to the server of `store`: a blocking call on one holds up other threads' on it."""
+    return store.clone()  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """Which dimension of a tensor a placement cuts, contiguously or strided; None if it cuts none.
+
+    `Placement.is_shard()` is False for the strided kind, which `fully_shard` makes of parameters that are already cut
+    along dimension 0.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def file_window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """Bytes `offset` to `offset + length` of an open file, as a file that `torch.load` reads: one entry of a DCP shard.
+
+    A BytesIO would hold the entry twice in memory.
+    """
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), offset, length))
+
+
+def with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` in the place of this rank's shard of `tensor`: a DTensor of its layout, or `local` itself if it is plain.
+
+    `DTensor.from_local` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
+def forget_meshes() -> None:
+    """Makes DTensors forget the meshes of a process group that is destroyed.
+
+    They remember the result of each operation with its mesh, and take a mesh over the same ranks for the same, although
+    a new process group has other groups behind it: collectives then fail, or go to a wrong group. And what remembers a
+    mesh keeps its groups' connections and threads, some 20 of each a trainer.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor.")]:
+        _clear_caches(vars(module).values())
+    redistribution = vars(sys.modules["torch.distributed.tensor._redistribute"])
+    redistribution.get("_planner_cache", {}).clear()  # not in PyTorch 2.11
+
+
+def _clear_caches(members: Iterable[object]) -> None:
+    """Clears `functools.cache`s among the members of a module or class, and of its classes."""
+    for member in members:
+        inner = member.__func__ if isinstance(member, staticmethod) else member
+        if isinstance(inner, functools._lru_cache_wrapper):
+            inner.cache_clear()
+        elif isinstance(inner, type) and inner.__module__.startswith("torch.distributed.tensor."):
+            _clear_caches(m for m in vars(inner).values() if not isinstance(m, type))
+
+
+def record_memory_history(max_entries: int) -> None:
+    """From now on keeps the last `max_entries` allocations and releases on CUDA devices with their stacks; 0 stops."""
+    torch.cuda.memory._record_memory_history("all" if max_entries else None, max_entries=max_entries or 1)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Writes what is allocated on this process's CUDA devices, with the history kept of it: for
+    https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward, where checkpointed activations are computed again."""
+    return torch._C._current_graph_task_id() != -1

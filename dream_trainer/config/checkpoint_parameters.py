@@ -1,0 +1,123 @@
+"""When a run is saved, which checkpoints stay, and from which one it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal, get_args
+
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive
+from dream_trainer.config.parameter_class import parameters
+from dream_trainer.errors import ConfigError
+
+WhenBusy = Literal["wait", "skip"]
+OnSaveError = Literal["raise", "warn"]
+Mode = Literal["min", "max"]
+
+
+@parameters
+class CheckpointParameters:
+    """When to save, what to keep, and what to resume.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    save_every_n_steps: int | None = None
+    """Optimizer steps between checkpoints; None does not count steps."""
+    save_every_n_minutes: float | None = None
+    """Minutes between checkpoints, by rank 0's clock; None does not look at it."""
+    save_every_n_epochs: int | None = 1
+    """Epochs between checkpoints; 1 saves at the end of each, None does not count epochs."""
+    save_on_best: bool = False
+    """Whether to save after each validation whose `best_metric` is better than all before."""
+    save_at_end: bool = True
+    """Whether the last step is saved, also when a signal or a stop request ends the run."""
+
+    async_save: bool = True
+    """Whether checkpoints are written in the background: training pays the copy to the host's memory, which holds one
+    more copy of this rank's state. False holds training until the checkpoint is on the disk."""
+    when_busy: WhenBusy = "wait"
+    """What a save does that comes due while the last one is still being written: "wait" for it, or "skip" this one."""
+    on_save_error: OnSaveError = "raise"
+    """What a save that failed does: "raise" ends the run at the next step, "warn" goes on to the next save."""
+
+    keep_last: int | None = None
+    """Newest checkpoints to keep. With none of the three rules all are kept; with any, what one of them names, and
+    always the newest."""
+    keep_every_n_steps: int | None = None
+    """Checkpoints of steps divisible by this are kept for ever."""
+    keep_best: int | None = None
+    """Best checkpoints to keep, by `best_metric`."""
+    best_metric: str | None = None
+    """Name of a validation metric, such as "val/loss". NaN is never best."""
+    best_mode: Mode = "min"
+    """Whether the smallest or the largest value is best."""
+
+    resume: int | str | None = "auto"
+    """"auto": the newest whole checkpoint of this run if there is one; "latest": that one, an error if there is none;
+    "best": the best by `best_metric`; a step; a checkpoint's path; None: start anew, an error if the run directory has
+    checkpoints already."""
+    init_from: str | None = None
+    """Weights to start from if there is nothing to resume: whatever `load_weights` reads."""
+    init_renames: Mapping[str, str] = field(default_factory=dict)
+    """Regular expressions and their replacements, applied in order to the names in `init_from`."""
+    init_strict: bool = True
+    """Whether names that are missing, unexpected or of another shape in `init_from` are an error."""
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "save_every_n_steps": self.save_every_n_steps,
+            "save_every_n_epochs": self.save_every_n_epochs,
+            "keep_last": self.keep_last,
+            "keep_every_n_steps": self.keep_every_n_steps,
+            "keep_best": self.keep_best,
+        }.items():
+            if value is not None:
+                check_integer(name, value, minimum=1, hint=" None turns it off.")
+        for name in ("save_on_best", "save_at_end", "async_save", "init_strict"):
+            check_boolean(name, self._value(name))
+        if not isinstance(self.best_metric, str | None):
+            raise ConfigError(
+                f'best_metric={self.best_metric!r} is not a string. Use one, such as "val/loss", or None.'
+            )
+        if not isinstance(self.init_from, str | PurePath | None):
+            raise ConfigError(f"init_from={self.init_from!r} is not a string. Use the path of weights, or None.")
+        if self.save_every_n_minutes is not None:
+            check_positive("save_every_n_minutes", self.save_every_n_minutes)
+        check_choice("when_busy", self.when_busy, get_args(WhenBusy))
+        check_choice("on_save_error", self.on_save_error, get_args(OnSaveError))
+        check_choice("best_mode", self.best_mode, get_args(Mode))
+        for name, wanted in {
+            "save_on_best": self.save_on_best,
+            "keep_best": self.keep_best,
+            "resume": self.resume == "best",
+        }.items():
+            if wanted and not self.best_metric:
+                raise ConfigError(
+                    f'{name}={self._value(name)!r} does not say by which metric. Set best_metric, such as "val/loss".'
+                )
+        is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
+        if not (is_step or self.resume is None or (isinstance(self.resume, str) and self.resume)):
+            raise ConfigError(
+                f'resume={self.resume!r} is not understood. Use "auto", "latest", "best", a step, the path of a '
+                "checkpoint, or None."
+            )
+
+    def _value(self, name: str) -> object:
+        return vars(self)[name]
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved without being asked for."""
+        every = (self.save_every_n_steps, self.save_every_n_minutes, self.save_every_n_epochs)
+        return self.save_at_end or self.save_on_best or any(value is not None for value in every)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfigMixin:
+    """Config of CheckpointMixin."""
+
+    checkpoint_parameters: CheckpointParameters = field(default_factory=CheckpointParameters)
+    """When to save, what to keep, and what to resume."""

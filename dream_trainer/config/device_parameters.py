@@ -1,0 +1,188 @@
+"""Which devices train, and how their ranks divide the work: the five-dimensional mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, get_args
+
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive, divisors, spell
+from dream_trainer.config.parameter_class import parameters
+from dream_trainer.errors import ConfigError
+
+DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ReduceType = Literal["fp32", "bf16", "fp16"]
+
+
+@parameters
+class DeviceParameters:
+    """Device and parallelism of a run. The default fits one process and any `torchrun`.
+
+    `single_device()`, `ddp()`, `fsdp()` and `hsdp()` set `dp_replicate` and `dp_shard` and leave every other field at
+    its default; `dataclasses.replace(DeviceParameters.fsdp(), precision="bf16")` sets more.
+
+    Raises:
+        ConfigError: a value cannot work on any machine; what does not fit this world is found by `resolve_mesh`.
+    """
+
+    device: DeviceType = "auto"
+    """Kind of device; "auto" takes the machine's accelerator, else the CPU."""
+    precision: Precision = "fp32"
+    """What forward and backward compute in. "fp32": the parameters' own type, so float64 models train in float64;
+    "tf32": the same, with matrix products of float32 on tensor cores where there are any; "bf16" and "fp16": half
+    precision over float32 parameters, fp16 with a loss scale."""
+    reduce_dtype: ReduceType | None = None
+    """Type in which gradients cross the data-parallel ranks; None: float32 under bf16 and fp16, else the parameters'
+    own."""
+    dp_replicate: int | Literal["auto"] = "auto"
+    """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
+    dp_shard: int | Literal["auto"] = "auto"
+    """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without."""
+    tensor_parallel: int = 1
+    """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state lie in the host's memory and visit the device block by block,
+    which FSDP2 does from two ranks on."""
+    compile: bool = False
+    """Whether blocks are compiled (CompileMixin)."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
+    or all but what is dear to compute."""
+    start_timeout_seconds: float = 1800.0
+    """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
+    step_timeout_seconds: float = 600.0
+    """Seconds a collective may take after the first step; longer means that a rank is gone."""
+
+    hang_timeout_seconds: float | Literal["auto"] | None = "auto"
+    """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
+    never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
+    step is done, and while waiting for a save, it is 0.9 of `start_timeout_seconds` if that is longer."""
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, get_args(DeviceType))
+        check_choice("precision", self.precision, get_args(Precision))
+        check_choice("reduce_dtype", self.reduce_dtype, (*get_args(ReduceType), None))
+        check_boolean("cpu_offload", self.cpu_offload)
+        for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
+            if value != "auto":
+                check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
+        check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
+        check_boolean("compile", self.compile)
+        check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
+        if self.compile and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"compile=True with tensor_parallel={self.tensor_parallel}: compiled blocks lose part of the gradients "
+                "of sequence-parallel norms (seen on PyTorch 2.13). Use one of the two."
+            )
+        check_positive("start_timeout_seconds", self.start_timeout_seconds)
+        check_positive("step_timeout_seconds", self.step_timeout_seconds)
+        if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
+            check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
+
+    @classmethod
+    def single_device(cls) -> Self:
+        """One process and one device; more ranks are an error. `dp_replicate=1, dp_shard=1`."""
+        return cls(dp_replicate=1, dp_shard=1)
+
+    @classmethod
+    def ddp(cls) -> Self:
+        """Every rank has the whole model; gradients are averaged. `dp_replicate="auto", dp_shard=1`."""
+        return cls(dp_replicate="auto", dp_shard=1)
+
+    @classmethod
+    def fsdp(cls) -> Self:
+        """One copy of the model, sharded over all ranks (FSDPMixin). `dp_replicate=1, dp_shard="auto"`."""
+        return cls(dp_replicate=1, dp_shard="auto")
+
+    @classmethod
+    def hsdp(cls, dp_shard: int = 8) -> Self:
+        """Groups of ranks share a copy of the model each (FSDPMixin); gradients are averaged between the groups.
+
+        Args:
+            dp_shard: Ranks of a group; it must divide the number of data-parallel ranks. 8 is the number of GPUs in a
+                common host.
+        """
+        return cls(dp_replicate="auto", dp_shard=dp_shard)
+
+
+class MeshShape(NamedTuple):
+    """Ranks along each mesh dimension, in the mesh's order."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> MeshShape:
+    """Divides `world_size` ranks as `parameters` asks.
+
+    Args:
+        parameters: of the run.
+        world_size: ranks of the job.
+        shard_by_default: whether the trainer can shard (it has FSDPMixin), so that "auto" means sharding.
+
+    Raises:
+        ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
+    """
+    tensor = parameters.tensor_parallel
+    if world_size % tensor != 0:
+        raise ConfigError(
+            f"tensor_parallel={tensor} does not divide world_size={world_size}. Use "
+            f"{spell(divisors(world_size))}, or start another number of processes."
+        )
+    data_ranks = world_size // tensor
+    replicate, shard = _data_parallel(parameters, world_size, shard_by_default)
+    if shard > 1 and not shard_by_default:
+        raise ConfigError(
+            f"dp_replicate={parameters.dp_replicate}, dp_shard={parameters.dp_shard} at world_size={world_size} asks "
+            f"for copies sharded over {shard} ranks, which this trainer cannot do. "
+            f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
+        )
+    if replicate * shard != data_ranks:
+        left = f"{data_ranks} are left for data parallelism" if tensor > 1 else "that is to be their product"
+        raise ConfigError(
+            f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
+            f"(pp=1, cp=1, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
+        )
+    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tensor)
+
+
+def _data_parallel(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> tuple[int, int]:
+    """`(dp_replicate, dp_shard)` with "auto" filled in."""
+    tensor = parameters.tensor_parallel
+    match parameters.dp_replicate, parameters.dp_shard:
+        case "auto", "auto":
+            return (1, world_size // tensor) if shard_by_default else (world_size // tensor, 1)
+        case "auto", int(shard):
+            return _left_over("dp_shard", shard, "dp_replicate", world_size, tensor), shard
+        case int(replicate), "auto":
+            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size, tensor)
+        case replicate, shard:
+            return int(replicate), int(shard)
+
+
+def _left_over(name: str, size: int, other: str, world_size: int, tensor: int) -> int:
+    """Ranks that `other` gets when `name` takes `size`."""
+    data_ranks = world_size // tensor
+    if data_ranks % size != 0:
+        raise ConfigError(
+            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp=1, tp={tensor} leave '
+            f'{data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.'
+        )
+    return data_ranks // size
+
+
+def _what_fits(world_size: int, can_shard: bool) -> str:
+    if world_size == 1:
+        return "Start it under torchrun with that many processes, or use 1 x 1."
+    if not can_shard:
+        return f'Use dp_replicate="auto" or {world_size}.'
+    pairs = spell(f"{world_size // shard} x {shard}" for shard in divisors(world_size))
+    return f'Use "auto" for one of them, or {pairs}.'
+
+
+@dataclass(kw_only=True)
+class SetupConfigMixin:
+    """Config of SetupMixin. It has no field of its own: the mesh is in `device_parameters`."""

@@ -1,0 +1,185 @@
+"""The config every trainer has, and the check its constructor makes of it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakSet
+
+from dream_trainer.checks import check_integer
+from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.config.parameter_class import refuse_unknown_fields
+from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import CallbackCollection
+
+_USERS = "_trainers"
+LONGEST_NAME = 255
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(kw_only=True)
+class BaseTrainerConfig:
+    """What a run is called, how long it trains, where, watched by whom, from which seed.
+
+    Inherit it, together with the config mixins of the trainer's mixins, in a dataclass of your own::
+
+        @dataclass
+        class MyConfig(BaseTrainerConfig, SetupConfigMixin):
+            learning_rate: float = 1e-3
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    project: str
+    """First part of the run directory: what the work is about. No default, so that runs never meet by accident."""
+    group: str
+    """Second part of the run directory: runs that are compared with each other."""
+    experiment: str
+    """Third part of the run directory: this run. Started again under the same name, it resumes."""
+    training_parameters: TrainingParameters = field(default_factory=TrainingParameters)
+    """Limits, batch sizes, clipping and the validation schedule."""
+    device_parameters: DeviceParameters = field(default_factory=DeviceParameters)
+    """Device and parallelism; the default fits one process and any `torchrun`."""
+    callbacks: CallbackCollection = field(default_factory=CallbackCollection)
+    """Watchers of the run, in order; set in code, not on the command line."""
+    seed: int = 42
+    """Decides initial weights, sample order and random layers; any integer from 0 on."""
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        refuse_unknown_fields(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        in_use = vars(self).get(_USERS, ())
+        if in_use and vars(self).get(name) is not value and _is_read_when_built(type(self), name):
+            raise ConfigError(
+                f"config.{name} cannot be changed to {value!r}: a trainer was built with this config, and has read "
+                f"it. Close that first, or build another one with dataclasses.replace(config, {name}=...)."
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != _USERS}  # a copy is in nobody's use
+
+    def validate(self) -> None:
+        """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
+        _check_base(self)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run keeps its files, relative to the working directory."""
+        return Path("runs") / self.project / self.group / self.experiment
+
+
+def hold(config: BaseTrainerConfig, trainer: object) -> None:
+    """`trainer` has read `config`: until `let_go` our fields of it cannot be assigned; those of the user's own can."""
+    vars(config).setdefault(_USERS, WeakSet()).add(trainer)
+
+
+def let_go(config: BaseTrainerConfig, trainer: object) -> None:
+    """`trainer` is closed, and `config` may become another one's."""
+    vars(config)[_USERS].discard(trainer)
+
+
+def _is_read_when_built(cls: type, name: str) -> bool:
+    return any(part.__module__.startswith("dream_trainer.") and name in _own_annotations(part) for part in cls.__mro__)
+
+
+def check_config(config: Any) -> None:
+    """Checks a config from outside, as a trainer's constructor does.
+
+    A subclass can lose its own validation (a `__post_init__` without `super()`) or its fields (a forgotten
+    `@dataclass`), and values can be assigned after it was built. All of that is found here.
+
+    Raises:
+        ConfigError: the class or a value cannot work.
+    """
+    if not isinstance(config, BaseTrainerConfig):
+        raise ConfigError(
+            f"{config!r} is not a trainer config. Pass an instance of a dataclass that inherits BaseTrainerConfig."
+        )
+    for cls in type(config).__mro__:
+        _check_class(cls)
+    _check_complete(config)
+    _check_base(config)
+    config.validate()
+
+
+def _check_class(cls: type) -> None:
+    """Finds what `@dataclass` would have made a field, had it been told."""
+    annotations = _own_annotations(cls)
+    if annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig):
+        raise ConfigError(
+            f"{cls.__name__} declares {', '.join(annotations)} but is not a dataclass, so they are not fields. "
+            f"Put @dataclass above class {cls.__name__}."
+        )
+    inherited = {f.name for base in cls.__mro__[1:] if is_dataclass(base) for f in fields(base)}
+    for name in sorted(inherited & set(cls.__dict__) - set(annotations)):
+        raise ConfigError(
+            f"{cls.__name__}.{name} is assigned without a type, so the field keeps its old default. "
+            f"Write `{name}: <its type> = {cls.__dict__[name]!r}`."
+        )
+
+
+def _own_annotations(cls: type) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+    return inspect.get_annotations(cls)
+
+
+def _check_complete(config: BaseTrainerConfig) -> None:
+    """Every nested parameter class is really there, of its own type."""
+    for f in fields(config):
+        if f.name not in vars(config):
+            raise ConfigError(
+                f"{type(config).__name__} has no value for {f.name}. Let the dataclass write __init__; "
+                "use __post_init__ for what comes after it."
+            )
+        nested = f.default_factory
+        if nested is MISSING or not isinstance(nested, type) or not is_dataclass(nested):
+            continue
+        value = vars(config)[f.name]
+        if not isinstance(value, nested):
+            raise ConfigError(f"{f.name}={value!r} is of type {type(value).__name__}. Use {nested.__name__}(...).")
+
+
+def _check_base(config: BaseTrainerConfig) -> None:
+    for name in ("project", "group", "experiment"):
+        _check_name(name, getattr(config, name))
+    for name, expected in (("training_parameters", TrainingParameters), ("device_parameters", DeviceParameters)):
+        value = getattr(config, name)
+        if not isinstance(value, expected):
+            raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}. Use {expected.__name__}(...).")
+    if not isinstance(config.callbacks, CallbackCollection):
+        raise ConfigError(
+            f"callbacks={config.callbacks!r} is of type {type(config.callbacks).__name__}. "
+            "Use CallbackCollection([...])."
+        )
+    check_integer("seed", config.seed, minimum=0)
+    if config.seed > LARGEST_SEED:
+        raise ConfigError(f"seed={config.seed} does not fit into 63 bits. Use an integer from 0 to {LARGEST_SEED}.")
+
+
+def _check_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{name}={value!r} names nothing. Use a name, such as {name}='baseline'.")
+    if len(value.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"{name}={value[:20]!r}... has {len(value.encode())} bytes, and no directory's name may have more than "
+            f"{LONGEST_NAME}. Use a shorter one."
+        )
+    if value in (".", "..") or any(c in "/\\" or not c.isprintable() for c in value):
+        raise ConfigError(
+            f"{name}={value!r} cannot be one directory's name, which it becomes in the run directory. "
+            "Leave out path separators and control characters."
+        )

@@ -1,0 +1,114 @@
+"""The validation data of one rank: every sample once over all ranks, in the dataset's order, the same each time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dream_trainer.compat.pytorch import end_workers
+from dream_trainer.data.foreign import iterate, known_length
+from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, rebuild
+from dream_trainer.data.order import VALIDATION_EPOCH
+from dream_trainer.data.sampler import Sharding
+from dream_trainer.errors import DataError
+
+
+class ValidationBatches(ABC):
+    """This rank's validation batches; each iteration begins anew."""
+
+    reader: ShardReader | None = None
+    """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of batches of this rank. Like torch's `DataLoader`, raises TypeError where it is unknown."""
+
+    @abstractmethod
+    def any_batch(self) -> Any | None:
+        """Some batch, of this rank or not, for a rank that has none to keep others company with; None if there is
+        none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends worker processes that outlive an iteration."""
+
+
+def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int) -> ValidationBatches:
+    """The validation batches of one rank from any loader that a user may return from `configure_dataloaders`.
+
+    A DistributedDataLoader or a plain `DataLoader` is read in the dataset's order and whole, whatever its `shuffle` and
+    `drop_last` say. The last chunk is split evenly, so ranks may differ by a sample in their last batch, and some may
+    have one batch less (or none).
+
+    Args:
+        loader: A DistributedDataLoader, a PerRankLoader, a torch `DataLoader` or any iterable of batches.
+        dp_rank: This rank among the data-parallel ones.
+        dp_size: Number of data-parallel ranks.
+        seed: The run's seed.
+
+    Raises:
+        DataError: The data is empty, or cannot be dealt to `dp_size` ranks.
+    """
+    own = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
+    if own is not None:
+        return ShardValidation(own, Sharding(own.batch_size, dp_rank, dp_size), seed)
+    source = foreign_iterable(loader, dp_size)
+    if isinstance(source, Iterator):
+        raise DataError(
+            f"The validation loader is of type {type(source).__name__}, an iterator that can be read once, and "
+            "validation runs many times. Give an object whose `__iter__` begins anew."
+        )
+    return ForeignValidation(source, dp_rank, seed)
+
+
+class ShardValidation(ValidationBatches):
+    """One rank's share of a DistributedDataLoader."""
+
+    reader: ShardReader
+
+    def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
+        self._dataset = loader.dataset
+        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        length = len(self._dataset)  # data may have come since the last validation
+        if length != self.reader.sampler.length:
+            self.reader.dataset_changed()
+        return self.reader.batches(VALIDATION_EPOCH, 0, length)
+
+    def __len__(self) -> int:
+        return len(self.reader.sampler)
+
+    def any_batch(self) -> Any | None:
+        return self.reader.load(VALIDATION_EPOCH, [0])
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class ForeignValidation(ValidationBatches):
+    """A loader that is not ours, as it is."""
+
+    def __init__(self, source: Iterable[Any], dp_rank: int, seed: int) -> None:
+        self._source = source
+        self._dp_rank = dp_rank
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        return iterate(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
+
+    def __len__(self) -> int:
+        length = known_length(self._source)
+        if length is None:
+            raise TypeError(f"The validation loader ({type(self._source).__name__}) does not know its length.")
+        return length
+
+    def any_batch(self) -> Any | None:
+        return next(iter(self), None)
+
+    def close(self) -> None:
+        end_workers(self._source)

@@ -1,0 +1,1 @@
+"""What watches a run: callbacks, and the events they hear."""

@@ -1,0 +1,263 @@
+"""Callback: a watcher of the trainer's life, and the ordered collection a config holds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.checks import check_name
+from dream_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+C = TypeVar("C", bound="Callback")
+
+
+class Callback:
+    """A watcher that training code never mentions.
+
+    Override any event below; only overridden ones are ever dispatched. Callbacks run after the trainer's own method of
+    the same name, by `order`, then by their position in the collection.
+
+    Attributes:
+        order: Lower runs earlier among callbacks. Default 0.
+        main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
+            other ranks would never join them.
+    """
+
+    order: int = 0
+    main_process_only: ClassVar[bool] = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback needs back after a resume: numbers, strings, containers of them. Default: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Tensors to keep with the checkpoint, by name: DTensors, or plain and equal on all ranks. Default: none.
+
+        They are written as they are and loaded in place, so they must exist from `post_setup` on. Loading them comes
+        before `load_state_dict`, which is not called where a checkpoint lacks one of them.
+        """
+        return {}
+
+    def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
+        """Wraps a whole validation, `evaluate` or `predict`, events included; its exit runs however that ends."""
+        return nullcontext()
+
+    def pre_launch(self, trainer: AbstractTrainer) -> None:
+        """Before the process group, device and mesh exist."""
+
+    def post_launch(self, trainer: AbstractTrainer) -> None:
+        """`trainer.world` is complete."""
+
+    def pre_configure(self, trainer: AbstractTrainer) -> None:
+        """Before models are built."""
+
+    def post_configure(self, trainer: AbstractTrainer) -> None:
+        """Models are built, on the meta device under SetupMixin."""
+
+    def pre_setup(self, trainer: AbstractTrainer) -> None:
+        """Before models are parallelised and materialised."""
+
+    def post_setup(self, trainer: AbstractTrainer) -> None:
+        """Models, data, optimizers and schedulers are ready; nothing has been resumed yet."""
+
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Everything is ready and resumed; training starts."""
+
+    def pre_epoch(self, trainer: AbstractTrainer) -> None:
+        """An epoch starts, or goes on after a resume."""
+
+    def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        """Before `training_step`; the batch is on the device."""
+
+    def pre_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """Gradients are reduced and normalised, not yet clipped."""
+
+    def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
+        """The optimizer has stepped; its gradients are still there."""
+
+    def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """After `training_step`, with its detached result; counters are advanced."""
+
+    def post_train_step(self, trainer: AbstractTrainer) -> None:
+        """An accumulation window is complete."""
+
+    def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
+        """Validation starts."""
+
+    def pre_val_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
+        """Before `validation_step`; the batch is on the device."""
+
+    def post_val_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
+        """After `validation_step`, with its result."""
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """Validation is over; `metrics` are exact over all samples and ranks, and equal on every rank."""
+
+    def post_epoch(self, trainer: AbstractTrainer) -> None:
+        """An epoch is complete; `current_epoch` already counts it."""
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """Training is over, whether by its limits or by a stop request."""
+
+    def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
+        """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
+
+    def on_interrupt(self, trainer: AbstractTrainer) -> None:
+        """A signal (Ctrl-C, SIGTERM) ends the run; all ranks stand at the same step."""
+
+    def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
+        """A checkpoint is committed at `path`."""
+
+    def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
+        """The checkpoint at `path` has been loaded."""
+
+    def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
+        """Metrics were reduced over all ranks and handed to the loggers. `step` is theirs: training metrics come a step
+        later."""
+
+    def teardown(self, trainer: AbstractTrainer) -> None:
+        """The trainer closes; release what was opened."""
+
+
+class TimedCallback(Callback):
+    """A callback that acts by the clock, which ranks do not share: an interface.
+
+    Rank 0 is asked before each window and tells the others with the pulse, so that all act alike after the window.
+
+    Example:
+        ```python
+        class Hourly(TimedCallback):
+            last = -math.inf
+
+            def is_due_by_the_clock(self):
+                return time.monotonic() - self.last >= 3600
+
+            def post_train_step(self, trainer):
+                if self.is_due(trainer):
+                    self.last = time.monotonic()
+                    print(f"step {trainer.global_step}")
+        ```
+    """
+
+    @abstractmethod
+    def is_due_by_the_clock(self) -> bool:
+        """Whether it is time; asked on rank 0, until the callback has acted."""
+
+    def is_due(self, trainer: AbstractTrainer) -> bool:
+        """In `post_train_step`: whether it was time before the window just completed; the same on all ranks."""
+        return trainer._agreement.callback_is_due(self)
+
+
+class LoggingCallback(Callback):
+    """A callback that logs metrics of its own: an interface. A class with an `__init__` of its own calls this one.
+
+    Args:
+        name: What the metrics' names begin with; no two callbacks of a run may have the same, since what is logged
+            under one name is reduced together.
+
+    Raises:
+        ConfigError: The name is not one.
+
+    Example:
+        ```python
+        class EpochSeconds(LoggingCallback):
+            def __init__(self, name="epoch"):
+                super().__init__(name)
+
+            def pre_epoch(self, trainer):
+                self.began = time.perf_counter()
+
+            def post_epoch(self, trainer):
+                trainer.log(f"{self.name}/seconds", time.perf_counter() - self.began, weight=1.0, reduce="max")
+        ```
+    """
+
+    name: str = ""
+
+    def __init__(self, name: str) -> None:
+        check_name("name", name, example="mine")
+        self.name = name
+
+
+class CallbackCollection:
+    """The callbacks of a run, in order. Several of one class are fine; if they log, under names of their own.
+
+    Args:
+        callbacks: The callbacks.
+
+    Raises:
+        ConfigError: Two of them would log under one name, one that logs has none, or an `order` is not an integer.
+        TypeError: Something in it is not a Callback, or it is a callback and no list.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        if isinstance(callbacks, Callback):
+            raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
+        given: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
+        self._callbacks: list[Callback] = given
+        for callback in given:
+            if isinstance(callback, type) and issubclass(callback, Callback):
+                name = callback.__name__
+                raise TypeError(f"{name} is a class, not a callback. Write {name}() in CallbackCollection([...]).")
+            if not isinstance(callback, Callback):
+                raise TypeError(f"{callback!r} is not a Callback. Derive its class from dream_trainer.Callback.")
+            if not isinstance(callback.order, int):
+                raise ConfigError(
+                    f"{type(callback).__name__}.order={callback.order!r} is not an integer. Use one such as 10; "
+                    "lower runs earlier."
+                )
+        _refuse_one_name(self._callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def __repr__(self) -> str:
+        return f"CallbackCollection({self._callbacks!r})"
+
+    def get(self, cls: type[C]) -> C:
+        """The first callback of class `cls`.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for callback in self._callbacks:
+            if isinstance(callback, cls):
+                return callback
+        names = ", ".join(type(callback).__name__ for callback in self._callbacks) or "none"
+        raise KeyError(f"no {cls.__name__} among the callbacks ({names}).")
+
+    def in_order(self) -> list[Callback]:
+        """The callbacks by `order`, then position."""
+        return sorted(self._callbacks, key=lambda callback: callback.order)
+
+
+def _refuse_one_name(callbacks: Iterable[Callback]) -> None:
+    named: dict[str, str] = {}
+    for callback in callbacks:
+        if isinstance(callback, LoggingCallback):
+            kind, name = type(callback).__name__, callback.name
+            if not name:
+                raise ConfigError(f"{kind} has no name. Call super().__init__(name) in its __init__.")
+            if name in named:
+                raise ConfigError(
+                    f"{named[name]} and {kind} would both log under name={name!r}, where their values would mix. "
+                    f"Give one of them a name of its own: {kind}(name='{name}_2')."
+                )
+            named[name] = kind

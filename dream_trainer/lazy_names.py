@@ -1,0 +1,26 @@
+"""Names of a package that load on first use (PEP 562), so that importing the package costs next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package.
+
+    Args:
+        package: The package's `__name__`.
+        homes: For each public name the module that defines it, below `dream_trainer`.
+    """
+    names = sorted(homes)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return vars(import_module(f"dream_trainer.{homes[name]}"))[name]
+
+    return load, lambda: names, names

@@ -1,0 +1,60 @@
+"""ImageFilesLogger: images and videos as files that any viewer shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from dream_trainer.loggers.encode import gif, png
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.line_files import set_aside
+from dream_trainer.loggers.media import Images, Media, Video
+
+_STEP = re.compile(r"step_(\d+)(_\d+)?\.(png|gif)")
+
+
+class ImageFilesLogger(Logger):
+    """Writes `media/<name>/step_00000010.png` in the run directory; of several images `step_00000010_0.png` and so on.
+
+    A caption is in its file as the PNG text `Description`. Videos are GIF files. Numbers are not its business.
+
+    When a run resumes at a step, files of later steps are removed, since they will come again. A run that starts from
+    nothing where there is a directory keeps that as `media.1` (2, 3, ...).
+    """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        """Clears the directory of what will come again."""
+        self._directory = run_dir / "media"
+        if resumed_step is None:
+            set_aside(self._directory)
+            return
+        for path in self._directory.rglob("step_*"):
+            found = _STEP.fullmatch(path.name)
+            if found and int(found[1]) > resumed_step:
+                path.unlink()
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        """Does nothing."""
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        """Writes images and videos."""
+        match media:
+            case Images():
+                files = [("png", png(image)) for image in media.images]
+            case Video():
+                files = [("gif", gif(media))]
+            case _:
+                return False
+        if self._directory is None:
+            raise RuntimeError("log_media() was called before open(). Open the logger on a run directory first.")
+        # A name is a path below the directory, whatever it has in it.
+        folder = self._directory.joinpath(*(part for part in re.split(r"[/\\]", name) if part.strip(". ")))
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, (suffix, data) in enumerate(files):
+            number = f"_{index}" if len(files) > 1 else ""
+            (folder / f"step_{stamp.step:08d}{number}.{suffix}").write_bytes(data)
+        return True

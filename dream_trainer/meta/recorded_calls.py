@@ -1,0 +1,259 @@
+"""Recorded calls, indexed by the storages they write, and the replay of the few that one tensor depends on.
+
+A tensor is a storage seen through a dtype, size, stride and offset. Calls are recorded with such references in place
+of tensors, so views, `nn.Parameter(...)`, `.data` and `.data = ...` need no record: they only share a storage.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import storage_id, without_torch_function
+from dream_trainer.distributed.seeds import hash_seed
+from dream_trainer.errors import InitError
+from dream_trainer.meta.functions import map_leaves, name_of, tensor_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One way to look at a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """This view of a real storage."""
+        with torch.no_grad():
+            plain = torch.empty(0, dtype=self.dtype, device=storage.device)
+            plain.set_(storage, self.offset, self.size, self.stride)
+            return plain.conj() if self.is_conj else plain
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """A user's generator as it was when it was handed to a recorded call."""
+
+    state: Tensor
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().set_state(self.state)
+
+
+@dataclass(slots=True)
+class Op:
+    """One recorded call.
+
+    Attributes:
+        func, args, kwargs: The call, tensors replaced by `Ref` (recorded ones) or clones (real ones).
+        outputs: New tensors, as (position among the result's tensors, how the meta run laid it out).
+        writes: Storages of earlier calls that this one writes into.
+        reads: Storages whose earlier values it depends on.
+        overwrites: A storage among `writes` none of whose earlier values survive, or None.
+        default_dtype: torch's default dtype when it was recorded.
+        is_source: It only allocates: its output holds no values that anybody chose.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[tuple[int, Ref], ...]
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    overwrites: int | None
+    default_dtype: torch.dtype
+    is_source: bool = False
+
+
+@dataclass(slots=True)
+class _Storage:
+    meta: torch.UntypedStorage  # held: a freed meta storage's id would be reused
+    writers: list[int]
+
+
+class RecordedCalls:
+    """An append-only list of calls, and the means to run again those that one tensor depends on.
+
+    Args:
+        seed: Each call draws from the CPU's default generator seeded by (seed, the call's number), so what a tensor
+            gets depends neither on the rank nor on which other tensors are replayed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._first_seed = hash_seed(b"draw", seed)
+        self.ops: list[Op] = []
+        self.storages: dict[int, _Storage] = {}
+        self.foreign: set[int] = set()
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """How to find `tensor` (on meta) again; a meta tensor never seen before counts as uninitialised."""
+        if storage_id(tensor) not in self.storages:
+            self.append_source(tensor)
+            self.foreign.add(storage_id(tensor))
+        return self._ref(tensor)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a recorded call made `tensor`'s storage."""
+        return storage_id(tensor) in self.storages
+
+    def append(self, op: Op, new: list[Tensor]) -> None:
+        """Adds a call; `new` are the meta tensors that `op.outputs` describes."""
+        number = len(self.ops)
+        self.ops.append(op)
+        for tensor in new:
+            self.storages.setdefault(storage_id(tensor), _Storage(tensor.untyped_storage(), [number]))
+        for storage in op.writes:
+            self.storages[storage].writers.append(number)
+
+    def append_source(self, tensor: Tensor) -> None:
+        """Records `tensor` (on meta) as allocated and not yet written."""
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        outputs = ((0, self._ref(tensor)),)
+        kwargs = {"dtype": tensor.dtype}
+        op = Op(
+            _uninitialised,
+            (count,),
+            kwargs,
+            outputs,
+            (),
+            (),
+            None,
+            torch.get_default_dtype(),
+            is_source=True,
+        )
+        self.append(op, [tensor])
+
+    def output(self, position: int, tensor: Tensor) -> tuple[int, Ref]:
+        """Describes one new tensor of a call that is about to be appended."""
+        return position, self._ref(tensor)
+
+    def is_untouched(self, ref: Ref) -> bool:
+        """Whether nothing was ever written to the storage."""
+        return all(self.ops[number].is_source for number in self.storages[ref.storage].writers)
+
+    def is_given(self, ref: Ref) -> bool:
+        """Whether the last write to the whole storage copied a real tensor into it, as loading weights does."""
+        last = self.ops[self.storages[ref.storage].writers[-1]]
+        is_copy = last.overwrites == ref.storage and name_of(last.func) == "copy_"
+        return (is_copy and not last.reads) or (last.func is torch.clone and not last.reads)
+
+    def is_foreign(self, ref: Ref) -> bool:
+        """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""
+        return ref.storage in self.foreign and self.is_untouched(ref)
+
+    def replay(self, ref: Ref) -> tuple[torch.UntypedStorage, bool]:
+        """Runs the calls that made a storage what it is now.
+
+        Returns:
+            The real storage in CPU memory, and whether uninitialised memory went into any of those calls.
+        """
+        numbers = self._needed(ref.storage)
+        last_use: dict[int, int] = {ref.storage: len(self.ops)}
+        for number in numbers:
+            op = self.ops[number]
+            for storage in (
+                *op.reads,
+                *op.writes,
+                *(output.storage for _, output in op.outputs),
+            ):
+                last_use[storage] = max(number, last_use.get(storage, 0))
+        live: dict[int, torch.UntypedStorage] = {}
+        random_state, default_dtype = torch.get_rng_state(), torch.get_default_dtype()
+        try:
+            with torch.no_grad(), without_torch_function():
+                for number in numbers:
+                    self._run(number, live)
+                    for storage in [key for key in live if last_use[key] <= number]:
+                        del live[storage]
+        finally:
+            torch.default_generator.set_state(random_state)
+            torch.set_default_dtype(default_dtype)
+        real = live.get(ref.storage)
+        if real is None:
+            real = torch.UntypedStorage(self.storages[ref.storage].meta.nbytes())
+        return real, any(self.ops[number].is_source for number in numbers)
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        if tensor.is_neg():
+            raise InitError(
+                "A lazily negated view (the imaginary part of a conjugate) cannot be replayed. "
+                "Call `.resolve_conj()` before `.imag` in the model's constructor."
+            )
+        offset, is_conj = tensor.storage_offset(), tensor.is_conj()
+        return Ref(
+            storage_id(tensor),
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(offset),
+            is_conj,
+        )
+
+    def _needed(self, storage: int) -> list[int]:
+        """Numbers, ascending, of the calls that the storage's present values depend on.
+
+        Walks from writes to what they read; every storage keeps its own list of writers, so the cost is that of the
+        answer and not of the whole history.
+        """
+        needed: set[int] = set()
+        seen: set[tuple[int, int]] = set()
+        pending = [(storage, len(self.ops))]
+        while pending:
+            key, bound = pending.pop()
+            writers = self.storages[key].writers
+            index = bisect_left(writers, bound) - 1
+            if index < 0 or (key, writers[index]) in seen:
+                continue
+            number = writers[index]
+            seen.add((key, number))
+            needed.add(number)
+            op = self.ops[number]
+            pending.extend((read, number) for read in op.reads)
+            if op.overwrites != key:
+                pending.append((key, number))
+        return sorted(needed)
+
+    def _run(self, number: int, live: dict[int, torch.UntypedStorage]) -> None:
+        op = self.ops[number]
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                if leaf.storage not in live:
+                    live[leaf.storage] = torch.UntypedStorage(self.storages[leaf.storage].meta.nbytes())
+                return leaf.view(live[leaf.storage])
+            return leaf.generator() if isinstance(leaf, GeneratorState) else leaf
+
+        torch.set_default_dtype(op.default_dtype)
+        # The generator takes 32 bits. Counting up from a hashed start, no two draws of a model share a seed.
+        torch.default_generator.manual_seed((self._first_seed + number) & 0xFFFF_FFFF)
+        result = op.func(*map_leaves(real, op.args), **map_leaves(real, op.kwargs))
+        leaves = list(tensor_leaves(result)) if op.outputs else []
+        for position, ref in op.outputs:
+            if ref.storage not in live:
+                live[ref.storage] = _laid_out(leaves[position], ref, self.storages[ref.storage].meta.nbytes())
+
+
+def _uninitialised(count: int, *, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of NaN, so that what nobody initialises is seen; zeros where the dtype has no NaN."""
+    flat = torch.empty(count, dtype=dtype, device="cpu")
+    return flat.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
+
+
+def _laid_out(real: Tensor, ref: Ref, nbytes: int) -> torch.UntypedStorage:
+    """The storage of a replayed output, in the layout that its meta twin had (later references rely on it)."""
+    same_layout = (real.stride(), real.storage_offset()) == (ref.stride, ref.offset)
+    is_flat = real.dim() == 1 and real.numel() * real.element_size() == nbytes
+    if (same_layout or is_flat) and real.untyped_storage().nbytes() == nbytes:
+        return real.untyped_storage()
+    storage = torch.UntypedStorage(nbytes)
+    ref.view(storage).copy_(real)
+    return storage

@@ -1,0 +1,91 @@
+"""Precision: what forward and backward compute in, on a plain model and on a sharded one.
+
+bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32. Steps run under `torch.autocast`, so
+whatever is called on a model computes alike, not only `forward`; sharded models besides gather their parameters in half
+precision (`MixedPrecisionPolicy`). fp16 has a range of its own, for which loss_scale.py cares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dream_trainer.compat.pytorch import tf32_products
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def half_dtype(parameters: DeviceParameters) -> torch.dtype | None:
+    """The half-precision type that steps compute in; None if they compute in the parameters' own."""
+    return _DTYPES[parameters.precision] if parameters.precision in ("bf16", "fp16") else None
+
+
+def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a step: `torch.autocast` to the configured type, or nothing.
+
+    Without autocast's cache of cast parameters, which is stale once an optimizer has stepped (PyTorch 2.13).
+    """
+    dtype = half_dtype(parameters)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+def without_autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any] | None:
+    """For what is called within a step and is not forward: a backward computes in its forward's types, an optimizer in
+    the parameters'. None if steps are not under autocast."""
+    return None if half_dtype(parameters) is None else torch.autocast(device.type, enabled=False)
+
+
+def under_autocast(
+    step: Callable[[Any, int], Any], parameters: DeviceParameters, device: torch.device
+) -> Callable[[Any, int], Any]:
+    """`step`, computing in the configured type; `step` itself if that is the parameters' own."""
+    if half_dtype(parameters) is None:
+        return step
+    context = autocast(parameters, device)
+
+    def inside(batch: Any, batch_idx: int) -> Any:
+        with context:
+            return step(batch, batch_idx)
+
+    return inside
+
+
+def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None:
+    """How `fully_shard` casts parameters, inputs and gradients of blocks; None: not at all.
+
+    The root's outputs are float32 besides (`dream_trainer.modules.sharding.shard_by_blocks`).
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = half_dtype(parameters)
+    reduce = None if parameters.reduce_dtype is None else _DTYPES[parameters.reduce_dtype]
+    if dtype is None and reduce is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if reduce is None else reduce)
+
+
+@contextmanager
+def float32_products(trainer: AbstractTrainer) -> Iterator[None]:
+    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was.
+
+    For CUDA devices; others have no TF32, and it is said that they compute in float32.
+    """
+    if trainer.config.device_parameters.precision != "tf32":
+        yield
+        return
+    device = trainer.world.device.type
+    if device != "cuda":
+        trainer._say_once("tf32", f'precision="tf32" is for CUDA devices; this {device} computes in float32.')
+        yield
+        return
+    with tf32_products():
+        yield

@@ -1,0 +1,232 @@
+"""Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps.
+
+Functions of a model, its blocks and a `fully_shard` config. Replication is `fully_shard` over an `(n, 1)` mesh: one
+code path for FSDP, HSDP and replicas, with the same gradient arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.nn as nn
+
+from dream_trainer.compat.pytorch import gathered_twins, sharded_parameters, whole_parameters
+from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.class_change import own_class
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children of every outermost `ModuleList`/`Sequential` of two or more children of one class.
+
+    A container inside a block (the experts of a mixture) is not looked into: its block is the unit.
+    """
+    children = list(model.children())
+    are_alike = len(children) > 1 and len({own_class(child) for child in children}) == 1
+    if are_alike and isinstance(model, nn.ModuleList | nn.Sequential):
+        return [child for child in children if next(child.parameters(), None) is not None]
+    return [block for child in children for block in repeated_blocks(child)]
+
+
+def shard_by_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]
+) -> None:
+    """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
+
+    Parameters without a dimension cannot be cut: they stay plain and whole, and `step` averages their gradients.
+
+    Args:
+        model: The model; its class changes in place.
+        blocks: Modules of `model` that become a group each.
+        config: Keyword arguments of `fully_shard` for the blocks.
+        root: Those for the root.
+
+    Raises:
+        ConfigError: A parameter is shared by two groups.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    _refuse_ties_across(model, blocks)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    if scalars:
+        config, root = config | {"ignored_params": scalars}, root | {"ignored_params": scalars}
+    for block in blocks:
+        fully_shard(block, **config)
+    policy = root.get("mp_policy")
+    if policy is not None and policy.param_dtype is not None:
+        # Of the root alone: a block's output is the next one's input, and what a model is given may be a time or a
+        # target, which half precision would round.
+        policy = dataclasses.replace(policy, output_dtype=torch.float32, cast_forward_inputs=False)
+        root = root | {"mp_policy": policy}
+    fully_shard(model, **root)
+
+
+def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None:
+    """Refuses what gives gradients that cannot be handled.
+
+    Raises:
+        ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`, or two models share a
+            parameter.
+    """
+    owner: dict[int, str] = {}
+    for model_name, model in models.items():
+        for name, module in model.named_modules(prefix=model_name):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ConfigError(
+                    f"{name} is built with sparse=True. Sparse gradients have no norm over parameters and ranks: use "
+                    "sparse=False."
+                )
+            if world_size > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                raise ConfigError(
+                    f"{name} is built with max_norm={module.max_norm}. On several ranks a forward renormalises the "
+                    "rank's own copy of the rows it looks up, and that is lost. Normalise in the forward instead, or "
+                    "after the step."
+                )
+        for name, parameter in model.named_parameters(prefix=model_name):
+            other = owner.setdefault(id(parameter), name)
+            if world_size > 1 and other != name:
+                raise ConfigError(
+                    f"{other} and {name} are one parameter in two models, which several ranks cannot wrap twice. Put "
+                    "both models into one module, assigned to self."
+                )
+
+
+def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: dict[int, str] = {}
+    inside = set()
+    for block in blocks:
+        for parameter in block.parameters():
+            other = owner.setdefault(id(parameter), names.get(id(block), type(block).__name__))
+            if other != names.get(id(block), type(block).__name__):
+                raise ConfigError(
+                    f"blocks {other!r} and {names.get(id(block))!r} share a parameter, which two shards cannot. "
+                    "Override model_blocks so that one block holds both, or leaves both out."
+                )
+            inside.add(id(parameter))
+    members = {id(part) for block in blocks for part in block.modules()}
+    for name, module in model.named_modules():
+        if id(module) in members:
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in inside:
+                raise ConfigError(
+                    f"parameter {name}.{parameter_name} outside the blocks is tied to one inside block "
+                    f"{owner[id(parameter)]!r}. Override model_blocks so that the root holds both."
+                )
+
+
+@contextmanager
+def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Parameters that are one object before the block are one object after it, and frozen ones stay frozen:
+    `parallelize_module` unties them, and its `SequenceParallel` has all that it replaces trained.
+
+    Raises:
+        ConfigError: The plan splits a tied parameter's names in different ways.
+    """
+    slots: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for model_name, model in models.items():
+        for prefix, module in model.named_modules(prefix=model_name):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                slots.setdefault(parameter, []).append((f"{prefix}.{name}", module, name))
+    yield
+    for parameter, ((first_name, first, name), *others) in slots.items():
+        kept = first.get_parameter(name)
+        if not parameter.requires_grad:
+            kept.requires_grad_(False)
+        for other_name, module, alias in others:
+            if layout(module.get_parameter(alias)) != layout(kept):
+                raise ConfigError(
+                    f"{first_name} and {other_name} are tied, and the tensor-parallel plan splits them in different "
+                    "ways. Split both along the same dimension, or leave both out of the plan."
+                )
+            module.register_parameter(alias, kept)
+
+
+def layout(parameter: nn.Parameter) -> object:
+    """How a parameter lies on its mesh; None for a plain one."""
+    from torch.distributed.tensor import DTensor
+
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def move_what_is_whole(model: nn.Module, device: torch.device) -> None:
+    """Moves buffers and unsharded parameters to `device`, where an offloaded model computes."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules of `model` that `fully_shard` wrapped, outermost first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(*models: nn.Module) -> Iterator[None]:
+    """Inside, `models` have whole copies of their parameters on each rank, and forwards gather nothing. No gradients.
+
+    Raises:
+        StepError: Weights are loaded inside, into copies that nobody keeps.
+    """
+    with torch.no_grad(), ExitStack() as stack:
+        for model in models:
+            if model not in _are_gathered:
+                _are_gathered.add(model)
+                stack.callback(_are_gathered.discard, model)
+            for module in fsdp_modules(model):
+                stack.enter_context(whole_parameters(module))
+            stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
+        yield
+
+
+_are_gathered: WeakSet[nn.Module] = WeakSet()
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Whether the whole copies of `gathered` stand in for the parameters of `model` at the moment."""
+    return model in _are_gathered
+
+
+def _refuse_to_load(*_: Any) -> None:
+    raise StepError(
+        "load_state_dict() was called inside gathered(), whose weights are copies that are gone at its end. Call it "
+        "outside, with sharded values, or use load_weights in load_pretrained()."
+    )
+
+
+@contextmanager
+def frozen(*models: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of `models` take no gradients; gradients still flow through them to their inputs.
+
+    Under `fully_shard` a parameter has a gathered twin with a `requires_grad` of its own, taken from the parameter
+    when it is gathered. One that was gathered inside and left so gets its own back at the end.
+    """
+    wrapped = [module for model in models for module in fsdp_modules(model)]
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    parameters |= {id(p): p for module in wrapped for p in sharded_parameters(module)}
+    before = [(p, p.requires_grad) for p in parameters.values()]
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+        for module in wrapped:
+            for sharded, gathered in gathered_twins(module):
+                gathered.requires_grad_(sharded.requires_grad)

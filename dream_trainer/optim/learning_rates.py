@@ -1,0 +1,270 @@
+"""Learning rate schedules from ScheduleParameters, as closed forms of the step.
+
+The optimizer's step number s, from 0, is taken at `factor(s)` times the group's own rate, so that groups keep their
+ratios. A checkpoint holds s and the groups' rates; the form follows the config of today, so that a longer run stretches
+what is left of it, and a WSD run goes on from before its decay.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from dream_trainer.checks import check_between, check_choice, check_integer, spell
+from dream_trainer.config.parameter_class import parameters
+from dream_trainer.errors import ConfigError
+
+logger = logging.getLogger("dream_trainer")
+
+ScheduleName = Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "plateau"]
+DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
+
+_TAKES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "cosine": ("min_lr_ratio",),
+    "linear": ("min_lr_ratio",),
+    "wsd": ("min_lr_ratio", "decay_steps", "decay_shape"),
+    "inverse_sqrt": ("min_lr_ratio",),
+    "plateau": ("min_lr_ratio", "mode", "factor", "patience", "cooldown"),
+}
+_NEEDS_TOTAL = ("cosine", "linear", "wsd")
+
+
+@parameters
+class ScheduleParameters:
+    """A schedule by name; each value at None has the default that its line names.
+
+    With W the warm-up, T the total, m the smallest ratio, and s the step from 0, the factor on each group's rate is
+
+    - in the warm-up, s < W: `(s + 1) / (W + 1)`, so that no step is wasted at zero and step W is the first at 1;
+    - "constant": 1;
+    - "cosine": `m + (1 - m) (1 + cos(pi x)) / 2` and "linear": `1 - (1 - m) x`, with `x = (s - W) / (T - W)`;
+    - "wsd" (warm-up, stable, decay; MiniCPM, Hu et al. 2024, arXiv 2404.06395): 1 until step T - D, then `decay_shape`
+      over `x = (s - (T - D)) / D`: "linear" and "cosine" as above, "sqrt" `1 - (1 - m) sqrt(x)` (Haegele et al. 2024,
+      arXiv 2405.18392), "exponential" `m**x` (MiniCPM's own form, scaled to end at m);
+    - "inverse_sqrt": `max(m, sqrt((W + 1) / (s + 1)))` (Vaswani et al. 2017, arXiv 1706.03762);
+    - from step T on, where there is a decay: m.
+
+    "plateau" is PyTorch's ReduceLROnPlateau, which the user steps with a metric. A warm-up as long as the run or longer
+    is cut off by its end: rank 0 warns of it, and it is no error, since short runs try out the config of long ones.
+
+    Raises:
+        ConfigError: a value cannot work, or the named schedule does not take it.
+    """
+
+    name: ScheduleName = "constant"
+    """Form of the schedule."""
+    unit: Literal["step", "epoch"] = "step"
+    """What warm-up and decay count and how often the schedule is stepped: "epoch" once in `post_epoch`."""
+    warmup_steps: int | float = 0
+    """Length of the warm-up in units, or a fraction of the total below 1; 0 has none."""
+    min_lr_ratio: float | None = None
+    """Smallest factor on the learning rate: cosine, linear, wsd, inverse_sqrt, plateau; None is 0."""
+    decay_steps: int | float | None = None
+    """Length of wsd's decay in units, or a fraction of the total below 1; None is 0.1, which MiniCPM found enough."""
+    decay_shape: DecayShape | None = None
+    """Form of wsd's decay; None is "linear"."""
+    mode: Literal["min", "max"] | None = None
+    """Whether plateau's metric should fall or rise; None is "min"."""
+    factor: float | None = None
+    """What plateau multiplies the rate by; None is 0.1."""
+    patience: int | None = None
+    """Validations without improvement that plateau puts up with; None is 10."""
+    cooldown: int | None = None
+    """Validations after a reduction that plateau does not count; None is 0."""
+
+    def __post_init__(self) -> None:
+        check_choice("name", self.name, get_args(ScheduleName))
+        check_choice("unit", self.unit, ("step", "epoch"))
+        for name in dict.fromkeys(name for names in _TAKES.values() for name in names):
+            value = getattr(self, name)
+            if value is not None and name not in _TAKES[self.name]:
+                others = spell(repr(other) for other, names in _TAKES.items() if name in names)
+                raise ConfigError(f"{name}={value!r} means nothing to {self.name!r}. Leave it out, or use {others}.")
+        _check_length("warmup_steps", self.warmup_steps, zero=True)
+        if self.decay_steps is not None:
+            _check_length("decay_steps", self.decay_steps, zero=False)
+        if self.min_lr_ratio is not None:
+            check_between("min_lr_ratio", self.min_lr_ratio, 0, 1)
+        check_choice("decay_shape", self.decay_shape, (*get_args(DecayShape), None))
+        if self.decay_shape == "exponential" and not self.min_lr_ratio:
+            raise ConfigError(
+                'decay_shape="exponential" never reaches min_lr_ratio=0. Set min_lr_ratio, such as 0.01, or use '
+                "another shape."
+            )
+        if self.name == "plateau":
+            self._check_plateau()
+
+    def _check_plateau(self) -> None:
+        if self.warmup_steps:
+            raise ConfigError(
+                f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.'
+            )
+        if self.unit != "step":
+            raise ConfigError('unit="epoch": "plateau" is stepped by validations, not epochs. Leave unit out.')
+        check_choice("mode", self.mode, ("min", "max", None))
+        if self.factor is not None:
+            check_between("factor", self.factor, 0, 1, below=True)
+        for name in ("patience", "cooldown"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=0)
+
+
+def build_schedule(
+    parameters: ScheduleParameters,
+    optimizer: Optimizer,
+    *,
+    total_steps: int | None,
+    steps_per_epoch: int | None = None,
+) -> LambdaLR | ReduceLROnPlateau:
+    """The named schedule over `optimizer`'s groups, each relative to its own learning rate.
+
+    Hand it to `self.step(model, optimizer, scheduler)`. With `unit="epoch"` call its `step()` in `post_epoch` instead,
+    and for "plateau" `step(metrics[...])` in `post_val_epoch`; both come before the checkpoint of that moment.
+
+    Args:
+        parameters: Which schedule, with which numbers.
+        optimizer: A fresh one; its groups' rates are those of factor 1.
+        total_steps: Optimizer steps of the run, `self.total_steps`; None where nobody can tell.
+        steps_per_epoch: Optimizer steps of one epoch; needed for `unit="epoch"` where the total is.
+
+    Raises:
+        ConfigError: The schedule needs a total that is not known.
+    """
+    (schedule,) = build_schedules(parameters, [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    return schedule
+
+
+def build_schedules(
+    parameters: ScheduleParameters,
+    optimizers: Sequence[Optimizer],
+    *,
+    total_steps: int | None,
+    steps_per_epoch: int | None = None,
+) -> list[LambdaLR | ReduceLROnPlateau]:
+    """One schedule for each of several optimizers, in their order; arguments and errors of `build_schedule`."""
+    if parameters.name == "plateau":
+        return [_plateau(parameters, optimizer) for optimizer in optimizers]
+    factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
+    return [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+
+def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
+    warmup = _length(parameters.warmup_steps, total)
+    is_main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if is_main and total is not None and 0 < total <= warmup:
+        logger.warning(
+            "the warm-up of %d %ss (warmup_steps=%s) does not end within the run's %d: the learning rate never reaches "
+            "its peak. Use a shorter one, or a fraction of the run, such as warmup_steps=0.05.",
+            warmup,
+            parameters.unit,
+            parameters.warmup_steps,
+            total,
+        )
+
+
+def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROnPlateau:
+    smallest = parameters.min_lr_ratio or 0.0
+    given = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
+    return ReduceLROnPlateau(
+        optimizer,
+        min_lr=[smallest * group["lr"] for group in optimizer.param_groups],
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def rate_factor(
+    parameters: ScheduleParameters, *, total_steps: int | None, steps_per_epoch: int | None = None
+) -> Callable[[int], float]:
+    """The factor on the learning rate as a function of the step (with `unit="epoch"`, the epoch), from 0.
+
+    A plain function, which LambdaLR leaves out of its state. Arguments and errors are those of `build_schedule`;
+    "plateau" has no such form.
+    """
+    if parameters.name == "plateau":
+        raise ConfigError('"plateau" follows a metric and has no form in steps. Use build_schedule.')
+    total = _total(parameters, total_steps, steps_per_epoch)
+    warmup = _length(parameters.warmup_steps, total)
+    after = _after_warmup(parameters, warmup, total)
+
+    def factor(step: int) -> float:
+        return (step + 1) / (warmup + 1) if step < warmup else after(step)
+
+    return factor
+
+
+def _after_warmup(parameters: ScheduleParameters, warmup: int, total: int | None) -> Callable[[int], float]:
+    smallest = parameters.min_lr_ratio or 0.0
+    if parameters.name == "constant":
+        return lambda step: 1.0
+    if parameters.name == "inverse_sqrt":
+        return lambda step: max(smallest, math.sqrt((warmup + 1) / (step + 1)))
+    assert total is not None  # _total raised otherwise
+    start, shape = warmup, str(parameters.name)
+    if parameters.name == "wsd":
+        length = _length(0.1 if parameters.decay_steps is None else parameters.decay_steps, total)
+        start, shape = max(warmup, total - length), parameters.decay_shape or "linear"
+    return lambda step: _decayed(shape, smallest, _progress(step, start, total))
+
+
+def _decayed(shape: str, smallest: float, x: float) -> float:
+    """Falls from 1 to `smallest` as x goes from 0 to 1."""
+    if shape == "exponential":
+        return smallest**x
+    if shape == "cosine":
+        return smallest + (1 - smallest) * (1 + math.cos(math.pi * x)) / 2
+    return 1 - (1 - smallest) * (math.sqrt(x) if shape == "sqrt" else x)
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return 1.0 if step >= end else max(0.0, (step - start) / (end - start))
+
+
+def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    """Units of the whole run, where they are needed; None where not."""
+    is_fraction = isinstance(parameters.warmup_steps, float) and parameters.warmup_steps > 0
+    what = repr(parameters.name) if parameters.name in _NEEDS_TOTAL else f"warmup_steps={parameters.warmup_steps}"
+    if parameters.name not in _NEEDS_TOTAL and not is_fraction:
+        return None
+    if total_steps is None:
+        raise ConfigError(
+            f"total_steps=None, and {what} needs the run's length. Set max_steps or n_epochs, or use a schedule "
+            'without an end ("constant", "inverse_sqrt") with warmup_steps as a number of steps.'
+        )
+    total = _units(parameters, total_steps, steps_per_epoch)
+    if total is None:
+        raise ConfigError(
+            f'steps_per_epoch={steps_per_epoch}, and unit="epoch" needs it to count {what} in epochs. '
+            'Pass the optimizer steps of one epoch, or use unit="step".'
+        )
+    return total
+
+
+def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    """Units of the whole run; None if nobody can tell."""
+    if total_steps is None or parameters.unit == "step":
+        return total_steps
+    return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
+
+
+def _length(value: int | float, total: int | None) -> int:
+    if isinstance(value, int):
+        return value
+    return 0 if total is None else round(value * total)
+
+
+def _check_length(name: str, value: object, *, zero: bool) -> None:
+    """Raises ConfigError unless `value` is a count, or a fraction below 1; 0 only if `zero`."""
+    least = 0 if zero else 1
+    if isinstance(value, float):
+        if not (0 < value < 1 or (zero and value == 0)):
+            raise ConfigError(f"{name}={value!r} is no fraction of the total. Use one below 1, or an integer.")
+    else:
+        check_integer(name, value, minimum=least, hint=" A number below 1 is a fraction of the total.")

@@ -1,0 +1,171 @@
+"""OptimizerParameters: which optimizer, with which numbers, over which groups of parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from dream_trainer.checks import (
+    check_between,
+    check_boolean,
+    check_choice,
+    check_integer,
+    check_names,
+    check_positive,
+    spell,
+)
+from dream_trainer.config.parameter_class import parameters
+from dream_trainer.errors import ConfigError
+from dream_trainer.optim.groups import GroupParameters, check_pattern
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "adafactor", "muon"]
+
+HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("betas", "eps", "amsgrad"),
+    "adam": ("betas", "eps", "amsgrad"),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("eps",),
+    "rmsprop": ("alpha", "eps", "momentum", "centered"),
+    "nadam": ("betas", "eps"),
+    "adafactor": (),
+    "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
+}
+"""Fields that each optimizer takes beside those that all take."""
+
+HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
+"""Optimizers with a fused implementation; of "muon" it is the AdamW half's."""
+
+
+@parameters
+class OptimizerParameters:
+    """One of PyTorch's optimizers by name, and how the model's parameters are grouped for it.
+
+    A hyperparameter left at None has PyTorch's own default for that optimizer. One that the named optimizer does not
+    take is an error.
+
+    Raises:
+        ConfigError: a value cannot work, or the named optimizer does not take it.
+    """
+
+    name: OptimizerName = "adamw"
+    """Optimizer; "muon" is torch.optim.Muon on hidden matrices and AdamW on all other parameters."""
+    lr: float = 1e-3
+    """Learning rate; 1e-3 is PyTorch's for AdamW."""
+    weight_decay: float | None = None
+    """Weight decay of matrices: decoupled in AdamW, Muon and Adafactor, an L2 penalty in the others; None leaves
+    PyTorch's default (AdamW 0.01, Muon 0.1, the others 0)."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the running mean and square of the gradient: adamw, adam, nadam, and the AdamW half of muon."""
+    eps: float | None = None
+    """Added to the denominator: adamw, adam, nadam, adagrad, rmsprop, and the AdamW half of muon."""
+    amsgrad: bool | None = None
+    """Keep the largest running square: adamw, adam."""
+    momentum: float | None = None
+    """Momentum: sgd, rmsprop, muon."""
+    dampening: float | None = None
+    """Share of the gradient kept out of the momentum: sgd."""
+    nesterov: bool | None = None
+    """Nesterov momentum: sgd, muon."""
+    alpha: float | None = None
+    """Decay rate of the running square: rmsprop."""
+    centered: bool | None = None
+    """Normalise by the gradient's variance: rmsprop."""
+    ns_steps: int | None = None
+    """Newton-Schulz iterations: muon."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
+    """How muon's rate follows a matrix's shape: None or "match_rms_adamw" makes updates as large as AdamW's, so that
+    one `lr` serves both; "original" is Keller Jordan's rule, whose rate is some fifty times AdamW's."""
+    hidden: tuple[str, ...] = ()
+    """Regular expressions of the names of muon's matrices; () takes those inside the model's repeated blocks."""
+    adamw_lr: float | None = None
+    """Learning rate of muon's AdamW half; None uses `lr`."""
+    fused: bool | Literal["auto"] = "auto"
+    """One kernel per group: "auto" wherever the optimizer, device and parameters have it, else one kernel per
+    operation (foreach); True insists, False never."""
+    decay_vectors: bool = False
+    """Decay biases, scalars and normalisation weights too; by default only matrices decay."""
+    decay_embeddings: bool = True
+    """Decay embedding tables."""
+    groups: tuple[GroupParameters, ...] = ()
+    """Parameters with a rate or decay of their own; the first pattern that matches a parameter decides."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from each block to the one below it; None has one rate for all."""
+
+    def __post_init__(self) -> None:
+        check_choice("name", self.name, get_args(OptimizerName))
+        self._check_hyperparameters()
+        check_positive("lr", self.lr)
+        if self.weight_decay is not None:
+            check_between("weight_decay", self.weight_decay, 0, math.inf)
+        if self.fused != "auto":
+            check_boolean("fused", self.fused)
+        if self.fused is True and self.name not in HAS_FUSED:
+            names = spell(repr(name) for name in HAS_FUSED)
+            raise ConfigError(f'fused=True: {self.name!r} has no fused implementation. Use fused="auto", or {names}.')
+        check_boolean("decay_vectors", self.decay_vectors)
+        check_boolean("decay_embeddings", self.decay_embeddings)
+        if not isinstance(self.groups, tuple | list):
+            raise ConfigError(f"groups={self.groups!r} is no tuple. Use (GroupParameters(pattern=..., lr_scale=...),).")
+        for group in self.groups:
+            if not isinstance(group, GroupParameters):
+                raise ConfigError(f"groups has {group!r}. Use GroupParameters(pattern=..., lr_scale=...).")
+        if self.layer_decay is not None:
+            check_between("layer_decay", self.layer_decay, 0, 1)
+            check_positive("layer_decay", self.layer_decay, hint=" freeze() leaves parameters as they are.")
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these fields that are not None, by name: keyword arguments of PyTorch's optimizer."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _check_hyperparameters(self) -> None:
+        takes = HYPERPARAMETERS[self.name]
+        for name in dict.fromkeys(name for names in HYPERPARAMETERS.values() for name in names):
+            value = getattr(self, name)
+            if name not in takes and value is not None and value != ():
+                others = spell(repr(other) for other, names in HYPERPARAMETERS.items() if name in names)
+                raise ConfigError(f"{name}={value!r} means nothing to {self.name!r}. Leave it out, or use {others}.")
+        if self.betas is not None:
+            if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+                raise ConfigError(f"betas={self.betas!r} are not two numbers. Use a pair such as (0.9, 0.95).")
+            for index, beta in enumerate(self.betas):
+                check_between(f"betas[{index}]", beta, 0, 1, below=True)
+        for name in ("momentum", "alpha"):
+            if getattr(self, name) is not None:
+                check_between(name, getattr(self, name), 0, 1, below=True)
+        if self.dampening is not None:
+            check_between("dampening", self.dampening, 0, 1)
+        for name in ("eps", "adamw_lr"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("amsgrad", "nesterov", "centered"):
+            if getattr(self, name) is not None:
+                check_boolean(name, getattr(self, name))
+        self._check_momentum()
+        self._check_muon()
+
+    def _check_momentum(self) -> None:
+        if self.name != "sgd":
+            return
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ConfigError(
+                f"nesterov=True needs momentum and no dampening, not momentum={self.momentum}, "
+                f"dampening={self.dampening}. Use momentum=0.9, dampening=None."
+            )
+        if self.dampening and not self.momentum:
+            raise ConfigError(f"dampening={self.dampening} does nothing without momentum. Set momentum=0.9.")
+
+    def _check_muon(self) -> None:
+        if self.ns_steps is not None:
+            check_integer("ns_steps", self.ns_steps, minimum=1)
+            if self.ns_steps >= 100:
+                raise ConfigError(f"ns_steps={self.ns_steps} is too many. Use 5.")
+        check_choice("adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original", None))
+        if self.adjust_lr_fn == "original" and self.adamw_lr is None:
+            raise ConfigError(
+                f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then wants a rate some fifty times '
+                'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".'
+            )
+        check_names("hidden", self.hidden, example="blocks")
+        for pattern in self.hidden:
+            check_pattern("hidden", pattern)

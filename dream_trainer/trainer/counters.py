@@ -1,0 +1,71 @@
+"""Counters: every counter of a run, in one dataclass that one place advances."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dream_trainer.data.stream import DataPosition
+
+
+@dataclass(slots=True)
+class Counters:
+    """Where a run stands. Only completed work counts; `BaseTrainer` advances it before anybody is told.
+
+    Attributes:
+        global_step: Accumulation windows completed with at least one `step()`.
+        current_epoch: Epochs completed.
+        batch_idx: Micro-batches of this rank completed in the current epoch.
+        epoch_steps: Windows completed in the current epoch.
+        samples_seen: Samples consumed by all ranks.
+        skipped_steps: Optimizer steps skipped because the gradient norm was not finite or the total weight was zero.
+        elapsed_seconds: Seconds of training before this process started.
+        data: Place in the training data: the end of the last window.
+        is_pass_over: Whether that window was the last of its pass over the data.
+        loader_was_replaced: Whether `train_dataloader` was assigned anew since the run began.
+        owed: What is left to do after the last window: a validation if `validates`, the end of its epoch if
+            `epoch_ended`. A resume does it first. None if neither.
+    """
+
+    global_step: int = 0
+    current_epoch: int = 0
+    batch_idx: int = 0
+    epoch_steps: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    elapsed_seconds: float = 0.0
+    data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
+    is_pass_over: bool = False
+    loader_was_replaced: bool = False
+    owed: dict[str, bool] | None = None
+
+    def finish_window(self, *, stepped: bool, samples: int, end: DataPosition) -> None:
+        """Counts a completed window.
+
+        Args:
+            stepped: Whether `step()` ran in it.
+            samples: Samples of all ranks in it.
+            end: Place in the data after it.
+        """
+        self.global_step += stepped
+        self.epoch_steps += 1
+        self.samples_seen += samples
+        # Only here are the samples of all ranks known where a loader is not ours, and a resume needs them: a batch may
+        # hold another number of them by then.
+        before = self.data.samples if self.data.epoch == end.epoch else 0
+        self.data = end if end.samples else DataPosition(end.epoch, before + samples, end.batches)
+
+    def finish_epoch(self) -> None:
+        """Counts a completed epoch and starts the next."""
+        self.current_epoch += 1
+        self.epoch_steps = 0
+        self.batch_idx = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters as plain data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, DataPosition(**value) if name == "data" else value)

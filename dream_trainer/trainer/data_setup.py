@@ -1,0 +1,210 @@
+"""From the loaders a user returns to the streams the loop pulls from, with the batch arithmetic they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from dream_trainer.data.foreign import EpochAware
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
+from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.distributed.equality import refuse_differences
+from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.trainer.rank_differences import agree_on_data
+from dream_trainer.trainer.user_class.overrides import heard
+
+if TYPE_CHECKING:
+    from dream_trainer.config.training_parameters import TrainingParameters
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def connect_data(trainer: AbstractTrainer) -> None:
+    """Calls `configure_dataloaders` and sets the trainer's loaders, stream, accumulation and planned steps.
+
+    Raises:
+        HookError: The hook returned something other than `(train, val)`, or validation data without a step.
+        DataError: The data is empty, or cannot be split over the ranks.
+        ConfigError: The batch sizes do not divide.
+        RanksDifferError: Ranks have other data than each other, where the trainer deals one dataset to all.
+    """
+    from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
+
+    loaders = trainer.configure_dataloaders()
+    if not isinstance(loaders, tuple) or len(loaders) != 2:
+        raise HookError(
+            f"configure_dataloaders returned {type(loaders).__name__}. Return a pair (train, val); val may be None."
+        )
+    trainer.train_dataloader, val = loaders
+    if trainer.train_dataloader is None:
+        raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
+    parameters, world = trainer.config.training_parameters, trainer.world
+    batch_size = loader_batch_size(trainer.train_dataloader)
+    trainer.accumulation_steps = (
+        accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
+        if parameters.global_batch_size is not None
+        else parameters.gradient_accumulation_steps
+    )
+    # The default is nobody's wish, and what is not the loader's need not be said.
+    expected = (None, parameters.train_batch_size)
+    is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
+    if is_set and batch_size not in expected and parameters.global_batch_size is None:
+        trainer._say_once(
+            "batch_size",
+            f"the training loader's batch size {batch_size} counts, not "
+            f"train_batch_size={parameters.train_batch_size}.",
+        )
+    _open_stream(trainer)
+    trainer.val_dataloaders = _named_validation_loaders(trainer, val)
+    trainer._val_batches = {
+        name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
+        for name, loader in trainer.val_dataloaders.items()
+    }
+    steps = agree_on_data(trainer)
+    trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
+    trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
+
+
+def follow_train_dataloader(trainer: AbstractTrainer) -> None:
+    """Takes the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective.
+
+    The plan of steps stays as it was made: schedules were built from it.
+
+    Raises:
+        DataError: The loader has another batch size; or the run went on with a loader that was assigned in a process
+            before this one, and none was assigned in this.
+        RanksDifferError: Not every rank has assigned one, or they are not the same.
+    """
+    progress, world = trainer.progress, trainer.world
+    is_new = trainer.train_dataloader is not trainer._connected_dataloader
+    if world.world_size > 1:
+        refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
+    if not is_new:
+        if progress.loader_was_replaced and not trainer._has_replaced_loader:
+            raise DataError(
+                "this run went on with another training loader than configure_dataloaders returns, and none was "
+                "assigned to self.train_dataloader since the resume. Assign it in pre_epoch, whenever it is called, "
+                "from self.current_epoch."
+            )
+        return
+    before, now = loader_batch_size(trainer._connected_dataloader), loader_batch_size(trainer.train_dataloader)
+    if before != now:
+        raise DataError(
+            f"self.train_dataloader was assigned a loader of batch size {now}, and the run has {before}. Keep the "
+            "batch size: steps, limits and learning rates are counted in it."
+        )
+    _open_stream(trainer)
+    agree_on_data(trainer)
+    assert trainer._train_stream is not None  # just opened
+    trainer._feed.follow(trainer._train_stream, progress.data)
+    trainer._ranks_are_even = trainer._train_stream.is_even
+    progress.loader_was_replaced = trainer._has_replaced_loader = True
+
+
+def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader | DistributedDataLoader) or not loader.persistent_workers:
+        return
+    if isinstance(loader.dataset, EpochAware) or not heard(type(trainer), "pre_epoch"):
+        return
+    trainer._say_once(
+        "persistent workers",
+        "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
+        "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
+        "persistent_workers=False.",
+    )
+
+
+def _open_stream(trainer: AbstractTrainer) -> None:
+    """Sets the stream over `train_dataloader`."""
+    _say_if_workers_keep_old_data(trainer)
+    stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
+    if count:
+        batches = _first_batches(stream, count)
+        stream.close()
+        stream = _stream(trainer, PerRankLoader(batches))
+    trainer._train_stream, trainer._connected_dataloader = stream, trainer.train_dataloader
+
+
+def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
+    world = trainer.world
+    return train_stream(
+        loader,
+        accumulation=trainer.accumulation_steps,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        seed=trainer.config.seed,
+        batch_size=trainer.batch_size,
+    )
+
+
+def _first_batches(stream: TrainStream, count: int) -> list[Any]:
+    """The first `count` batches of the first pass, fewer if it has fewer."""
+    batches: list[Any] = []
+    while len(batches) < count:
+        window = stream.next_window()
+        if window is None:
+            break
+        batches += list(window.batches)
+    return batches[:count]
+
+
+def global_batch_size(trainer: AbstractTrainer) -> int | None:
+    """Samples of one whole optimizer step over all ranks; None if the loader has no batch size."""
+    batch_size = loader_batch_size(trainer.train_dataloader)
+    return None if batch_size is None else batch_size * trainer.accumulation_steps * trainer.world.dp_size
+
+
+def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -> int | None:
+    """Optimizer steps of one epoch; None where only the end of the data tells."""
+    if parameters.fast_dev_run:
+        return 1
+    if parameters.train_steps_per_epoch is not None:
+        return parameters.train_steps_per_epoch
+    return steps_per_pass
+
+
+def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
+    """Optimizer steps until the first limit that can be foreseen; None if there is none.
+
+    Args:
+        parameters: The limits.
+        steps_per_pass: Steps in one pass over the data, if known.
+        batch: Global batch size, if known.
+    """
+    per_epoch = steps_in_epoch(parameters, steps_per_pass)
+    plans = [parameters.max_steps]
+    if parameters.fast_dev_run:
+        plans.append(1)
+    if parameters.epoch_limit is not None and per_epoch is not None:
+        plans.append(parameters.epoch_limit * per_epoch)
+    if parameters.max_samples is not None and batch is not None:
+        plans.append(-(-parameters.max_samples // batch))
+    return min((plan for plan in plans if plan is not None), default=None)
+
+
+def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, Any]:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    has_step = type(trainer).validation_step is not AbstractTrainer.validation_step
+    if val is None or (isinstance(val, Mapping) and not val):
+        if has_step:
+            trainer._say_once(
+                "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
+            )
+        return {}
+    if not has_step:
+        raise HookError(
+            "configure_dataloaders returned a validation loader, but validation_step is not overridden. "
+            "Write validation_step, or return (train, None)."
+        )
+    if not isinstance(val, Mapping):
+        return {"": val}
+    if not trainer._names_validation_loaders:
+        raise ConfigError(
+            f"configure_dataloaders returned {len(val)} named validation loaders, which needs EvalMixin. "
+            "Add EvalMixin to the trainer and EvalConfigMixin to its config, or return one loader."
+        )
+    return dict(val)

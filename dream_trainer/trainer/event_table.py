@@ -1,0 +1,117 @@
+"""The trainer's events, and the table of who really listens to each.
+
+An event is a method that callbacks and the classes of the user's trainer may define: each definition is heard once, so
+mixins of the user's need no `super()` and no order. The table is built once, from the methods that override the
+documented no-ops, so an event that nobody listens to costs the loop one empty tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.events.callback import Callback
+from dream_trainer.trainer.user_class.overrides import bound, heard
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Listener = Callable[..., None]
+
+EVENTS: tuple[str, ...] = (
+    "pre_launch",
+    "post_launch",
+    "pre_configure",
+    "post_configure",
+    "pre_setup",
+    "post_setup",
+    "pre_fit",
+    "pre_epoch",
+    "pre_train_batch",
+    "pre_optimizer_step",
+    "post_optimizer_step",
+    "post_train_batch",
+    "post_train_step",
+    "pre_val_epoch",
+    "pre_val_batch",
+    "post_val_batch",
+    "post_val_epoch",
+    "post_epoch",
+    "post_fit",
+    "on_exception",
+    "on_interrupt",
+    "on_save",
+    "on_load",
+    "on_log",
+    "teardown",
+)
+
+
+def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:
+    """The callbacks whose class overrides `event`, in the order they run."""
+    noop = getattr(Callback, event)
+    return [c for c in trainer.callbacks.in_order() if getattr(type(c), event) is not noop]
+
+
+def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
+    """Whether `event` has a listener on any rank; the same answer on all of them."""
+    return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
+
+
+def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
+    method = getattr(callback, event)
+    if not callback.main_process_only:
+        return partial(method, trainer)
+
+    where = f"{type(callback).__name__}.{event}, which is main_process_only"
+
+    def on_main_process(*args: Any) -> None:
+        world = trainer._world
+        if world is None:  # before launch there is nobody to talk to
+            method(trainer, *args)
+            return
+        # Not a context manager: this runs each step for a progress bar, and one costs more than the bar.
+        before, world.forbidden = world.forbidden, where
+        try:
+            method(trainer, *args)
+        finally:
+            world.forbidden = before
+
+    return on_main_process
+
+
+def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
+    """For each event the methods to call on this rank: the trainer's own first, then callbacks by order and position.
+
+    Args:
+        trainer: The trainer.
+        is_main: Whether this is rank 0; other ranks leave out main-process-only callbacks.
+    """
+    table: dict[str, tuple[Listener, ...]] = {}
+    for event in EVENTS:
+        listeners: list[Listener] = [bound(trainer, event, part) for part in heard(type(trainer), event)]
+        listeners += [
+            _listener(trainer, callback, event)
+            for callback in listening_callbacks(trainer, event)
+            if is_main or not callback.main_process_only
+        ]
+        table[event] = tuple(listeners)
+    return table
+
+
+def describe_events(trainer: AbstractTrainer) -> str:
+    """The events somebody listens to as a Markdown table: who, in which order, on which ranks."""
+    rows = ["| Event | Listener | Order | Ranks |", "| --- | --- | --- | --- |"]
+    for event in EVENTS:
+        name = event
+        for part in heard(type(trainer), event):
+            rows.append(f"| {name} | {part.__name__} | first | all |")
+            name = ""
+        for callback in listening_callbacks(trainer, event):
+            ranks = "0" if callback.main_process_only else "all"
+            rows.append(f"| {name} | {type(callback).__name__} | {callback.order} | {ranks} |")
+            name = ""
+    if len(rows) == 2:
+        rows.append("| (no event has a listener) | | | |")
+    return "\n".join(rows)

@@ -1,0 +1,167 @@
+"""What of a run has to be the same on all ranks: config, data and optimizers, compared while it is set up.
+
+Left out is what may well differ: devices, time-outs, places of files, callbacks, loggers and the user's own fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.data.loader import loader_batch_size
+from dream_trainer.data.probe import Summary, differing, probed
+from dream_trainer.distributed.equality import plain_facts, refuse, refuse_differences, told_differences
+from dream_trainer.errors import RanksDifferError
+
+if TYPE_CHECKING:
+    from dream_trainer.config.trainer_config import BaseTrainerConfig
+    from dream_trainer.data.loader import ShardReader
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_MAY_DIFFER = (
+    "device",
+    "start_timeout_seconds",
+    "step_timeout_seconds",
+    "hang_timeout_seconds",
+    "init_from",
+    "init_renames",
+    "loggers",
+    "wandb",
+)
+
+# Which implementation runs is chosen by the machine.
+_NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def refuse_different_configs(trainer: AbstractTrainer) -> None:
+    """Compares the seed and the parameters of the framework's own parts; a collective.
+
+    Raises:
+        RanksDifferError: The message names fields and values; the same on every rank.
+    """
+    refuse_differences(
+        trainer.world, _config_facts(trainer.config), "Build the config from the same values on every rank."
+    )
+
+
+def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
+    facts = {"seed": repr(config.seed)}
+    for part in fields(config):
+        value = vars(config)[part.name]
+        if is_dataclass(value) and type(value).__module__.startswith("dream_trainer."):
+            own = {name: item for name, item in vars(value).items() if name not in _MAY_DIFFER}
+            facts |= plain_facts(part.name, own)
+    return facts
+
+
+def agree_on_data(trainer: AbstractTrainer) -> int | None:
+    """Compares the loaders, and samples of the datasets that are dealt to ranks; a collective.
+
+    Returns:
+        Windows of one pass: of ranks with loaders of their own the fewest, since a pass ends with the last window that
+        each of them can fill. None if some rank does not know.
+
+    Raises:
+        RanksDifferError: The message names what differs and each rank's value; the same on every rank.
+    """
+    stream, world = trainer._train_stream, trainer.world
+    assert stream is not None  # connect_data has just set it
+    if world.world_size == 1:
+        return stream.steps_per_epoch
+    readers = {"training": stream.reader} | {
+        _of_validation(name): batches.reader for name, batches in trainer._val_batches.items()
+    }
+    known = {name: reader for name, reader in readers.items() if reader is not None}
+    every = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))
+    refuse(
+        told_differences([facts for facts, _, _ in every]),
+        "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
+        "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
+    )
+    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in every])
+    steps = [count for _, count, _ in every]
+    return None if None in steps else min(steps)
+
+
+def _of_validation(name: str) -> str:
+    return f"validation {name!r}" if name else "validation"
+
+
+def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
+    loaders = {"training": trainer.train_dataloader} | {
+        _of_validation(name): loader for name, loader in trainer.val_dataloaders.items()
+    }
+    facts: dict[str, Any] = {
+        "validation loaders": ", ".join(map(repr, trainer.val_dataloaders)) or "none",
+        "gradient accumulation": trainer.accumulation_steps,
+    }
+    for name, loader in loaders.items():
+        reader = readers[name]
+        facts[f"{name} loader: kind"] = type(loader).__name__
+        own = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
+        facts |= {f"{name} loader: {key}": value for key, value in own.items()}
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _refuse_other_samples(
+    trainer: AbstractTrainer, readers: Mapping[str, ShardReader], every: list[dict[str, list[Summary]]]
+) -> None:
+    """Raises if the ranks' samples are not the same; what a rank draws anew each time it is asked does not count."""
+    for name, reader in readers.items():
+        by_sample = list(zip(*(summaries[name] for summaries in every), strict=True))
+        if not any(differing(told) for told in by_sample):
+            continue
+        # Twice in one process: a worker begins with its generators where the last one did.
+        twice = probed({name: reader}, times=2)[name]
+        mine = [
+            [part for part in one.keys() | other.keys() if one.get(part) != other.get(part)]
+            for one, other in zip(twice[::2], twice[1::2], strict=True)
+        ]
+        drawn = trainer.world.all_gather_object(mine)
+        for index, told in enumerate(by_sample):
+            unsure = {part for rank in drawn for part in rank[index]}
+            steady = {part: rank for part, rank in differing(told).items() if part not in unsure}
+            if not steady or any(not summary for summary in told):
+                continue
+            dataset = reader.loader.dataset
+            raise _other_sample(name, dataset, 0 if index == 0 else len(dataset) - 1, *next(iter(steady.items())))
+
+
+def _other_sample(name: str, dataset: Any, number: int, part: str, rank: int) -> RanksDifferError:
+    return RanksDifferError(
+        f"sample {number} of the dataset of {name} ({type(dataset).__name__}) is another one on rank {rank} than on "
+        f"rank 0 (in {part}). The trainer deals one dataset to all ranks, so one that is split or shuffled by rank "
+        "already would be dealt twice. Give every rank the whole dataset in the same order, or wrap a loader over this "
+        "rank's part in PerRankLoader. Random augmentation belongs on the global generators, which are seeded for each "
+        "sample."
+    )
+
+
+def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
+    """Compares optimizers, their options, and schedulers; a collective.
+
+    Raises:
+        RanksDifferError: The message names what differs and each rank's value; the same on every rank.
+    """
+    facts: dict[str, Any] = {"total_steps": trainer.total_steps}
+    for name, optimizer in trainer.named_optimizers().items():
+        facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            prefix = f"optimizer {name!r}, group {index}"
+            facts[f"{prefix}: parameters"] = len(group["params"])
+            for key, value in group.items():
+                if key not in _NOT_OPTIONS:
+                    facts |= plain_facts(f"{prefix}: {key}", _number(value))
+    for name, scheduler in trainer.named_schedulers().items():
+        facts[f"scheduler {name!r}: class"] = type(scheduler).__name__
+        for key, value in scheduler.state_dict().items():
+            facts |= plain_facts(f"scheduler {name!r}: {key}", _number(value))
+    refuse_differences(trainer.world, facts, "Build them from the same values on every rank.")
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    from torch import Tensor
+
+    return value.item() if type(value) is Tensor and value.numel() == 1 and not value.is_meta else value

@@ -1,0 +1,219 @@
+"""What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
+
+Fused optimizers take a `found_inf` tensor and then leave weights and state untouched, so the guard costs no host sync:
+the norms are kept and looked at every `SETTLE_EVERY` steps, before a validation, before a save and at the end. Under
+"raise" the guard latches, so that between the bad step and its being noticed no further step changes anything.
+Other optimizers cannot skip on the device; for them the norm is read at each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dream_trainer.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.step.loss_scale import LossScale
+
+SETTLE_EVERY = 50
+_EMPTY, _OVERFLOW = -1.0, -2.0
+
+
+class RetryWindow(BaseException):
+    """The window's gradients were not finite and the policy is to run it again."""
+
+
+class NonFiniteGuard:
+    """Watches the gradient norms of a run.
+
+    Args:
+        policy: "raise", "skip" or "retry".
+        limit: How many bad steps in a row "skip" and "retry" put up with.
+        trainer: Whose counters are advanced.
+        loss_scale: Under fp16. A norm that is not finite is then an overflow, left out under any policy, as long as a
+            lower scale may mend it.
+
+    Attributes:
+        left_out: Called with each optimizer whose step the host leaves out under "skip", while its gradients are there.
+    """
+
+    def __init__(self, policy: str, limit: int, trainer: AbstractTrainer, loss_scale: LossScale | None) -> None:
+        self._policy = policy
+        self._limit = limit
+        self._trainer = trainer
+        self._loss_scale = loss_scale
+        device = trainer.world.parameter_device
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._latch = torch.zeros((), dtype=torch.float32, device=device)
+        # A tensor: an operation with a Python number takes more than twice as long.
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self._norms: list[Tensor] = []
+        self._steps: list[int] = []
+        self._in_a_row = 0
+        self._reads_the_host = False
+        self._may_skip = False
+        self.left_out: list[Callable[[Optimizer], None]] = []
+
+    def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on reads the norm at each step, since these optimizers cannot leave one out on the device.
+
+        For all optimizers of the run: else others would train on between a bad step and its being noticed.
+        """
+        self.settle()
+        self._reads_the_host = True
+        self._may_skip = False
+        names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        if self._trainer.world.device.type != "cpu":
+            self._trainer._say_once(
+                f"host-{names}",
+                f"{names} cannot skip a step on the device, so the gradient norm is read at each step. Pass "
+                "fused=True where the optimizer has it.",
+            )
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        norm: Tensor,
+        empty: Tensor | bool,
+        *,
+        can_rerun: bool,
+    ) -> bool:
+        """Steps the optimizers unless the norm is not finite or the window weighed nothing.
+
+        `can_rerun` says that no other optimizer has stepped in this window yet.
+
+        Returns:
+            Whether it is known on the host that the step was skipped.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and the norm was read.
+            RetryWindow: The policy is "retry" and the norm is not finite.
+        """
+        if empty is True:
+            self._trainer.progress.skipped_steps += 1
+            return True
+        if self._policy == "retry" or self._reads_the_host:
+            return self._step_by_host(optimizers, norm, empty, can_rerun)
+        self._step_by_device(optimizers, norm, empty)
+        return False
+
+    def _step_by_device(self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool) -> None:
+        # 0 * x is NaN exactly for the infinite and NaN x, and NaN != 0: cheaper than isfinite, and it latches when
+        # summed.
+        weighed = norm if not isinstance(empty, Tensor) else torch.where(empty, 0.0, norm)
+        seen = norm
+        if self._loss_scale is not None:
+            hopeless = self._loss_scale.note(weighed)
+            seen = torch.where(torch.isfinite(norm) | hopeless, norm, _OVERFLOW)
+            if self._policy == "raise":
+                self._latch.add_(torch.where(hopeless, norm, 0.0), alpha=0)
+            torch.ne(self._latch + norm * self._zero, self._zero, out=self._found)
+        elif self._policy == "raise":
+            torch.ne(self._latch.add_(weighed, alpha=0), self._zero, out=self._found)
+        else:
+            torch.ne(norm * self._zero, self._zero, out=self._found)
+        if isinstance(empty, Tensor):
+            torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
+            seen = torch.where(empty, _EMPTY, seen)
+        self._may_skip = self._policy == "skip" or self._loss_scale is not None or isinstance(empty, Tensor)
+        self._norms.append(seen)
+        self._steps.append(self._step)
+        for optimizer in optimizers:
+            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _step_by_host(
+        self, optimizers: Sequence[Optimizer], norm: Tensor, empty: Tensor | bool, can_rerun: bool
+    ) -> bool:
+        if isinstance(empty, Tensor) and bool(empty):
+            self._trainer.progress.skipped_steps += 1
+            return True
+        value = float(norm)
+        if math.isfinite(value):
+            self._in_a_row = 0
+            for optimizer in optimizers:
+                optimizer.step()
+            return False
+        is_overflow = self._loss_scale is not None and not bool(self._loss_scale.note(norm))
+        if is_overflow and not (self._policy == "retry" and can_rerun):
+            self._trainer.progress.skipped_steps += 1
+            return True
+        if self._policy == "retry":
+            if self._loss_scale is not None and can_rerun:
+                self._loss_scale.update()
+            if is_overflow:
+                raise RetryWindow
+            self._count_bad(value, self._step, "runs of one window")
+            if not can_rerun:
+                raise NonFiniteError(
+                    f"the gradient norm is {value} in step {self._step}, after another optimizer "
+                    'has stepped in the same window, which can therefore not be run again. Use nonfinite="skip".'
+                )
+            raise RetryWindow
+        self._judge(value, self._step)
+        for listener in self.left_out:
+            for optimizer in optimizers:
+                listener(optimizer)
+        return True
+
+    @property
+    def _step(self) -> int:
+        """The running optimizer step, as what it logs will have it: it is not counted yet."""
+        return self._trainer.progress.global_step + 1
+
+    @property
+    def maybe_skipped(self) -> Tensor | None:
+        """On the device, not 0 if the optimizers left out the step just made and training goes on; None if they did
+        not."""
+        return self._found if self._may_skip else None
+
+    def settle_when_full(self) -> None:
+        """Looks at the kept norms once there are `SETTLE_EVERY` of them."""
+        if len(self._norms) >= SETTLE_EVERY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Looks at the kept norms now; waits for the device.
+
+        Raises:
+            NonFiniteError: The policy is "raise" and one was not finite, or more than the limit in a row were not.
+        """
+        if not self._norms:
+            return
+        values, steps = torch.stack(self._norms).tolist(), self._steps
+        self._norms, self._steps = [], []
+        for value, step in zip(values, steps, strict=True):
+            if value in (_EMPTY, _OVERFLOW):
+                self._trainer.progress.skipped_steps += 1
+            elif math.isfinite(value):
+                self._in_a_row = 0
+            else:
+                self._judge(value, step)
+
+    def _judge(self, value: float, step: int) -> None:
+        if self._policy == "raise":
+            raise NonFiniteError(
+                f"the gradient norm of optimizer step {step} is {value}; the weights are those before that step. "
+                'Lower the learning rate, clip gradients, look at the batch, or set nonfinite="skip".'
+            )
+        self._trainer.progress.skipped_steps += 1
+        self._count_bad(value, step, "steps")
+
+    def _count_bad(self, value: float, step: int, what: str) -> None:
+        self._in_a_row += 1
+        if self._in_a_row > self._limit:
+            raise NonFiniteError(
+                f"the gradient norm was {value} at step {step}, for more than max_nonfinite={self._limit} "
+                f"{what} in a row. "
+                "Lower the learning rate, clip gradients, or look at the data."
+            )

@@ -1,0 +1,135 @@
+"""Turns: several optimizers in one window, and the gradients that one model's loss leaves in another.
+
+A generator's loss goes through its critic, and a backward leaves gradients there that the critic's next step would use.
+In a loop by hand `zero_grad` of the critic drops them; here they are an error, with `frozen` as the way to have none.
+One loss that trains two models, each stepped afterwards, is none. Only looks at which gradients exist, so nothing runs
+on the device; with one optimizer it looks at nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from dream_trainer.compat.pytorch import local_tensor, write_count
+from dream_trainer.errors import StepError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`."
+
+
+class Turns:
+    """What each optimizer's parameters hold in the running window.
+
+    Args:
+        trainer: Whose optimizers they are.
+    """
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._trainer = trainer
+        self._own = trainer._local_gradients
+        self._optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
+        self._backwards = 0
+        self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients
+        self._stepped: set[Optimizer] = set()
+        # Who has gradients of a loss that also trained another, which has stepped since.
+        self._left: dict[Optimizer, Optimizer] = {}
+        self._marks: dict[Optimizer, list[tuple[int, int]]] = {}
+
+    def start_window(self) -> None:
+        """A window begins; no gradients are there."""
+        self._backwards = 0
+        for kept in (self._origins, self._stepped, self._left, self._marks):
+            kept.clear()
+
+    def before_backward(self) -> None:
+        """A backward is about to run."""
+        if self._left:
+            self._left = {optimizer: other for optimizer, other in self._left.items() if self._has_gradients(optimizer)}
+            self._marks = {optimizer: self._mark(optimizer) for optimizer in self._left}
+
+    def after_backward(self) -> None:
+        """A backward ran.
+
+        Raises:
+            StepError: It added to gradients that another model's loss has left.
+        """
+        if len(self._optimizers) < 2:
+            return
+        for optimizer, other in self._left.items():
+            if self._mark(optimizer) != self._marks[optimizer]:
+                raise StepError(
+                    f"a loss that trained {self._name(other)} left gradients in {self._name(optimizer)}, and after "
+                    f"{self._name(other)} was stepped another loss was added to them. {self._remedy(optimizer)} If one "
+                    "loss is meant to train both, step both before the next backward."
+                )
+        self._backwards += 1
+        for optimizer in self._optimizers:
+            if optimizer not in self._origins and self._has_gradients(optimizer):
+                self._origins[optimizer] = self._backwards
+
+    def has_stepped(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether one of these optimizers has stepped in the window."""
+        return not self._stepped.isdisjoint(optimizers)
+
+    def stepped(self, optimizers: Sequence[Optimizer]) -> None:
+        """These optimizers have stepped, and their gradients are gone."""
+        self._stepped.update(optimizers)
+        self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
+        if len(self._optimizers) > 1:
+            origins = {self._origins.pop(o): o for o in optimizers if o in self._origins}
+            for optimizer in optimizers:
+                self._left.pop(optimizer, None)
+            for optimizer, origin in self._origins.items():
+                if origin in origins:
+                    self._left.setdefault(optimizer, origins[origin])
+
+    def finish_window(self, n_batches: int) -> None:
+        """The window of `n_batches` micro-batches is over.
+
+        Raises:
+            StepError: An optimizer's parameters have gradients that it never stepped, or had such that were dropped: in
+                the micro-batches before its step the same loss left some, too, which it has stepped.
+        """
+        if len(self._optimizers) < 2:
+            return
+        for optimizer in self._optimizers:
+            if self._has_gradients(optimizer):
+                raise StepError(
+                    f"the window ended with gradients in {self._name(optimizer)} that no step() used: they would leak "
+                    f"into the next. Another model's loss may have left them there. {self._remedy(optimizer)}"
+                )
+            if n_batches > 1 and optimizer in self._stepped and optimizer in self._origins:
+                raise StepError(
+                    f"a loss left gradients in {self._name(optimizer)} after that was stepped, and zero_grad() dropped "
+                    f"them; but in the window's other micro-batches they were added to its own, and stepped. "
+                    f"{self._remedy(optimizer)}"
+                )
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        return self._own.has_gradients(_parameters(optimizer))
+
+    def _mark(self, optimizer: Optimizer) -> list[tuple[int, int]]:
+        """Differs when gradients were added."""
+        grads = [local_tensor(p.grad) for p in _parameters(optimizer) if p.grad is not None]
+        return [(id(grad), write_count(grad)) for grad in grads]
+
+    def _models(self, optimizer: Optimizer) -> list[str]:
+        own = {id(p) for p in _parameters(optimizer)}
+        models = self._trainer.named_models().items()
+        return [name for name, model in models if any(id(p) in own for p in model.parameters())]
+
+    def _name(self, optimizer: Optimizer) -> str:
+        return " and ".join(self._models(optimizer)) or type(optimizer).__name__
+
+    def _remedy(self, optimizer: Optimizer) -> str:
+        return _REMEDY.format(", ".join(f"self.{name}" for name in self._models(optimizer)))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,267 @@
+"""What a trainer's constructor checks of its class, config and callbacks, so that a mistake is named before anything
+runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from itertools import pairwise
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.trainer.event_table import EVENTS
+from dream_trainer.trainer.user_class.other_trainers import METHODS
+from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
+from dream_trainer.trainer.user_class.taken_names import refuse_taken_names
+
+if TYPE_CHECKING:
+    from dream_trainer.config.device_parameters import DeviceParameters
+    from dream_trainer.events.callback import Callback
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
+    """Checks that `cls` has the hooks its parts require, each with its arguments, and `config` the fields they read.
+
+    Raises:
+        ConfigError: The config is invalid or lacks the field of a mixin.
+        HookError: A required hook is not overridden, or a hook or an event cannot take what it is called with.
+    """
+    from dream_trainer.config.trainer_config import check_config
+
+    check_config(config)
+    _check_config_classes(cls, config)
+    refuse_taken_names(cls)
+    _refuse_hooks_of_others(cls)
+    for kind, names in _hooks(cls, config.callbacks).items():
+        _refuse_uncalled(kind, names)
+    _check_hooks(cls)
+    _refuse_lost_state(cls)
+    _check_signatures(cls, config.callbacks)
+
+
+def _parts(cls: type) -> list[type[AbstractTrainer]]:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    return [part for part in cls.__mro__ if issubclass(part, AbstractTrainer)]
+
+
+def _check_config_classes(cls: type, config: Any) -> None:
+    for part in _parts(cls):
+        needed = vars(part).get("_config_class")
+        if needed is not None and not isinstance(config, needed):
+            raise ConfigError(
+                f"{part.__name__} needs {needed.__name__}, which {type(config).__name__} does not inherit. "
+                f"Write `class {type(config).__name__}(BaseTrainerConfig, {needed.__name__})`."
+            )
+
+
+def _check_hooks(cls: type) -> None:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    for part in _parts(cls):
+        for hook, purpose in vars(part).get("_required_hooks", {}).items():
+            if getattr(cls, hook) is getattr(AbstractTrainer, hook):
+                raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
+
+
+def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
+    """The names of what may be overridden in the user's trainer and in each class of callbacks."""
+    from dream_trainer.events.callback import Callback
+    from dream_trainer.trainer.hooks import Hooks
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step", "configure_loggers"}}
+    return own | {type(callback): {*vars(Callback)} for callback in callbacks}
+
+
+def _refuse_uncalled(cls: type, names: set[str]) -> None:
+    """Raises HookError if a definition in a class of the user's stands behind ours, where nothing calls it.
+
+    A trainer's events are called there too.
+    """
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    events = set(EVENTS) if issubclass(cls, Lifecycle) else set()
+    for name in sorted(names - events):
+        owners = definers(cls, name)
+        ours = next((index for index, part in enumerate(owners) if is_ours(part)), None)
+        if name.startswith("_") or ours is None or (ours > 0 and not hands_on(owners[ours - 1], name)):
+            continue
+        for part in owners[ours:]:
+            if not is_ours(part):
+                raise HookError(
+                    f"{part.__name__}.{name} is never called: the framework's own {name} stands before it. Write "
+                    f"`class {cls.__name__}({_order(cls, part)})`."
+                )
+
+
+def _order(cls: type, part: type) -> str:
+    """The bases of `cls` with the one that brings `part` in first."""
+    first = [base for base in cls.__bases__ if issubclass(base, part)]
+    return ", ".join(base.__name__ for base in [*first, *(b for b in cls.__bases__ if b not in first)])
+
+
+def _refuse_hooks_of_others(cls: type) -> None:
+    """Raises HookError if a method of the user's has the name of another trainer's hook and nothing calls it."""
+    own = [
+        (part, name, written(value)) for part in cls.__mro__ if not is_ours(part) for name, value in vars(part).items()
+    ]
+    functions = [(part, name, function) for part, name, function in own if isinstance(function, FunctionType)]
+    used = {name for _, own_name, function in functions for name in names_in(function.__code__) - {own_name}}
+    for part, name, _ in functions:
+        if name in METHODS and name not in used:
+            raise HookError(f"nothing calls {part.__name__}.{name}, which is another trainer's hook: {METHODS[name]}.")
+
+
+_STATE_HOOKS = ("state_dict", "load_state_dict", "rank_state_dict", "load_rank_state_dict")
+
+
+def _refuse_lost_state(cls: type) -> None:
+    """Raises HookError if two classes have state to save and only one would be asked for it."""
+    for name in _STATE_HOOKS:
+        owners = [part for part in definers(cls, name) if not is_ours(part)]
+        for part, lost in pairwise(owners):
+            if not hands_on(part, name):
+                raise HookError(
+                    f"{part.__name__}.{name} and {lost.__name__}.{name} are both defined, and only the first is "
+                    f"called: the other's state would be lost. Call super().{name}({_ARGUMENTS.get(name, '')}) in "
+                    f"{part.__name__}.{name}."
+                )
+
+
+_ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
+
+
+def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
+    from dream_trainer.trainer.lifecycle import Lifecycle
+
+    for kind, names in _hooks(cls, callbacks).items():
+        if issubclass(kind, Lifecycle):
+            names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
+        for name in sorted(names):
+            if not name.startswith("_"):
+                _check_signature(kind, name)
+
+
+def _check_signature(cls: type, name: str) -> None:
+    """Raises HookError if the method `name` of `cls` cannot take the arguments of the one it overrides."""
+    owners = definers(cls, name)
+    ours = [part for part in owners if is_ours(part)]
+    if not ours:
+        return
+    called = heard(cls, name) if name in EVENTS else [owners[0]]
+    for part in called:
+        if not is_ours(part):
+            _check_arguments(part, name, vars(ours[-1])[name])
+
+
+def _check_arguments(part: type, name: str, declared: Any) -> None:
+    written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
+    if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
+        return
+    expected, found = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    try:
+        found.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        given = ", ".join([*by_place[1:], *by_name])
+        raise HookError(
+            f"{part.__name__}.{name}{_bare(found)} cannot be called with ({given}), as it will be: "
+            f"{error}. Write `def {name}{_bare(inspect.signature(declared))}`."
+        ) from None
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """`signature` without types, and without what only catches mistakes."""
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return inspect.Signature([parameter for parameter in parameters if parameter.name != "unknown"])
+
+
+def _may_change_arguments(decorated: Any) -> bool:
+    """Whether a decorator is the user's, who knows what it hands on; those of PyTorch and contextlib hand on all."""
+    if not isinstance(decorated, FunctionType):
+        return True
+    return decorated.__globals__["__name__"].split(".")[0] not in ("torch", "contextlib")
+
+
+def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParameters) -> None:
+    """Refuses what the config asks for and nothing in `cls` does.
+
+    Raises:
+        ConfigError: A hook is missing; the message names it.
+    """
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
+        if is_wanted and getattr(cls, hook) is getattr(AbstractTrainer, hook):
+            value = vars(devices)[field]
+            raise ConfigError(f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice}")
+
+    add = "Add {0} to its bases and {1} to its config's, which bring a default."
+    refuse(
+        "apply_tensor_parallel",
+        "tensor_parallel",
+        devices.tensor_parallel > 1,
+        "Split each model's layers over the mesh there with parallelize_module, or set tensor_parallel=1.",
+    )
+    refuse(
+        "apply_activation_checkpointing",
+        "activation_checkpointing",
+        devices.activation_checkpointing != "none",
+        add.format("ActivationCheckpointingMixin", "ActivationCheckpointingConfigMixin"),
+    )
+    refuse("apply_compile", "compile", devices.compile, add.format("CompileMixin", "CompileConfigMixin"))
+
+
+_SETUP_HOOKS = (
+    "configure_models",
+    "init_weights",
+    "load_pretrained",
+    "configure_optimizers",
+    "configure_schedulers",
+    "configure_metrics",
+)
+
+
+def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
+    """Hooks that `cls` overrides and nothing in it calls."""
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+    if cls._keeps_ranks_equal:
+        return []
+    return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(AbstractTrainer, hook)]
+
+
+def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
+    """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
+    none, so that nothing calls them: misspelt, or another framework's."""
+    kinds = _hooks(type(trainer), trainer.callbacks)
+    parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
+    called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
+    own = [
+        (cls, name, function)
+        for cls, part, is_ours in parts
+        for name, value in vars(part).items()
+        if not is_ours and isinstance(function := inspect.unwrap(value), FunctionType)
+    ]
+    called |= {used for _, name, function in own for used in names_in(function.__code__) - {name}}
+    return [
+        f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it, or begin "
+        "its name with an underscore if your own code calls it."
+        for cls, name, _ in own
+        if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
+    ]
+
+
+def _nearest(name: str, hooks: set[str]) -> str | None:
+    """The hook that `name`, maybe Lightning's, stands for; None if it looks like none."""
+    spelled = re.sub(r"^on_(.+)_start$", r"pre_\1", re.sub(r"^on_(.+)_end$", r"post_\1", name))
+    if spelled != name:
+        spelled = spelled.replace("validation", "val").replace("train_epoch", "epoch")
+    looks_like_one = re.match(r"(pre|post|on|configure)_", name)
+    return next(iter(get_close_matches(spelled, sorted(hooks), n=1, cutoff=0.0 if looks_like_one else 0.85)), None)

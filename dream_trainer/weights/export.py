@@ -1,0 +1,247 @@
+"""Weights in Hugging Face's layout, from a checkpoint on the disk or from a live model of any sharding.
+
+One tensor is held at a time. Names are those of `state_dict()`; tied weights are stored once, under their first name,
+as transformers expects them. How the files are named and published is in export_files.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.weights.export_files import FilePlan, check_target, plan_files, write_files
+from dream_trainer.weights.safetensors_file import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dream_trainer.weights.stored_tensors import StoredTensors
+
+_WEIGHTS = re.compile(r"model|(ema|swa)(?:\.(\d+))?")
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: str | None = None,
+    weights: str = "model",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    renames: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Exports a model's weights from a checkpoint. Needs neither an accelerator nor a process group.
+
+    Checksums are verified, and no code that a checkpoint holds is run. Where ranks held other values of an unsharded
+    buffer (BatchNorm statistics), rank 0's are exported.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        out: A directory: `model.safetensors`, or numbered shards with an index, and `config.json` if the model has a
+            config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
+            for all tensors at once.
+        model: Name of the model; may be left out if there is one.
+        weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
+            What a callback does not average, such as buffers, is taken from the model.
+        dtype: Cast floating-point tensors to this; None leaves each as it is.
+        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
+        renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
+            `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
+        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
+
+    Returns:
+        The files written.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or has no such weights, or the export cannot be written there.
+        ConfigError: An argument is not understood.
+    """
+    from dream_trainer.weights.stored_tensors import StoredTensors
+
+    stored, shared = StoredTensors(Path(checkpoint)), read_shared(Path(checkpoint))
+    chosen = _choose_model(stored, shared, model)
+    sources = renamed(_sources(stored, chosen, weights), renames)
+    specs = {name: _cast(stored.specs[source], dtype) for name, source in sources.items()}
+    return write_files(
+        Path(out),
+        plan_files(Path(out), specs, max_shard_size),
+        lambda name: stored.read(sources[name]),
+        config=_config(shared.get("model_configs", {}).get(chosen), dtype),
+        overwrite=overwrite,
+    )
+
+
+def export_model(
+    model: nn.Module,
+    out: Path,
+    *,
+    world: CheckpointWorld,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    config: Mapping[str, Any] | None = None,
+    renames: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Exports a live model, sharded or not. Every rank calls this; rank 0 writes.
+
+    Args:
+        model: The model; the same tensors on every rank, as DTensors or plain.
+        out: As for `export_checkpoint`.
+        world: The ranks.
+        dtype: Cast floating-point tensors to this; None leaves each as it is.
+        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
+        config: Written as `config.json` if `out` is a directory.
+        renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
+            `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
+        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
+
+    Returns:
+        The files written, on every rank.
+
+    Raises:
+        CheckpointError: The export cannot be written there, or an argument is not understood; the same on every rank.
+    """
+    out, task = Path(out), f"export to {out}"
+    held = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
+    config = _config(config, dtype)
+
+    def prepare() -> tuple[dict[str, str], FilePlan]:
+        sources = renamed({name: name for name in held}, renames)
+        specs = {name: _cast(_spec(held[source]), dtype) for name, source in sources.items()}
+        if world.is_main:
+            check_target(out, overwrite=overwrite)
+        return sources, plan_files(out, specs, max_shard_size)
+
+    sources, plan = on_all_ranks(world, task, prepare)
+    if any(other != plan for other in world.all_gather_object(plan)):
+        raise CheckpointError(
+            f"Could not {task}: the ranks hold different tensors, as the stages of a pipeline do. "
+            "Save a checkpoint and export that."
+        )
+    names = (name for specs in plan.values() for name in specs)
+
+    def gather(name: str) -> Tensor:
+        return _whole(held[sources[name]], dtype)
+
+    def work() -> list[Path]:
+        # Gathering is a collective: rank 0 takes part to the end, though its disk may be full long before.
+        try:
+            if not world.is_main:
+                return []
+            return write_files(out, plan, lambda _: gather(next(names)), config=config, overwrite=overwrite)
+        finally:
+            for name in names:
+                gather(name)
+
+    written: list[Path] = world.all_gather_object(on_all_ranks(world, task, work))[0]
+    return written
+
+
+def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> dict[str, str]:
+    """The mapping under new names: each regular expression is replaced in each name, in order; empty ones are dropped.
+
+    Raises:
+        CheckpointError: Two names become one.
+        ConfigError: A pattern is no regular expression.
+    """
+    result: dict[str, str] = {}
+    for name, source in sources.items():
+        new = name
+        for pattern, replacement in (renames or {}).items():
+            try:
+                new = re.sub(pattern, replacement, new)
+            except re.error as error:
+                raise ConfigError(f"renames: {pattern!r} -> {replacement!r} cannot be applied: {error}.") from error
+        if not new:
+            continue
+        if new in result:
+            raise CheckpointError(f"renames: {result[new]!r} and {source!r} both become {new!r}. Tell them apart.")
+        result[new] = source
+    return result
+
+
+def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
+    """Names of the models in a checkpoint.
+
+    Args:
+        stored: The checkpoint's tensors.
+        shared: From `read_shared`.
+    """
+    first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
+    known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
+    return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
+
+
+def _choose_model(stored: StoredTensors, shared: Mapping[str, Any], model: str | None) -> str:
+    models = model_names(stored, shared)
+    if model is None and len(models) == 1:
+        return models[0]
+    there = f"It has {', '.join(map(repr, models)) or 'none'}."
+    if model is None:
+        raise CheckpointError(f"{stored.manifest.path} does not hold exactly one model. {there} Name one of them.")
+    if model not in models:
+        raise CheckpointError(f"{stored.manifest.path} has no model {model!r}. {there}")
+    return model
+
+
+def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
+    """The name within the model to the tensor's name in the checkpoint."""
+    match = _WEIGHTS.fullmatch(weights)
+    if match is None:
+        raise ConfigError(
+            f'weights={weights!r} is not understood. Use "model", "ema" or "swa", or "ema.1" for the second EMA.'
+        )
+    sources = _below(stored.specs, f"models.{model}.")
+    if weights == "model":
+        return sources
+    kind = match[1].upper()
+    averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
+    if not averaged:
+        found = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
+        there = f"It has {kind} callbacks {', '.join(found)}" if found else f"It was saved without an {kind} callback"
+        raise CheckpointError(
+            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {there}; '
+            'weights="model" exports what was trained.'
+        )
+    return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}
+
+
+def _below(names: Iterable[str], prefix: str) -> dict[str, str]:
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def _cast(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    if dtype is None or not spec.dtype.is_floating_point:
+        return spec
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype} is not a floating-point type, which weights are cast to. Use torch.bfloat16.")
+    return TensorSpec(spec.shape, dtype)
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    cast = tensor.to(_cast(_spec(tensor), dtype).dtype)  # before it travels
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+def _config(config: Mapping[str, Any] | None, dtype: torch.dtype | None) -> dict[str, Any] | None:
+    """The model's config, its dtype being that of the export."""
+    if config is None:
+        return None
+    told = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if dtype and key in config}
+    return {**config, **told}

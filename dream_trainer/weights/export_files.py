@@ -1,0 +1,246 @@
+"""Files of an export: how they are named and split, and that they appear whole or not at all.
+
+<out>/model.safetensors                                one shard
+<out>/model-00001-of-00002.safetensors, ...            several, and model.safetensors.index.json to find them by
+<out>/config.json                                      if the model has a config
+<out>.safetensors, <out>.pt, <out>.pth                 one file, if that is what is asked for
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.checkpoint.files import named_step, step_directories, sync_directory, write_file
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME
+from dream_trainer.checkpoint.run_directory import LOCK_NAME
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file_order, write_safetensors
+
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+
+_TORCH_SUFFIXES = (".pt", ".pth")
+_OWN_NAME = re.compile(rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(INDEX_NAME)}")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
+FilePlan = dict[str, dict[str, TensorSpec]]
+"""File name to its tensors, both in the order in which they are written."""
+
+
+def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> FilePlan:
+    """Shares tensors out over files: in order, each file filled up to the limit. A larger tensor has its own.
+
+    Args:
+        out: A directory, or a path that ends in .safetensors, .pt or .pth and is then the one file.
+        specs: The tensors by name.
+        max_shard_size: Of a directory's files, in bytes or as "5GB" (10^9 bytes, as Hugging Face counts) or "5GiB".
+
+    Raises:
+        CheckpointError: The format cannot hold a dtype; the tensors are listed.
+        ConfigError: The size is not understood.
+    """
+    limit = parse_size(max_shard_size)
+    if out.suffix in _TORCH_SUFFIXES:
+        return {out.name: dict(specs)}
+    unknown = [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in DTYPE_NAMES]
+    if unknown:
+        raise CheckpointError(
+            f"safetensors cannot hold {', '.join(unknown[:20])}. Export to a file that ends in .pt instead."
+        )
+    if out.suffix == ".safetensors":
+        return {out.name: file_order(specs)}
+    shards: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = spec
+        filled += spec.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": file_order(shards[0])}
+    return {
+        f"model-{index:05d}-of-{len(shards):05d}.safetensors": file_order(shard)
+        for index, shard in enumerate(shards, start=1)
+    }
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB" (10^9 each), "5GiB" (2^30 each) or a number.
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f'{size!r} is no size. Use a number of bytes, or a text such as "5GB" or "500MiB".')
+    return size
+
+
+def check_target(out: Path, *, overwrite: bool) -> None:
+    """Refuses a place where an export must not go.
+
+    Args:
+        out: As in `plan_files`.
+        overwrite: Whether an earlier export may be replaced; other files beside it stay.
+
+    Raises:
+        CheckpointError: It exists, holds directories, or lies where a run looks for checkpoints.
+    """
+    place = out.resolve()
+    for directory in (place, *place.parents):
+        if _holds_checkpoints(directory):
+            raise CheckpointError(
+                f"{out} lies in {directory}, which belongs to a run's checkpoints. Export to another directory."
+            )
+    if _is_one_file(out):
+        if out.is_dir():
+            raise CheckpointError(f"{out} is a directory, and its name asks for a file. Choose another name.")
+        is_taken, foreign = out.exists(), []
+    else:
+        if out.exists() and not out.is_dir():
+            raise CheckpointError(f"{out} is a file, and a directory is to be written. Choose another name.")
+        present = sorted(out.iterdir()) if out.exists() else []
+        is_taken, foreign = bool(present), [entry.name for entry in present if entry.is_dir()]
+    if is_taken and not overwrite:
+        raise CheckpointError(
+            f"{out} exists already. Choose another name, or overwrite it (overwrite=True, --overwrite)."
+        )
+    if foreign:
+        raise CheckpointError(
+            f"{out} holds the directories {', '.join(foreign[:5])}, which no export wrote. "
+            "Move them away, or choose another directory."
+        )
+
+
+def _is_one_file(out: PurePath) -> bool:
+    return out.suffix in (*_TORCH_SUFFIXES, ".safetensors")
+
+
+def _holds_checkpoints(directory: Path) -> bool:
+    if directory.name == "checkpoints":
+        return (directory.parent / LOCK_NAME).exists() or bool(step_directories(directory))
+    return named_step(directory) is not None and (directory / MANIFEST_NAME).exists()
+
+
+def write_files(
+    out: Path,
+    plan: FilePlan,
+    read: Callable[[str], Tensor],
+    *,
+    config: Mapping[str, Any] | None,
+    overwrite: bool,
+) -> list[Path]:
+    """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk.
+
+    Args:
+        out: As in `plan_files`; its parents are created.
+        plan: From `plan_files`.
+        read: Gives each tensor, in the plan's order. One is held at a time, but for .pt files, which need all at once.
+        config: Written as `config.json` into a directory.
+        overwrite: Whether an earlier export may be replaced; other files beside it stay.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        CheckpointError: `check_target` refuses, or the disk does; then nothing is left behind.
+    """
+    out = out.resolve() if out.is_symlink() else out
+    check_target(out, overwrite=overwrite)
+    temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix in _TORCH_SUFFIXES:
+            _write_pickle(temporary, plan[out.name], read)
+            written = [out]
+        elif _is_one_file(out):
+            write_safetensors(temporary, plan[out.name], read)
+            written = [out]
+        else:
+            temporary.mkdir()
+            written = [out / name for name in _write_directory(temporary, plan, read, config)]
+            _copy_what_else_is_there(out, temporary)
+        _publish(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"Could not export to {out}: {error}.") from error
+    finally:
+        _remove(temporary)
+    return written
+
+
+def _write_directory(
+    directory: Path, plan: FilePlan, read: Callable[[str], Tensor], config: Mapping[str, Any] | None
+) -> list[str]:
+    documents: dict[str, Any] = {}
+    if len(plan) > 1:
+        total = sum(spec.nbytes for specs in plan.values() for spec in specs.values())
+        weight_map = {name: file for file, specs in plan.items() for name in specs}
+        documents[INDEX_NAME] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    if config is not None:
+        documents[CONFIG_NAME] = config
+    for name, specs in plan.items():
+        write_safetensors(directory / name, specs, read)
+    for name, document in documents.items():
+        text = json.dumps(document, indent=2, ensure_ascii=False, default=_plain)
+        write_file(directory / name, f"{text}\n".encode())
+    sync_directory(directory)
+    return [*plan, *documents]
+
+
+def _copy_what_else_is_there(out: Path, directory: Path) -> None:
+    """Such as the tokenizer that lies beside the model."""
+    for file in out.iterdir() if out.exists() else ():
+        if not _OWN_NAME.fullmatch(file.name) and not (directory / file.name).exists():
+            shutil.copy2(file, directory / file.name, follow_symlinks=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value)
+
+
+def _write_pickle(file: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:
+    state = {name: read(name).detach().to(device="cpu", dtype=spec.dtype).clone() for name, spec in specs.items()}
+    with file.open("xb") as opened:
+        try:
+            torch.save(state, opened)
+        except RuntimeError as error:  # it closes its archive after a failed write, and that error covers the cause
+            raise (error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error))) from None
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    """Gives the finished export its name; an earlier one is gone only after that."""
+    if temporary.is_dir() and out.exists():
+        aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+        out.rename(aside)
+        temporary.rename(out)
+        _remove(aside)
+    else:
+        temporary.replace(out)
+    sync_directory(out.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,298 @@
+"""Weights from elsewhere into models that are there: `load_weights`.
+
+The file's names are matched with the model's first, on every rank, and nothing is written before all ranks agree that
+it fits. Then each rank reads, tensor by tensor, the block that its own shard is, and copies it in.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.checkpoint.files import local_path, verify_file
+from dream_trainer.compat.compiler import compiled_original
+from dream_trainer.compat.pytorch import local_tensor, shard_dim
+from dream_trainer.distributed.outcomes import Alone, CheckpointWorld, from_all_ranks, on_all_ranks
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
+from dream_trainer.weights.weight_files import Box, WeightFiles, open_weights
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger("dream_trainer")
+
+_EXTRA_STATE = "_extra_state"
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    model_name: str | None = None,
+    renames: Mapping[str, str] | None = None,
+    strict: bool = True,
+    world: CheckpointWorld | None = None,
+) -> LoadReport:
+    """Fills a model's parameters and persistent buffers in place from a file or directory. Every rank calls this.
+
+    The model is real (not on meta) and may be sharded in any way; call it from the trainer's `load_pretrained`. Each
+    rank reads what its shards need: in memory are those and about one tensor at a time. Values are cast to the model's
+    dtypes, shapes must be equal. Of tied tensors one name in the file is enough. Extra state of modules is left alone.
+    No code in the files is run.
+
+    Args:
+        model: Where to load to. `torch.compile`'s wrapper is looked through.
+        path: A Hugging Face directory (safetensors, sharded or not, or `pytorch_model.bin`), a `.safetensors` file, an
+            `*.index.json`, a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict (bare, or under "state_dict",
+            "model_state_dict" or "model"), a `step_*` directory of Dream Trainer, or a DCP directory, of which the
+            tensors are read.
+        model_name: Which model of a Dream Trainer checkpoint; needed if it has several. Other files do not ask.
+        renames: Regular expressions and what `re.sub` puts in their place, applied to each of the file's names in this
+            order: `{r"^transformer\\.": ""}`. A name that becomes empty is left out.
+        strict: Whether every name must be in both, with equal shapes. If not, what fits is loaded, and what does not
+            is reported and logged as a warning on rank 0.
+        world: The ranks. Default: those of the default process group, or this process alone if there is none.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, of no known kind or asks for code; or it does not fit and
+            `strict`; or nothing in it fits. The same on every rank, and nothing was written (but where a file turned
+            out damaged in the midst of reading).
+        ConfigError: `renames` has a faulty regular expression or replacement.
+    """
+    path = local_path(path).expanduser()
+    patterns = _compiled(renames or {})
+    world = world or _present_world()
+    task = f"load weights from {path}"
+
+    def match() -> tuple[WeightFiles, _Match]:
+        files = open_weights(path, model_name)
+        return files, _matched(compiled_original(model) or model, files, patterns)
+
+    files, found = on_all_ranks(world, task, match)
+    report = merged(world.all_gather_object(found.report))
+    if not report.loaded or (strict and not report.is_complete):
+        raise CheckpointError(f"Could not {task}: {refusal(report)}")
+    _verify(files, found.targets, task, world)
+    on_all_ranks(world, task, lambda: _fill(files, found.targets))
+    if world.is_main and not report.is_complete:
+        told = filter(None, (str(report), rename_hint(report)))
+        logger.warning("%s fits the model in part: %s", path, "\n  ".join(told))
+    return report
+
+
+def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: CheckpointWorld) -> None:
+    """Hashes the files that any rank will read from, shared out over the ranks: each is hashed once."""
+    boxes = {target.source: target.part.box for target in targets if local_tensor(target.tensor).numel()}
+    needed = from_all_ranks(world, task, lambda: files.checksums(boxes))
+    entries = {file: entry for of_rank in needed for file, entry in of_rank.items()}
+
+    def verify() -> None:
+        for file in sorted(entries)[world.rank :: world.world_size]:
+            verify_file(file, entries[file].size, entries[file].xxh3)
+
+    on_all_ranks(world, task, verify)
+
+
+class _DefaultGroup:
+    """The ranks of the default process group."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.is_main = self.rank == 0
+        self.cpu_group: dist.ProcessGroup | None = dist.group.WORLD
+
+    def all_gather_object(self, value: Any, /) -> list[Any]:
+        """Every rank's `value`, in rank order."""
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def _present_world() -> CheckpointWorld:
+    import torch.distributed as dist
+
+    return _DefaultGroup() if dist.is_available() and dist.is_initialized() else Alone()
+
+
+# -- which of the file's tensors goes where
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank holds of a tensor: the smallest block around it, and which rows of that, where it is not all."""
+
+    box: Box
+    rows: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor of the model and where its values come from."""
+
+    source: str
+    tensor: Tensor
+    part: _Part
+
+
+@dataclass(frozen=True)
+class _Match:
+    targets: Sequence[_Target]
+    report: LoadReport
+
+
+def _compiled(renames: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    patterns = []
+    for pattern, replacement in renames.items():
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(replacement, "")  # a faulty replacement fails here, matched or not
+            patterns.append((compiled, replacement))
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"renames={{{pattern!r}: {replacement!r}}} is no regular expression and replacement: {error}. "
+                'Write a dot of a name as r"\\.".'
+            ) from error
+    return patterns
+
+
+def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
+    """New names to the file's, without extra state and names that became empty."""
+    found: dict[str, str] = {}
+    for name in names:
+        new = name
+        for pattern, replacement in patterns:
+            new = pattern.sub(replacement, new)
+        if not new or new.rpartition(".")[2] == _EXTRA_STATE:
+            continue
+        if new in found:
+            raise CheckpointError(f"the renames make {new!r} of both {found[new]!r} and {name!r}. Make them differ.")
+        found[new] = name
+    return found
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under all their names, as the modules hold them. FSDP2 reshards by this."""
+    owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            continue
+        if id(value) not in owned:
+            raise CheckpointError(
+                f"the model's state_dict() gives {name!r}, which is none of its parameters or buffers; it cannot be "
+                "loaded in place. Return such values from get_extra_state() instead."
+            )
+        if value.is_meta:
+            raise CheckpointError(f"{name} of the model is on the meta device. Load in load_pretrained(), not before.")
+        tensors[name] = value
+    return tensors
+
+
+def _matched(model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]]) -> _Match:
+    sources = _renamed(files.shapes, patterns)
+    tensors = _tensors(model)
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    targets, loaded, missing, mismatched = [], list[str](), list[str](), dict[str, str]()
+    for names in names_of.values():
+        tensor = tensors[names[0]]
+        fitting = []
+        for name in (name for name in names if name in sources):
+            shape = files.shapes[sources[name]]
+            if shape == tuple(tensor.shape):
+                fitting.append(name)
+            else:
+                mismatched[name] = f"{shape} in the file, {tuple(tensor.shape)} in the model"
+        if fitting:
+            target = _Target(sources[fitting[0]], tensor, _part(tensor))
+            targets.append(target)
+            for other in fitting[1:]:
+                if not _equal(files, target, sources[other]):
+                    mismatched[other] = f"tied to {fitting[0]} in the model, and with other values in the file"
+            loaded += [name for name in names if name not in mismatched]
+        elif not any(name in mismatched for name in names):
+            missing += names
+    unexpected = tuple(name for name in sources if name not in tensors)
+    return _Match(targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched))
+
+
+def _equal(files: WeightFiles, target: _Target, other: str) -> bool:
+    """Whether the file has the same values for this rank's part under another name, once cast."""
+    if not local_tensor(target.tensor).numel():
+        return True
+    first, second = (_read(files, source, target.part).to(target.tensor.dtype) for source in (target.source, other))
+    return torch.equal(first, second)
+
+
+# -- which block of a tensor this rank holds, and reading it
+
+
+def _part(tensor: Tensor) -> _Part:
+    from torch.distributed.tensor import DTensor
+
+    whole = [slice(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor) or not local_tensor(tensor).numel():
+        return _Part(tuple(whole), {})
+    picked = {}
+    for dim in {cut for placement in tensor.placements if (cut := shard_dim(placement)) is not None}:
+        rows = _rows(tensor, dim)
+        first, last = int(rows[0]), int(rows[-1])
+        whole[dim] = slice(first, last + 1)
+        if last + 1 - first != len(rows):
+            picked[dim] = rows - first
+    return _Part(tuple(whole), picked)
+
+
+def _rows(tensor: DTensor, dim: int) -> Tensor:
+    """The indices along `dim` that this rank holds: a tensor of indices, cut as this one was. No communication.
+
+    True for every kind of cut, strided and uneven ones among them, because the code that cuts is the same.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [1] * tensor.ndim
+    shape[dim] = tensor.shape[dim]
+    indices = torch.arange(tensor.shape[dim]).view(shape)
+    placements = [placement if shard_dim(placement) == dim else Replicate() for placement in tensor.placements]
+    cut = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
+    rows = local_tensor(cut).flatten().cpu()
+    if len(rows) != local_tensor(tensor).shape[dim]:
+        raise CheckpointError(
+            f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
+            f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, where {len(rows)} were expected. Shard "
+            "with fully_shard, parallelize_module or distribute_tensor."
+        )
+    return rows
+
+
+def _read(files: WeightFiles, source: str, part: _Part) -> Tensor:
+    block = files.read(source, part.box)
+    for dim, rows in part.rows.items():
+        block = block.index_select(dim, rows)
+    return block
+
+
+@torch.no_grad()
+def _fill(files: WeightFiles, targets: Sequence[_Target]) -> None:
+    for target in targets:
+        mine = local_tensor(target.tensor)
+        if mine.numel():
+            mine.copy_(_read(files, target.source, target.part))

@@ -1,0 +1,239 @@
+"""The files that weights come in, each opened as tensors by name, of which any block can be read.
+
+Opening reads headers, no values: a rank that needs a quarter of a tensor reads about a quarter. Nothing runs a file's
+code: safetensors has none, and pickles go through PyTorch's `weights_only` reader, which refuses what is no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+
+Box = tuple[slice, ...]
+"""A block of a tensor: one slice per dimension, with start and stop."""
+
+UNDERSTOOD = (
+    "a Hugging Face directory (*.safetensors with or without an index, or pytorch_model.bin), a .safetensors file, an "
+    "*.index.json, a .pt, .pth, .bin or .ckpt file with a state dict, one step_* directory of Dream Trainer, and a DCP "
+    "directory"
+)
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
+
+
+class WeightFiles(Protocol):
+    """Tensors by name, on disk.
+
+    Attributes:
+        shapes: The full shape of each.
+    """
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        """The files that these blocks lie in, with size and checksum, where those are known."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
+
+        Raises:
+            CheckpointError: The file is damaged; the message names it.
+        """
+
+
+def open_weights(path: Path, model_name: str | None) -> WeightFiles:
+    """Opens whatever weights `path` is.
+
+    Args:
+        path: A file or directory of one of the kinds in `UNDERSTOOD`.
+        model_name: Which model of a Dream Trainer checkpoint; may be None if it has one. Other kinds do not ask.
+
+    Raises:
+        CheckpointError: There is nothing at `path`, or nothing that is understood, or it is damaged or asks for code.
+    """
+    if path.is_dir():
+        return _open_directory(path, model_name)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist. Give a path on this machine (a name on a hub is not downloaded): {UNDERSTOOD}."
+        )
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    if path.suffix == ".safetensors":
+        return _SafetensorsFile(path)
+    if path.suffix in _TORCH_SUFFIXES:
+        return _TorchFile(path)
+    raise CheckpointError(f"{path} is of no kind that weights are read from. Understood are {UNDERSTOOD}.")
+
+
+def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
+    # Imported where used: DCP loads a good part of torch.distributed.
+    if (path / ".metadata").exists():
+        from dream_trainer.weights.dcp_files import open_checkpoint, open_foreign
+
+        return open_checkpoint(path, model_name) if (path / MANIFEST_NAME).exists() else open_foreign(path)
+    if (path / "model.safetensors").exists():
+        return _SafetensorsFile(path / "model.safetensors")
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1:
+        return _open_index(indices[0])
+    if len(indices) > 1:
+        raise CheckpointError(f"{path} has several indices: {[index.name for index in indices]}. Give one of them.")
+    if found := sorted(path.glob("*.safetensors")):
+        return _Shards([(name, file) for file in map(_SafetensorsFile, found) for name in file.shapes])
+    if (index := path / "pytorch_model.bin.index.json").exists():
+        return _open_index(index)
+    if (file := path / "pytorch_model.bin").exists():
+        return _TorchFile(file)
+    raise CheckpointError(f"{path} holds no weights. Understood are {UNDERSTOOD}.")
+
+
+def _open_index(path: Path) -> WeightFiles:
+    with blaming(path):
+        weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        homes = {name: inside(path, home) for name, home in weight_map.items()}
+    for name, home in homes.items():
+        if home.name.endswith(".index.json"):  # it might name itself, and never end
+            raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which is an index itself.")
+    opened = {home: open_weights(home, None) for home in sorted(set(homes.values()))}
+    for name, home in homes.items():
+        if name not in opened[home].shapes:
+            raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which does not hold it.")
+    return _Shards([(name, opened[home]) for name, home in homes.items()])
+
+
+def inside(file: Path, name: str) -> Path:
+    """The path of `name`, which a stranger's `file` refers to, beside it.
+
+    Raises:
+        DamagedCheckpointError: It would lead out of the directory.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
+    return file.parent / name
+
+
+@contextmanager
+def blaming(file: Path) -> Iterator[None]:
+    """Inside, whatever goes wrong becomes an error that names `file`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file fails in as many ways as it has bytes
+        raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
+    """What `torch.load` makes of a file or of a part of it, on the CPU, without running its code.
+
+    Raises:
+        DamagedCheckpointError: It is damaged, or asks for what weights do not need.
+    """
+    with blaming(file):
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        except pickle.UnpicklingError as error:
+            # Not with torch's own message, which proposes to run the code.
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            raise DamagedCheckpointError(
+                f"{file} asks for {asked[1] if asked else 'something'}, which weights do not need; loading it could "
+                "run someone else's code. If you trust its author, save the bare state dict from it and load that."
+            ) from error
+
+
+class _SafetensorsFile:
+    """One safetensors file, mapped into memory. Opening it compares the header's offsets with the file's size."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._path = path
+        with blaming(path):
+            self._file = safe_open(path, framework="pt", device="cpu")
+            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        return {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        with blaming(self._path):
+            block: Tensor = self._file.get_slice(name)[box]
+            return block
+
+
+class _TorchFile:
+    """One file of `torch.save`, mapped into memory: a state dict, or a dict with one inside."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with blaming(path), path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+        if not is_zip:
+            raise DamagedCheckpointError(
+                f"{path} is no archive as torch.save has written since 1.6; it was not opened. If it is an older one, "
+                "save it again: torch.save(torch.load(path, weights_only=True), path)."
+            )
+        self._tensors = _state_dict(load_pickle(path, path, mmap=True), path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        return {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name][box]
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    while isinstance(content, Mapping):
+        key = next((key for key in _STATE_DICT_KEYS if isinstance(content.get(key), Mapping)), None)
+        if key is None:
+            break
+        content = content[key]
+    tensors = {}
+    if isinstance(content, Mapping):
+        tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        what = f"a dict with {list(content)[:20]}" if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(
+            f"{path} holds {what}, in which no state dict was found (there, or under {', '.join(_STATE_DICT_KEYS)}). "
+            "Save the state dict alone."
+        )
+    for name, value in tensors.items():
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(
+                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, of which no block can "
+                "be read. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
+            )
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+class _Shards:
+    """Tensors over several files."""
+
+    def __init__(self, homes: list[tuple[str, WeightFiles]]) -> None:
+        self._homes = dict(homes)
+        if len(self._homes) < len(homes):
+            names = [name for name, _ in homes]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise CheckpointError(f"several files hold {twice[:20]}. Give the one file or index to load.")
+        self.shapes = {name: file.shapes[name] for name, file in homes}
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        return {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._homes[name].read(name, box)

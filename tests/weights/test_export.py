@@ -1,0 +1,484 @@
+"""What is exported is read by the safetensors library and torch.load as it was in the model, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dream_trainer.checkpoint.model_state import model_tensors
+from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.weights.export import export_checkpoint, export_model, renamed
+from dream_trainer.weights.export_files import parse_size
+from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file_order, write_safetensors
+from tests.checkpoint.states import save
+from tests.worlds import run_world
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight; a float and an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("seen", torch.tensor(5))
+
+
+def expected_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a file of the model holds: its state without the second name of the tied weight."""
+    return {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+
+
+def saved(root: Path, models: dict[str, nn.Module], *, ema: dict[str, Tensor] | None = None, **shared: Any) -> Path:
+    given = {"extra_state": {name: {} for name in models}, **shared}
+    optimizer = {"optimizers.optimizer.net.seen.exp_avg": torch.ones(2)}
+    return save(root / "checkpoints", 3, tensors=model_tensors(models) | optimizer | (ema or {}), shared=given)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def read_directory(directory: Path) -> dict[str, Tensor]:
+    """As transformers does: by the index if there is one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(directory / "model.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(weight_map.values())):
+        content = load_file(directory / file)
+        assert {name for name, at in weight_map.items() if at == file} == content.keys()
+        tensors |= content
+    return tensors
+
+
+@pytest.fixture
+def model() -> Tied:
+    return Tied()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: Tied) -> Path:
+    return saved(tmp_path / "run", {"net": model})
+
+
+# -- the file format
+
+
+def test_every_dtype_is_read_back_bit_for_bit_and_aligned(tmp_path: Path) -> None:
+    tensors = {}
+    for index, dtype in enumerate(DTYPE_NAMES):
+        count = 3 + index % 3
+        low = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8)
+        tensors[f"t.{dtype}"] = low.view(dtype).reshape(count, 1)
+    tensors |= {"scalar": torch.tensor(7), "empty": torch.zeros(0, 4), "transposed": torch.arange(6.0).view(2, 3).T}
+    specs = file_order({name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()})
+    write_safetensors(tmp_path / "all", specs, tensors.__getitem__)
+    with safe_open(tmp_path / "all", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(tensors)
+        for name, value in tensors.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            if value.numel():
+                as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found, value)]
+                assert torch.equal(*as_bytes), name
+    content = (tmp_path / "all").read_bytes()
+    header_length = int.from_bytes(content[:8], "little")
+    assert header_length % 8 == 0
+    for name, entry in json.loads(content[8 : 8 + header_length]).items():
+        if name != "__metadata__":
+            assert entry["data_offsets"][0] % tensors[name].element_size() == 0
+
+
+def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    tensors = {"models.net.phase": torch.zeros(2, dtype=torch.complex128), "models.net.weight": torch.zeros(2)}
+    path = save(tmp_path / "run" / "checkpoints", 1, tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"safetensors cannot hold phase \(torch\.complex128\)"):
+        export_checkpoint(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_checkpoint(path, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["phase"].dtype == torch.complex128
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kB", 1500), ("2GiB", 2 << 30), ("10B", 10), (7, 7)],
+)
+def test_sizes_are_read_as_hugging_face_reads_them(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["5", "many", "-1GB", 0, 1.5, True, "0GB"])
+def test_what_is_no_size_is_an_error(text: Any) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        parse_size(text)
+
+
+# -- from a checkpoint
+
+
+def test_a_small_model_is_one_file(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    out = tmp_path / "new" / "out"
+    assert export_checkpoint(checkpoint, out) == [out / "model.safetensors"]
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert_equal(read_directory(out), expected_of(model))
+    restored = Tied()
+    missing, unexpected = restored.load_state_dict(read_directory(out), strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    assert torch.equal(restored.head.weight, model.embedding.weight)
+
+
+def test_a_large_model_is_numbered_files_and_an_index(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    written = export_checkpoint(checkpoint, out, max_shard_size=300)
+    assert set(written) == set(out.iterdir())
+    shards = sorted(out.glob("*.safetensors"))
+    count = len(shards)
+    assert count > 2
+    assert [path.name for path in shards] == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert_equal(read_directory(out), expected_of(model))
+    for shard in shards:
+        content = load_file(shard)
+        assert sum(value.nbytes for value in content.values()) <= 300 or len(content) == 1
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected_of(model).values())
+
+
+@pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.pth"])
+def test_one_file_may_be_asked_for_by_name(tmp_path: Path, model: Tied, checkpoint: Path, name: str) -> None:
+    out = tmp_path / "out" / name
+    assert export_checkpoint(checkpoint, out, max_shard_size=300) == [out]
+    assert [path.name for path in out.parent.iterdir()] == [name]
+    found = load_file(out) if name.endswith("safetensors") else torch.load(out, weights_only=True)
+    assert_equal(found, expected_of(model))
+
+
+def test_floating_point_is_cast_and_the_rest_is_not(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    expected = {
+        name: value.to(torch.bfloat16) if value.is_floating_point() else value
+        for name, value in expected_of(model).items()
+    }
+    for out in (tmp_path / "out", tmp_path / "out.pt"):
+        export_checkpoint(checkpoint, out, dtype=torch.bfloat16)
+    assert_equal(read_directory(tmp_path / "out"), expected)
+    assert_equal(torch.load(tmp_path / "out.pt", weights_only=True), expected)
+    with pytest.raises(ConfigError, match=r"torch\.int8 is not a floating-point type"):
+        export_checkpoint(checkpoint, tmp_path / "other", dtype=torch.int8)
+
+
+def test_the_config_goes_with_the_weights_and_tells_their_dtype(tmp_path: Path, model: Tied) -> None:
+    config = {"model_type": "gpt", "torch_dtype": "float32", "layers": (1, 2), "kind": torch.float16}
+    path = saved(tmp_path / "run", {"net": model}, model_configs={"net": config, "other": {"no": 1}})
+    plain = tmp_path / "plain"
+    assert export_checkpoint(path, plain) == [plain / "model.safetensors", plain / "config.json"]
+    told = {"model_type": "gpt", "torch_dtype": "float32", "layers": [1, 2], "kind": "float16"}
+    assert json.loads((plain / "config.json").read_text()) == told
+    export_checkpoint(path, tmp_path / "cast", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "cast" / "config.json").read_text()) == {**told, "torch_dtype": "bfloat16"}
+
+
+def test_of_several_models_one_is_named(tmp_path: Path, model: Tied) -> None:
+    other = nn.Linear(2, 2)
+    path = saved(tmp_path / "run", {"nets.0": model, "nets.1": other})
+    with pytest.raises(CheckpointError, match=r"exactly one model. It has 'nets\.0', 'nets\.1'. Name one"):
+        export_checkpoint(path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"has no model 'nets'. It has 'nets\.0', 'nets\.1'"):
+        export_checkpoint(path, tmp_path / "out", model="nets")
+    export_checkpoint(path, tmp_path / "out", model="nets.1")
+    assert_equal(read_directory(tmp_path / "out"), dict(other.state_dict()))
+
+
+def test_ema_weights_are_the_averaged_ones_with_the_models_buffers(tmp_path: Path, model: Tied) -> None:
+    averaged = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    ema = {f"callbacks.EMA.0.net.{name}": value for name, value in averaged.items()}
+    ema |= {f"callbacks.EMA.1.net.{name}": value + 1 for name, value in averaged.items()}
+    path = saved(tmp_path / "run", {"net": model}, ema=ema)
+    export_checkpoint(path, tmp_path / "first", weights="ema")
+    export_checkpoint(path, tmp_path / "second", weights="ema.1")
+    buffers = {name: value for name, value in expected_of(model).items() if name not in averaged}
+    assert set(buffers) == {"scale", "seen"}
+    assert_equal(read_directory(tmp_path / "first"), averaged | buffers)
+    assert_equal(read_directory(tmp_path / "second"), {n: v + 1 for n, v in averaged.items()} | buffers)
+    with pytest.raises(
+        CheckpointError, match=r'no EMA of model \'net\' for weights="ema\.2". It has EMA callbacks 0, 1'
+    ):
+        export_checkpoint(path, tmp_path / "third", weights="ema.2")
+
+
+def test_a_checkpoint_without_ema_says_so(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="saved without an EMA callback"):
+        export_checkpoint(checkpoint, tmp_path / "out", weights="ema")
+    with pytest.raises(ConfigError, match="weights='average' is not understood"):
+        export_checkpoint(checkpoint, tmp_path / "out", weights="average")
+
+
+def test_names_are_changed_by_pattern(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "out", renames={r"^body\.(\d+)": r"layers.\1", "^": "model."})
+    expected = {f"model.{name.replace('body.', 'layers.')}": value for name, value in expected_of(model).items()}
+    assert_equal(read_directory(tmp_path / "out"), expected)
+    export_checkpoint(checkpoint, tmp_path / "body", renames={r"^(?!body).*": "", "^body.": ""})
+    assert read_directory(tmp_path / "body").keys() == model.body.state_dict().keys()
+    with pytest.raises(CheckpointError, match="both become"):
+        export_checkpoint(checkpoint, tmp_path / "none", renames={r"\d": ""})
+    with pytest.raises(ConfigError, match="cannot be applied"):
+        renamed({"a": "a"}, {"(": ""})
+
+
+def test_a_flipped_byte_in_a_shard_ends_it_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    shard = checkpoint / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        export_checkpoint(checkpoint, tmp_path / "deep" / "out")
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+# -- where it may go
+
+
+def test_an_existing_export_is_replaced_only_on_demand(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "file.pt"
+    for target in (out, file):
+        export_checkpoint(checkpoint, target, max_shard_size=300)
+        with pytest.raises(CheckpointError, match="exists already"):
+            export_checkpoint(checkpoint, target)
+        export_checkpoint(checkpoint, target, overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "file.pt"}
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "empty")
+    assert_equal(read_directory(tmp_path / "empty"), expected_of(model))
+
+
+def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    export_checkpoint(checkpoint, out, max_shard_size=300)
+    for name in ("tokenizer.json", "config.json"):  # this model has no config
+        (out / name).write_text("mine")
+    for _ in range(2):
+        export_checkpoint(checkpoint, out, overwrite=True)
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (out / "tokenizer.json").read_text() == (out / "config.json").read_text() == "mine"
+    assert_equal(read_directory(out), expected_of(model))
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(checkpoint, out)
+    (out / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="holds the directories folder, which no export wrote"):
+        export_checkpoint(checkpoint, out, overwrite=True)
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        export_checkpoint(checkpoint, tmp_path / "notes", overwrite=True)
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(CheckpointError, match="is a directory"):
+        export_checkpoint(checkpoint, tmp_path / "folder.pt", overwrite=True)
+
+
+@pytest.mark.pitfall(40)
+@pytest.mark.parametrize("where", [".", "export", "step_00000009", "step_00000003", "step_00000003/hf", "w.pt"])
+def test_a_runs_checkpoints_are_no_place_for_an_export(tmp_path: Path, checkpoint: Path, where: str) -> None:
+    before = {path.name for path in checkpoint.parent.iterdir()}
+    with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
+        export_checkpoint(checkpoint, checkpoint.parent / where, overwrite=True)
+    assert {path.name for path in checkpoint.parent.iterdir()} == before
+
+
+@pytest.mark.pitfall(40)
+def test_a_runs_directory_before_its_first_checkpoint_is_no_place_either(tmp_path: Path, model: Tied) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").touch()
+    with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
+        export_model(model, tmp_path / "run" / "checkpoints" / "out", world=Alone())
+    export_model(model, tmp_path / "run" / "exports" / "step_00000003", world=Alone())
+    export_model(model, tmp_path / "run" / "exports" / "step_00000004", world=Alone())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
+def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, tmp_path: Path, name: str) -> None:
+    small, large = nn.Linear(4, 4), nn.Linear(200, 200)
+    export_model(small, small_disk / name, world=Alone())
+    before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_model(large, small_disk / name, world=Alone(), overwrite=True)
+    assert {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()} == before
+    assert [path.name for path in small_disk.iterdir()] == [name]
+
+
+# -- memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from dream_trainer.weights.export import export_checkpoint
+
+def peak_kib():
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+
+small, large, out = map(Path, sys.argv[1:])
+export_checkpoint(small, out.with_stem("small"))
+before = peak_kib()
+export_checkpoint(large, out, max_shard_size="100MB")
+print(peak_kib() - before, torch.distributed.is_initialized())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> None:
+    def checkpoint_of(count: int, name: str) -> Path:
+        tensors = {f"models.net.{index}": torch.full((512, 1024), float(index)) for index in range(count)}
+        return save(tmp_path / name, 1, tensors=tensors)
+
+    def growth_mib(out: Path) -> float:
+        arguments = [sys.executable, "-c", MEASURE, str(small), str(large), str(out)]
+        ended = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        grown_kib, has_group = ended.stdout.split()
+        assert has_group == "False"
+        return int(grown_kib) / 1024
+
+    small, large = checkpoint_of(2, "s"), checkpoint_of(150, "l")  # 2 MiB each
+    assert growth_mib(tmp_path / "large") < 40
+    assert growth_mib(tmp_path / "large.pt") > 250  # what holding all of it looks like
+    found = read_directory(tmp_path / "large")
+    assert len(found) == 150
+    assert all(bool((value == int(name)).all()) for name, value in found.items())
+
+
+# -- from a live model
+
+
+def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
+    for out in (tmp_path / "live", tmp_path / "live.pt"):
+        export_model(model, out, world=Alone(), dtype=torch.bfloat16, config={"a": 1})
+        export_checkpoint(checkpoint, out.with_stem("stored"), dtype=torch.bfloat16)
+    assert (tmp_path / "live" / "config.json").exists()
+    assert_equal(read_directory(tmp_path / "live"), read_directory(tmp_path / "stored"))
+    live, stored = (torch.load(tmp_path / name, weights_only=True) for name in ("live.pt", "stored.pt"))
+    assert_equal(live, stored)
+    assert next(model.parameters()).dtype == torch.float32
+
+
+@dataclass
+class _Ranks:
+    """The world as exporting sees it, over the default group."""
+
+    rank: int
+    world_size: int
+    cpu_group: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather_object(self, value: Any, /) -> list[Any]:
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def _failure_of(function: Any) -> str:
+    try:
+        function()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _export_sharded(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    world, root = _Ranks(dist.get_rank(), dist.get_world_size()), Path(directory)
+    torch.manual_seed(0)
+    model = Tied()
+    if world.is_main:
+        torch.save(expected_of(model), root / "truth.pt")
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
+    written = export_model(model, root / "out", world=world, max_shard_size=300)
+    export_model(model, root / "out.pt", world=world, renames={"^": "m."}, dtype=torch.float64)
+    save(root / "run" / "checkpoints", 1, tensors=model_tensors({"net": model}), world=world)
+    other = nn.Linear(2, 2) if world.is_main else nn.Linear(3, 3)
+    failures = {
+        "exists": _failure_of(lambda: export_model(model, root / "out", world=world)),
+        "size": _failure_of(lambda: export_model(model, root / "new", world=world, max_shard_size="x")),
+        "full": _failure_of(lambda: export_model(model, Path("/dev/full/out"), world=world)),
+        "midway": _failure_of(lambda: _export_failing_midway(model, root / "half", world)),
+        "different": _failure_of(lambda: export_model(other, root / "different", world=world)),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"written": [path.name for path in written], "failures": failures}
+
+
+def _export_failing_midway(model: nn.Module, out: Path, world: _Ranks) -> None:
+    """A limit on file sizes stands in for a full disk: rank 0 fails at the second file's bytes."""
+    import resource
+    import signal
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if world.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+    try:
+        export_model(model, out, world=world)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_sharded_model_is_gathered_and_failures_are_every_ranks(tmp_path: Path) -> None:
+    first, second = run_world(_export_sharded, 2, str(tmp_path))
+    truth = torch.load(tmp_path / "truth.pt", weights_only=True)
+    assert_equal(read_directory(tmp_path / "out"), truth)
+    assert_equal(
+        torch.load(tmp_path / "out.pt", weights_only=True),
+        {f"m.{name}": value.double() if value.is_floating_point() else value for name, value in truth.items()},
+    )
+    assert first == second
+    assert first["written"][-1] == "model.safetensors.index.json"
+    failures = first["failures"]
+    assert "out exists already" in failures["exists"]
+    assert "'x' is no size" in failures["size"]
+    assert "/dev/full" in failures["full"]
+    assert "File too large" in failures["midway"]
+    assert "ranks hold different tensors" in failures["different"]
+    assert {path.name for path in tmp_path.iterdir()} == {"truth.pt", "out", "out.pt", "run"}
+    # And the checkpoint of two ranks is put together by one process.
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "stored")
+    assert_equal(read_directory(tmp_path / "stored"), truth)

@@ -1,0 +1,458 @@
+"""Weights of every kind of file arrive in a model as `load_state_dict` would put them there, or it is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.weights.load import load_weights
+from tests.checkpoint.states import save
+from tests.weights.weight_cases import (
+    KINDS,
+    Net,
+    Plant,
+    State,
+    bare_pt,
+    checkpoint,
+    expected,
+    foreign_dcp,
+    hf_sharded,
+    hf_single,
+    safetensors_file,
+    weights,
+)
+
+
+def same(model: nn.Module, state: State) -> bool:
+    here = model.state_dict()
+    return here.keys() == state.keys() and all(torch.equal(here[name], state[name]) for name in state)
+
+
+def refused(model: nn.Module, path: Path, **options: object) -> str:
+    """The message of the error, after which the model is as it was."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model, path, **options)  # type: ignore[arg-type]
+    assert same(model, before)
+    return str(error.value)
+
+
+# -- what arrives
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_every_kind_arrive_as_load_state_dict_would_put_them(kind: str, tmp_path: Path) -> None:
+    state = weights()
+    model = Net()
+    parameters = [(id(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    report = load_weights(model, KINDS[kind](tmp_path / "it", state))
+    assert same(model, expected(state))
+    assert report.is_complete
+    assert set(report.loaded) == set(model.state_dict())
+    assert [(id(parameter), parameter.requires_grad) for parameter in model.parameters()] == parameters
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("kind", ["safetensors_file", "bare_pt", "foreign_dcp"])
+@pytest.mark.parametrize(("saved", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_values_are_cast_to_the_models_dtypes(kind: str, saved: torch.dtype, here: torch.dtype, tmp_path: Path) -> None:
+    state = {"weight": torch.randn(3, 4).to(saved), "bias": torch.randn(3).to(saved)}
+    model, truth = nn.Linear(4, 3, dtype=here), nn.Linear(4, 3, dtype=here)
+    load_weights(model, KINDS[kind](tmp_path / "it", state))
+    truth.load_state_dict(state)
+    assert model.weight.dtype == here
+    assert same(model, truth.state_dict())
+
+
+def test_renames_apply_in_order_to_the_files_names(tmp_path: Path) -> None:
+    state = weights()
+    old = {f"transformer.{name}".replace("blocks.", "h."): value for name, value in state.items()}
+    model = Net()
+    load_weights(model, bare_pt(tmp_path / "it", old), renames={r"^transformer\.": "", r"^h\.(\d+)": r"blocks.\1"})
+    assert same(model, expected(state))
+
+
+def test_a_name_that_is_renamed_to_nothing_is_left_out(tmp_path: Path) -> None:
+    state = weights()
+    model = Net()
+    path = bare_pt(tmp_path / "it", {**state, "optimizer.lr": torch.ones(1), "optimizer.beta": torch.ones(1)})
+    report = load_weights(model, path, renames={r"^optimizer\..*": ""})
+    assert same(model, expected(state))
+    assert not report.unexpected
+
+
+def test_renames_that_make_two_names_one_are_an_error(tmp_path: Path) -> None:
+    message = refused(Net(), bare_pt(tmp_path / "it", weights()), renames={r"^blocks\.\d": "block"})
+    assert "'block.weight' of both 'blocks.0.weight' and 'blocks.1.weight'" in message
+
+
+@pytest.mark.parametrize("renames", [{"(": ""}, {"a": r"\9"}, {"a": r"\g<name>"}])
+def test_a_faulty_pattern_is_an_error_of_the_config(renames: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="renames="):
+        load_weights(Net(), tmp_path, renames=renames)
+
+
+def test_any_name_of_a_tied_tensor_fills_it(tmp_path: Path) -> None:
+    state = weights()
+    truth = expected(state)
+    state["head.weight"] = state.pop("embed.weight")
+    model = Net()
+    assert load_weights(model, safetensors_file(tmp_path / "it", state)).is_complete
+    assert same(model, truth)
+
+
+def test_tied_names_with_equal_values_are_both_expected(tmp_path: Path) -> None:
+    state = weights()
+    model = Net()
+    path = bare_pt(tmp_path / "it", {**state, "head.weight": state["embed.weight"]})
+    assert load_weights(model, path).is_complete
+    assert same(model, expected(state))
+
+
+def test_tied_names_with_different_values_are_an_error_or_reported(tmp_path: Path) -> None:
+    state = weights()
+    path = bare_pt(tmp_path / "it", {**state, "head.weight": state["embed.weight"] + 1})
+    model = Net()
+    assert "head.weight (tied to embed.weight" in refused(model, path)
+    report = load_weights(model, path, strict=False)
+    assert list(report.mismatched) == ["head.weight"]
+    assert same(model, expected(state))
+
+
+def test_extra_state_is_neither_missing_nor_unexpected_and_is_left_alone(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        count = 3
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    saved, model = Counting(2, 2), Counting(2, 2)
+    saved.count = 9
+    torch.save(saved.state_dict(), tmp_path / "it.pt")
+    load_weights(model, tmp_path / "it.pt")
+    assert torch.equal(model.weight, saved.weight)
+    assert model.count == 3
+
+
+def test_a_compiled_model_has_the_names_of_the_model_inside(tmp_path: Path) -> None:
+    state = weights()
+    model = Net()
+    load_weights(torch.compile(model), safetensors_file(tmp_path / "it", state))  # type: ignore[arg-type]
+    assert same(model, expected(state))
+
+
+def test_a_directory_prefers_the_index_to_other_files_in_it(tmp_path: Path) -> None:
+    state = weights()
+    save_file(
+        {name: value + 1 for name, value in state.items()}, hf_sharded(tmp_path / "it", state) / "all.safetensors"
+    )
+    model = Net()
+    load_weights(model, tmp_path / "it")
+    assert same(model, expected(state))
+
+
+# -- what does not fit
+
+
+@pytest.mark.pitfall(38)
+@pytest.mark.parametrize("kind", ["hf_sharded", "bare_pt", "checkpoint", "foreign_dcp"])
+def test_a_renamed_layer_is_an_error_that_names_it_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
+    state = weights()
+    state["gate.weight"] = state.pop("wide.weight")
+    message = refused(Net(), KINDS[kind](tmp_path / "it", state))
+    assert "1 missing (not in the file): wide.weight" in message
+    assert "1 unexpected (not in the model): gate.weight" in message
+
+
+@pytest.mark.pitfall(38)
+def test_what_a_load_that_is_not_strict_left_out_is_reported_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = weights()
+    state["gate.weight"] = state.pop("wide.weight")
+    state["wide.bias"] = torch.ones(4)
+    state.pop("norm.running_mean")
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level(logging.WARNING, logger="dream_trainer"):
+        report = load_weights(model, hf_single(tmp_path / "it", state), strict=False)
+    assert set(report.missing) == {"wide.weight", "norm.running_mean"}
+    assert report.unexpected == ("gate.weight",)
+    assert dict(report.mismatched) == {"wide.bias": "(4,) in the file, (3,) in the model"}
+    left = {"wide.weight", "norm.running_mean", "wide.bias"}
+    assert set(report.loaded) == set(model.state_dict()) - left
+    for name, value in model.state_dict().items():
+        source = before if name in left else {**state, "head.weight": state["embed.weight"]}
+        assert torch.equal(value, source[name]), name
+    assert str(report) in caplog.text
+    assert str(report).splitlines() == [
+        f"{len(report.loaded)} of the model's {len(before)} tensors loaded",
+        "  2 missing (not in the file): norm.running_mean, wide.weight",
+        "  1 unexpected (not in the model): gate.weight",
+        "  1 mismatched: wide.bias ((4,) in the file, (3,) in the model)",
+    ]
+
+
+def test_a_full_load_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_weights(Net(), bare_pt(tmp_path / "it", weights()), strict=False)
+    assert not caplog.records
+
+
+def test_a_shape_that_differs_is_an_error_with_both_shapes(tmp_path: Path) -> None:
+    state = {**weights(), "wide.weight": torch.ones(4, 5)}
+    message = refused(Net(), safetensors_file(tmp_path / "it", state))
+    assert "1 mismatched: wide.weight ((4, 5) in the file, (3, 5) in the model)" in message
+
+
+def test_of_many_names_twenty_are_listed_and_all_counted(tmp_path: Path) -> None:
+    path = bare_pt(tmp_path / "it", {**weights(), **{f"other.{index:02d}": torch.ones(1) for index in range(25)}})
+    message = refused(Net(), path)
+    assert "25 unexpected" in message
+    assert "other.19 and 5 more" in message
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module.transformer."])
+def test_a_prefix_in_the_file_is_an_error_that_proposes_the_rename(prefix: str, tmp_path: Path) -> None:
+    state = weights()
+    path = bare_pt(tmp_path / "it", {f"{prefix}{name}": value for name, value in state.items()})
+    for strict in (True, False):
+        message = refused(Net(), path, strict=strict)
+        assert "nothing in it fits the model" in message
+    proposed = eval(message.split("renames=")[1].split(" would match")[0])
+    model = Net()
+    load_weights(model, path, renames=proposed)
+    assert same(model, expected(state))
+
+
+def test_a_prefix_in_the_model_is_an_error_that_proposes_the_rename(tmp_path: Path) -> None:
+    state = weights()
+    path = bare_pt(tmp_path / "it", state)
+    model = nn.ModuleDict({"encoder": Net()})
+    message = refused(model, path)
+    assert "renames={'^': 'encoder.'} would match" in message
+    load_weights(model, path, renames={"^": "encoder."})
+    assert same(model.encoder, expected(state))
+
+
+def test_a_model_on_meta_is_an_error(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        load_weights(model, bare_pt(tmp_path / "it", weights()))
+
+
+def test_a_model_of_a_checkpoint_is_chosen_by_its_name(tmp_path: Path) -> None:
+    tensors = {f"models.{name}.{key}": value for name in ("a", "b") for key, value in weights(ord(name)).items()}
+    path = save(tmp_path, 1, tensors=tensors)
+    model = Net()
+    load_weights(model, path, model_name="b")
+    assert same(model, expected(weights(ord("b"))))
+    assert "the models ['a', 'b']. Say which with model_name" in refused(model, path)
+    assert "no model 'c'; it holds ['a', 'b']" in refused(model, path, model_name="c")
+
+
+# -- what is not there, or damaged
+
+
+@pytest.mark.parametrize("name", ["nowhere", "directory", "notes.txt"])
+def test_a_path_without_weights_is_an_error_that_says_what_is_understood(name: str, tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "notes.txt").write_text("loss 3.2")
+    message = refused(Net(), tmp_path / name)
+    assert name in message
+    assert ".safetensors" in message
+    assert "DCP" in message
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [truncated, emptied, removed])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("hf_single", "model.safetensors"),
+        ("hf_sharded", "model-00002-of-00003.safetensors"),
+        ("bin_sharded", "pytorch_model-00002-of-00003.bin"),
+        ("checkpoint", "__0_0.distcp"),
+        ("foreign_dcp", "__0_0.distcp"),
+        ("foreign_dcp", ".metadata"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_named(kind: str, file: str, harm: Callable[[Path], None], tmp_path: Path) -> None:
+    path = KINDS[kind](tmp_path / "it", weights())
+    harm(path / file)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(Net(), path)
+    assert (path.name if harm is removed else file) in str(error.value)
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, weights())
+    shard = path / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "__0_0.distcp is damaged" in refused(Net(), path)
+
+
+def test_offsets_outside_a_safetensors_file_are_refused(tmp_path: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
+    (tmp_path / "it.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
+    assert "it.safetensors cannot be read" in refused(nn.Linear(4, 3, bias=False), tmp_path / "it.safetensors")
+
+
+@pytest.mark.parametrize("home", ["../secret.safetensors", "/etc/secret.safetensors"])
+def test_an_index_cannot_lead_out_of_its_directory(home: str, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": home}}))
+    assert "outside its directory" in refused(nn.Linear(4, 3), tmp_path / "it")
+
+
+def test_an_index_that_names_what_a_shard_does_not_hold_is_refused(tmp_path: Path) -> None:
+    index = hf_sharded(tmp_path / "it", weights()) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["more.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    assert "'more.weight' lies in model-00001-of-00003.safetensors, which does not" in refused(Net(), tmp_path / "it")
+
+
+def test_a_name_in_two_files_without_an_index_is_an_error(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3, 4)}
+    save_file(state, tmp_path / "a.safetensors")
+    save_file(state, tmp_path / "b.safetensors")
+    assert "several files hold ['weight']" in refused(nn.Linear(4, 3, bias=False), tmp_path)
+
+
+@pytest.mark.parametrize("content", [torch.ones(3), [1, 2], {"epoch": 3, "config": {"depth": 2}}])
+def test_a_pickle_without_a_state_dict_is_an_error_that_says_what_it_holds(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "it.pt")
+    assert "no state dict was found" in refused(Net(), tmp_path / "it.pt")
+
+
+def test_tensors_of_which_no_block_can_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"weight": torch.eye(3).to_sparse()}, tmp_path / "it.pt")
+    assert "weight in" in refused(nn.Linear(3, 3, bias=False), tmp_path / "it.pt")
+
+
+def test_a_dcp_directory_without_all_pieces_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    path = foreign_dcp(tmp_path / "it", {"weight": torch.ones(3, 4)})
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["weight"].chunks[0].sizes = torch.Size([2, 4])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp holds something else where 'weight'"):
+        load_weights(nn.Linear(4, 3, bias=False), path)
+    metadata.state_dict_metadata["weight"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="holds only a part of 'weight'"):
+        load_weights(nn.Linear(4, 3, bias=False), path)
+
+
+# -- what would run code
+
+
+def planted_pt(at: Path, plant: Plant) -> Path:
+    torch.save({"weight": torch.ones(3, 4), "more": plant}, at / "it.pt")
+    return at / "it.pt"
+
+
+def planted_old_pt(at: Path, plant: Plant) -> Path:
+    torch.save({"weight": plant}, at / "it.pth", _use_new_zipfile_serialization=False)
+    return at / "it.pth"
+
+
+def planted_pickle(at: Path, plant: Plant) -> Path:
+    (at / "it.bin").write_bytes(pickle.dumps(plant))
+    return at / "it.bin"
+
+
+def planted_safetensors(at: Path, plant: Plant) -> Path:
+    (at / "it.safetensors").write_bytes(pickle.dumps(plant))
+    return at / "it.safetensors"
+
+
+def planted_metadata(at: Path, plant: Plant) -> Path:
+    foreign_dcp(at / "it", {"weight": torch.ones(3, 4)})
+    (at / "it/.metadata").write_bytes(pickle.dumps(plant))
+    return at / "it/.metadata"
+
+
+def planted_shard(at: Path, plant: Plant) -> Path:
+    path = foreign_dcp(at / "it", {"weight": torch.ones(3, 4)})
+    torch.save(plant, path / "__0_0.distcp")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    size = (path / "__0_0.distcp").stat().st_size
+    metadata.storage_data = {
+        index: dataclasses.replace(place, offset=0, length=size) for index, place in metadata.storage_data.items()
+    }
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path / "__0_0.distcp"
+
+
+@pytest.mark.pitfall(43)
+@pytest.mark.parametrize(
+    "planted",
+    [planted_pt, planted_old_pt, planted_pickle, planted_safetensors, planted_metadata, planted_shard],
+)
+def test_a_file_made_to_run_code_is_refused_by_name_and_runs_none(
+    planted: Callable[[Path, Plant], Path], tmp_path: Path
+) -> None:
+    marker = tmp_path / "the code ran"
+    file = planted(tmp_path, Plant(marker))
+    path = file.parent if file.parent != tmp_path else file
+    with pytest.raises(DamagedCheckpointError) as error:
+        load_weights(nn.Linear(4, 3, bias=False), path)
+    assert file.name in str(error.value)
+    assert "to `False`" not in str(error.value)  # as PyTorch's own message proposes
+    assert not marker.exists()
+
+
+@pytest.mark.pitfall(43)
+def test_values_of_a_dcp_directory_that_are_no_tensors_are_never_unpickled(tmp_path: Path) -> None:
+    marker = tmp_path / "the code ran"
+    state: dict[str, Tensor] = {"weight": torch.randn(3, 4)}
+    path = foreign_dcp(tmp_path / "it", {**state, "extra": Plant(marker)})  # type: ignore[dict-item]
+    model = nn.Linear(4, 3, bias=False)
+    assert load_weights(model, path).is_complete
+    assert same(model, state)
+    assert not marker.exists()
+    # The plant is live: PyTorch's own conversion, which unpickles everything, runs it.
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path, tmp_path / "converted.pt")
+    assert marker.exists()
+
+
+def test_an_index_file_that_names_itself_is_refused_instead_of_read_for_ever(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": index.name}}))
+    with pytest.raises(DamagedCheckpointError, match="which is an index itself"):
+        load_weights(nn.Linear(1, 1), index)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run")])
+def test_paths_of_object_stores_are_refused_by_name(path: str | Path) -> None:
+    with pytest.raises(CheckpointError, match="object stores are neither read nor written"):
+        load_weights(nn.Linear(1, 1), path)
