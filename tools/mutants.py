@@ -808,7 +808,7 @@ MUTANTS = [
     ),
     Mutant(
         "a validation keeps the first length of its data",
-        "dream_trainer/data/validation_batches.py",
+        "dream_trainer/data/validation_data.py",
         "        length = len(self._dataset)",
         "        length = self.reader.sampler.length",
         "tests/data/test_validation.py",

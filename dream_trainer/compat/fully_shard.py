@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from dream_trainer.compat.pytorch import local_tensor
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.gradients import LocalGradients
+    from dream_trainer.compat.local_gradients import LocalGradients
 
 
 class DifferentiableGroup(FSDPParamGroup):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
     from dream_trainer.data.stream import train_stream as train_stream
-    from dream_trainer.data.validation_batches import validation_batches as validation_batches
+    from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window_sizes import DataPosition as DataPosition
     from dream_trainer.data.window_sizes import TrainStream as TrainStream
     from dream_trainer.data.window_sizes import Window as Window
@@ -24,6 +24,6 @@ else:
             "TrainStream": "data.window_sizes",
             "Window": "data.window_sizes",
             "train_stream": "data.stream",
-            "validation_batches": "data.validation_batches",
+            "validation_batches": "data.validation_data",
         },
     )

@@ -17,7 +17,7 @@ from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
-from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.data.window_sizes import DataPosition, TrainStream, Window
 from dream_trainer.errors import DataError
 

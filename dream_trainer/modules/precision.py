@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.trainer.abstract import AbstractTrainer
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,17 +73,21 @@ def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None
 
 
 @contextmanager
-def float32_products(trainer: AbstractTrainer) -> Iterator[None]:
+def float32_products(
+    parameters: DeviceParameters, device: torch.device, warn_once: Callable[[str, str], None]
+) -> Iterator[None]:
     """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was.
 
-    For CUDA devices; others have no TF32, and it is said that they compute in float32.
+    Args:
+        parameters: Their `precision` says so.
+        device: What is computed on. Only CUDA devices have TF32.
+        warn_once: Called with a key and a message where the device computes in float32 instead.
     """
-    if trainer.config.device_parameters.precision != "tf32":
+    if parameters.precision != "tf32":
         yield
         return
-    device = trainer.world.device.type
-    if device != "cuda":
-        trainer._say_once("tf32", f'precision="tf32" is for CUDA devices; this {device} computes in float32.')
+    if device.type != "cuda":
+        warn_once("tf32", f'precision="tf32" is for CUDA devices; this {device.type} computes in float32.')
         yield
         return
     with tf32_products():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
-from dream_trainer.distributed.gradients import LocalGradients
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.metrics import updates
@@ -29,13 +29,14 @@ from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.recording import Recording
+from dream_trainer.trainer.user_class.class_checks import check_trainer
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
 from dream_trainer.trainer.user_class.taken_names import note_assignment
 from dream_trainer.trainer.window_state import WindowState
 
 if TYPE_CHECKING:
     from dream_trainer.data.stream import TrainStream
-    from dream_trainer.data.validation_batches import ValidationBatches
+    from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
     from dream_trainer.loggers.buffer import MetricBuffer
@@ -86,8 +87,6 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     config: BaseTrainerConfig
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
-        from dream_trainer.trainer.user_class.class_checks import check_trainer
-
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config

@@ -184,7 +184,8 @@ class BaseTrainer(Session):
                 self._say_that_it_is_finished()
             self._cadence.stop()
             return
-        with deterministic(self.config.training_parameters.deterministic), float32_products(self):
+        tf32 = float32_products(self.config.device_parameters, self.world.device, self._say_once)
+        with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.nn as nn
 
+    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.data.feed import WindowFeed
-    from dream_trainer.distributed.gradients import LocalGradients
     from dream_trainer.trainer.agreement import Agreement
     from dream_trainer.trainer.step.accumulation import Accumulation
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
-from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.trainer.rank_differences import agree_on_data

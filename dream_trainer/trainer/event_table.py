@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.events.callback import Callback
+from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.user_class.overrides import bound, heard
 
 if TYPE_CHECKING:
@@ -19,33 +20,8 @@ if TYPE_CHECKING:
 
 Listener = Callable[..., None]
 
-EVENTS: tuple[str, ...] = (
-    "pre_launch",
-    "post_launch",
-    "pre_configure",
-    "post_configure",
-    "pre_setup",
-    "post_setup",
-    "pre_fit",
-    "pre_epoch",
-    "pre_train_batch",
-    "pre_optimizer_step",
-    "post_optimizer_step",
-    "post_train_batch",
-    "post_train_step",
-    "pre_val_epoch",
-    "pre_val_batch",
-    "post_val_batch",
-    "post_val_epoch",
-    "post_epoch",
-    "post_fit",
-    "on_exception",
-    "on_interrupt",
-    "on_save",
-    "on_load",
-    "on_log",
-    "teardown",
-)
+# In the order in which they happen, as Lifecycle declares them.
+EVENTS: tuple[str, ...] = tuple(name for name in vars(Lifecycle) if not name.startswith("_"))
 
 
 def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:

@@ -21,7 +21,7 @@ from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.modules.precision import float32_products
 
 if TYPE_CHECKING:
-    from dream_trainer.data.validation_batches import ValidationBatches
+    from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.agreement import Agreement
 
@@ -83,7 +83,7 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
         with (
             torch.no_grad(),
             preserved_random_state(trainer.world.device),
-            float32_products(trainer),
+            float32_products(trainer.config.device_parameters, trainer.world.device, trainer._say_once),
             ExitStack() as contexts,
         ):
             seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank), trainer.world.device)

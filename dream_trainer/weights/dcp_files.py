@@ -24,7 +24,7 @@ from dream_trainer.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, MetadataUnpickler, parse_metadata
 from dream_trainer.compat.pytorch import file_window
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.weights.weight_files import Box, blaming, inside, load_pickle
+from dream_trainer.weights.reading import Box, blaming, inside, load_pickle
 
 _OWN_PREFIX = "models."
 

@@ -22,7 +22,8 @@ from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import Alone, CheckpointWorld, from_all_ranks, on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
-from dream_trainer.weights.weight_files import Box, WeightFiles, open_weights
+from dream_trainer.weights.reading import Box, WeightFiles
+from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -7,21 +7,16 @@ code: safetensors has none, and pickles go through PyTorch's `weights_only` read
 from __future__ import annotations
 
 import json
-import pickle
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-
-Box = tuple[slice, ...]
-"""A block of a tensor: one slice per dimension, with start and stop."""
+from dream_trainer.weights.reading import Box, WeightFiles, blaming, inside, load_pickle
 
 UNDERSTOOD = (
     "a Hugging Face directory (*.safetensors with or without an index, or pytorch_model.bin), a .safetensors file, an "
@@ -31,27 +26,6 @@ UNDERSTOOD = (
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
-
-
-class WeightFiles(Protocol):
-    """Tensors by name, on disk.
-
-    Attributes:
-        shapes: The full shape of each.
-    """
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """The files that these blocks lie in, with size and checksum, where those are known."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
-
-        Raises:
-            CheckpointError: The file is damaged; the message names it.
-        """
 
 
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
@@ -113,46 +87,6 @@ def _open_index(path: Path) -> WeightFiles:
         if name not in opened[home].shapes:
             raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which does not hold it.")
     return _Shards([(name, opened[home]) for name, home in homes.items()])
-
-
-def inside(file: Path, name: str) -> Path:
-    """The path of `name`, which a stranger's `file` refers to, beside it.
-
-    Raises:
-        DamagedCheckpointError: It would lead out of the directory.
-    """
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
-    return file.parent / name
-
-
-@contextmanager
-def blaming(file: Path) -> Iterator[None]:
-    """Inside, whatever goes wrong becomes an error that names `file`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file fails in as many ways as it has bytes
-        raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
-    """What `torch.load` makes of a file or of a part of it, on the CPU, without running its code.
-
-    Raises:
-        DamagedCheckpointError: It is damaged, or asks for what weights do not need.
-    """
-    with blaming(file):
-        try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
-        except pickle.UnpicklingError as error:
-            # Not with torch's own message, which proposes to run the code.
-            asked = re.search(r"GLOBAL (\S+)", str(error))
-            raise DamagedCheckpointError(
-                f"{file} asks for {asked[1] if asked else 'something'}, which weights do not need; loading it could "
-                "run someone else's code. If you trust its author, save the bare state dict from it and load that."
-            ) from error
 
 
 class _SafetensorsFile:

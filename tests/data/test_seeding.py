@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.order import sample_seed
 from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
-from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.seeds import seed_cpu
 from tests.data.samples import DrawingDataset, global_states, rows
 

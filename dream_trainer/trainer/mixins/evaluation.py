@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.nested import detach, to_device
-from dream_trainer.data.validation_batches import validation_batches
+from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import HookError
 from dream_trainer.modules.metrics import computed, updates
 from dream_trainer.trainer.abstract import AbstractTrainer

@@ -16,7 +16,9 @@ import torch.nn as nn
 
 from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.errors import HookError
-from dream_trainer.meta import Tape, default_init, materialize, remember
+from dream_trainer.meta.initialise import default_init
+from dream_trainer.meta.realize import materialize, remember
+from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.metrics import parts

@@ -11,15 +11,18 @@ from itertools import pairwise
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.config.trainer_config import check_config
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.event_table import EVENTS
+from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.user_class.other_trainers import METHODS
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
 from dream_trainer.trainer.user_class.taken_names import refuse_taken_names
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
-    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -30,8 +33,6 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
         ConfigError: The config is invalid or lacks the field of a mixin.
         HookError: A required hook is not overridden, or a hook or an event cannot take what it is called with.
     """
-    from dream_trainer.config.trainer_config import check_config
-
     check_config(config)
     _check_config_classes(cls, config)
     refuse_taken_names(cls)
@@ -43,10 +44,8 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
     _check_signatures(cls, config.callbacks)
 
 
-def _parts(cls: type) -> list[type[AbstractTrainer]]:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-    return [part for part in cls.__mro__ if issubclass(part, AbstractTrainer)]
+def _parts(cls: type) -> list[type]:
+    return [part for part in cls.__mro__ if issubclass(part, Hooks)]
 
 
 def _check_config_classes(cls: type, config: Any) -> None:
@@ -60,20 +59,14 @@ def _check_config_classes(cls: type, config: Any) -> None:
 
 
 def _check_hooks(cls: type) -> None:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
     for part in _parts(cls):
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
-            if getattr(cls, hook) is getattr(AbstractTrainer, hook):
+            if getattr(cls, hook) is getattr(Hooks, hook):
                 raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
 
 
 def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
     """The names of what may be overridden in the user's trainer and in each class of callbacks."""
-    from dream_trainer.events.callback import Callback
-    from dream_trainer.trainer.hooks import Hooks
-    from dream_trainer.trainer.lifecycle import Lifecycle
-
     own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step", "configure_loggers"}}
     return own | {type(callback): {*vars(Callback)} for callback in callbacks}
 
@@ -83,8 +76,6 @@ def _refuse_uncalled(cls: type, names: set[str]) -> None:
 
     A trainer's events are called there too.
     """
-    from dream_trainer.trainer.lifecycle import Lifecycle
-
     events = set(EVENTS) if issubclass(cls, Lifecycle) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
@@ -137,8 +128,6 @@ _ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 
 def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
-    from dream_trainer.trainer.lifecycle import Lifecycle
-
     for kind, names in _hooks(cls, callbacks).items():
         if issubclass(kind, Lifecycle):
             names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
@@ -195,10 +184,9 @@ def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParamet
     Raises:
         ConfigError: A hook is missing; the message names it.
     """
-    from dream_trainer.trainer.abstract import AbstractTrainer
 
     def refuse(hook: str, field: str, is_wanted: bool, advice: str) -> None:
-        if is_wanted and getattr(cls, hook) is getattr(AbstractTrainer, hook):
+        if is_wanted and getattr(cls, hook) is getattr(Hooks, hook):
             value = vars(devices)[field]
             raise ConfigError(f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice}")
 
@@ -230,11 +218,9 @@ _SETUP_HOOKS = (
 
 def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
     """Hooks that `cls` overrides and nothing in it calls."""
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
     if cls._keeps_ranks_equal:
         return []
-    return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(AbstractTrainer, hook)]
+    return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(Hooks, hook)]
 
 
 def uncalled_methods(trainer: AbstractTrainer) -> list[str]:

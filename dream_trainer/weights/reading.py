@@ -1,0 +1,81 @@
+"""What every reader of weight files shares: blocks of tensors, errors that name the file, and pickles that run no
+code."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dream_trainer.checkpoint.manifest import FileEntry
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+
+Box = tuple[slice, ...]
+"""A block of a tensor: one slice per dimension, with start and stop."""
+
+
+class WeightFiles(Protocol):
+    """Tensors by name, on disk.
+
+    Attributes:
+        shapes: The full shape of each.
+    """
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
+        """The files that these blocks lie in, with size and checksum, where those are known."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
+
+        Raises:
+            CheckpointError: The file is damaged; the message names it.
+        """
+
+
+def inside(file: Path, name: str) -> Path:
+    """The path of `name`, which a stranger's `file` refers to, beside it.
+
+    Raises:
+        DamagedCheckpointError: It would lead out of the directory.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
+    return file.parent / name
+
+
+@contextmanager
+def blaming(file: Path) -> Iterator[None]:
+    """Inside, whatever goes wrong becomes an error that names `file`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file fails in as many ways as it has bytes
+        raise DamagedCheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
+    """What `torch.load` makes of a file or of a part of it, on the CPU, without running its code.
+
+    Raises:
+        DamagedCheckpointError: It is damaged, or asks for what weights do not need.
+    """
+    with blaming(file):
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        except pickle.UnpicklingError as error:
+            # Not with torch's own message, which proposes to run the code.
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            raise DamagedCheckpointError(
+                f"{file} asks for {asked[1] if asked else 'something'}, which weights do not need; loading it could "
+                "run someone else's code. If you trust its author, save the bare state dict from it and load that."
+            ) from error

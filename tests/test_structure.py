@@ -1,0 +1,240 @@
+"""How the package is built: imports go downward only and in no circle, names occur once, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+
+from dream_trainer.events.callback import Callback
+from dream_trainer.trainer.event_table import EVENTS
+from dream_trainer.trainer.lifecycle import Lifecycle
+
+PACKAGE = Path(__file__).parent.parent / "dream_trainer"
+# From the ground up: a module imports from its own room and from those before it. Files beside the rooms are the ground
+# floor, below all of them.
+ROOMS = [
+    "compat",
+    "events",
+    "config",
+    "distributed",
+    "modules",
+    "data",
+    "meta",
+    "optim",
+    "checkpoint",
+    "weights",
+    "loggers",
+    "trainer",
+    "callbacks",
+    "cli",
+]
+# What a type checker alone may see upward: a callback's argument is the trainer.
+UPWARD_FOR_TYPES = {("dream_trainer.events.callback", "dream_trainer.trainer.abstract")}
+# Exports take the averages of the callbacks EMA and SWA.
+UPWARD_AT_RUN_TIME = {
+    ("dream_trainer.weights.trainer_export", "dream_trainer.callbacks.ema"),
+    ("dream_trainer.weights.trainer_export", "dream_trainer.callbacks.swa"),
+    ("dream_trainer.weights.trainer_export", "dream_trainer.callbacks.weight_average"),
+    ("dream_trainer.weights.trainer_export", "dream_trainer.trainer.abstract"),
+}
+LONGEST_FILE = 450
+
+
+class Import(NamedTuple):
+    """One module imports from another, at run time (in a function too) or for a type checker alone."""
+
+    importer: str
+    imported: str
+    when: Literal["run time", "types"]
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
+PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py"]
+
+
+def type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def import_statements(node: ast.AST, when: Literal["run time", "types"]) -> Iterator[tuple[ast.AST, str]]:
+    """The import statements below `node`, with whether they run."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, when
+        elif isinstance(child, ast.If) and type_checking(child):
+            yield from import_statements(ast.Module(child.body, []), "types")
+            yield from import_statements(ast.Module(child.orelse, []), when)
+        else:
+            yield from import_statements(child, when)
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    """What `module` imports of the package; `from package import name` counts for the module, where `name` is one."""
+    package = module if module in PACKAGES else module.rpartition(".")[0]
+    for statement, when in import_statements(TREES[module], "run time"):
+        assert when in ("run time", "types")
+        if isinstance(statement, ast.Import):
+            found = [alias.name for alias in statement.names]
+        else:
+            assert isinstance(statement, ast.ImportFrom)
+            base = statement.module or ""
+            if statement.level:
+                parents = package.split(".")[: len(package.split(".")) + 1 - statement.level]
+                base = ".".join([*parents, *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in statement.names]
+            found = [name if name in MODULES else base for name in names]
+        for name in found:
+            if name.split(".")[0] == "dream_trainer":
+                yield Import(module, name, "run time" if when == "run time" else "types")
+
+
+IMPORTS = [found for module in MODULES if module not in PACKAGES for found in imports_of(module)]
+
+
+def floor(module: str) -> int:
+    """Which floor a module is on: 0 for the files beside the rooms."""
+    parts = module.split(".")
+    return 0 if MODULES[module].parent == PACKAGE else 1 + ROOMS.index(parts[1])
+
+
+def test_every_room_has_its_place() -> None:
+    assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def test_the_imports_are_read_in_every_form() -> None:
+    source = (
+        "import dream_trainer.errors\n"
+        "from dream_trainer.trainer import abstract\n"
+        "from ..config import trainer_config\n"
+        "from .relay import relayed\n"
+        "if TYPE_CHECKING:\n    from dream_trainer.cli.main import main\n"
+        "else:\n    from dream_trainer.cli import plot\n"
+        "def late():\n    if True:\n        from dream_trainer.optim.groups import freeze\n"
+    )
+    module = "dream_trainer.distributed.world"
+    before, TREES[module] = TREES[module], ast.parse(source)
+    try:
+        found = [(name.removeprefix("dream_trainer."), when) for _, name, when in imports_of(module)]
+    finally:
+        TREES[module] = before
+    assert found == [
+        ("errors", "run time"),
+        ("trainer.abstract", "run time"),
+        ("config.trainer_config", "run time"),
+        ("distributed.relay", "run time"),
+        ("cli.main", "types"),
+        ("cli.plot", "run time"),
+        ("optim.groups", "run time"),
+    ]
+
+
+def test_the_package_imports_from_modules_and_not_through_lazy_names() -> None:
+    assert [found for found in IMPORTS if found.imported in PACKAGES] == []
+
+
+def test_imports_go_downward_only() -> None:
+    upward = {(a, b) for a, b, when in IMPORTS if when == "run time" and floor(b) > floor(a)}
+    assert upward == UPWARD_AT_RUN_TIME & upward
+
+
+def test_imports_for_types_go_downward_but_for_a_callbacks_trainer() -> None:
+    upward = {(a, b) for a, b, when in IMPORTS if when == "types" and floor(b) > floor(a)}
+    assert upward - UPWARD_AT_RUN_TIME == UPWARD_FOR_TYPES
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    below: dict[str, set[str]] = defaultdict(set)
+    for importer, imported, when in IMPORTS:
+        if when == "run time":
+            below[importer].add(imported)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_short_enough_to_be_read_whole(module: str) -> None:
+    assert len(MODULES[module].read_text().splitlines()) <= LONGEST_FILE
+
+
+def test_no_two_modules_have_one_name() -> None:
+    counts = Counter(file.stem for file in MODULES.values() if file.name != "__init__.py")
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+LAZY = [package for package in PACKAGES if "lazy_names(" in MODULES[package].read_text()]
+
+
+def declared_for_checkers(package: str) -> dict[str, str]:
+    """The names that a package's `__init__` has for type checkers, with the modules they come from."""
+    found = {}
+    for node in filter(type_checking, TREES[package].body):
+        assert isinstance(node, ast.If)
+        for statement in node.body:
+            assert isinstance(statement, ast.ImportFrom)
+            for alias in statement.names:
+                assert alias.asname == alias.name, f"`import {alias.name}` exports nothing under strict rules"
+                found[alias.name] = f"{statement.module}"
+    return found
+
+
+def loaded_at_run_time(package: str) -> dict[str, str]:
+    """The map that a package's `__init__` gives to `lazy_names`."""
+    calls = [node for node in ast.walk(TREES[package]) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "lazy_names"]
+    return {name: f"dream_trainer.{home}" for name, home in ast.literal_eval(call.args[1]).items()}
+
+
+def test_there_are_lazy_packages() -> None:
+    assert {"dream_trainer", "dream_trainer.callbacks", "dream_trainer.config"} <= set(LAZY)
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_a_package_gives_checkers_the_names_that_it_loads(package: str) -> None:
+    homes = loaded_at_run_time(package)
+    assert declared_for_checkers(package) == homes
+    loaded = import_module(package)
+    assert dir(loaded) == loaded.__all__ == sorted(homes)
+    for name, home in homes.items():
+        assert f"{package}.{name}" not in MODULES, "importing that module would take the name's place"
+        assert getattr(loaded, name) is vars(import_module(home))[name]
+    with pytest.raises(AttributeError, match=r"no attribute 'unheard_of'"):
+        _ = loaded.unheard_of
+
+
+def test_a_callbacks_events_are_the_trainers() -> None:
+    others = {"state_dict", "load_state_dict", "checkpoint_tensors", "validation_context"}
+    methods = [name for name in vars(Callback) if inspect.isfunction(vars(Callback)[name])]
+    assert tuple(name for name in methods if name not in others) == EVENTS
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
+    heard, own = vars(Callback)[event], vars(Lifecycle)[event]
+    of_callbacks = list(inspect.signature(heard).parameters.values())
+    assert of_callbacks.pop(1).name == "trainer"
+    assert of_callbacks == list(inspect.signature(own).parameters.values())
+    assert inspect.getdoc(heard) == (inspect.getdoc(own) or "").replace("`self.", "`trainer.")
