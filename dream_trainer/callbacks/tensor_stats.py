@@ -21,7 +21,7 @@ from dream_trainer.distributed.gradients import copies_of
 from dream_trainer.events.callback import LoggingCallback
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+    from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -111,7 +111,7 @@ def together(one: Tensor, other: Tensor) -> Tensor:
     return both
 
 
-def combined(names: Iterable[str], sums: Tensor, world: World) -> dict[str, Stats]:
+def combined(names: Iterable[str], sums: Tensor, world: Ranks) -> dict[str, Stats]:
     """The groups' stats over all ranks; a collective, and waits for the device.
 
     Args:

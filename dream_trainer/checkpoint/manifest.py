@@ -22,7 +22,8 @@ from dream_trainer.checkpoint.files import (
     unreadable,
     verify_file,
 )
-from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
@@ -210,12 +211,12 @@ def list_checkpoints(root: Path) -> list[Manifest]:
     return found
 
 
-def verify_checkpoint(path: Path, *, world: CheckpointWorld) -> Manifest:
+def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
     """Reads every file of a checkpoint through and compares checksums, the files shared out over the ranks.
 
     Args:
         path: The checkpoint's directory.
-        world: The ranks, each of which calls this; `Alone()` for one process.
+        world: The ranks, each of which calls this; `Ranks.alone()` for one process.
 
     Raises:
         DamagedCheckpointError: Something is missing or damaged, the same on all ranks.
@@ -224,7 +225,7 @@ def verify_checkpoint(path: Path, *, world: CheckpointWorld) -> Manifest:
     return _verify(Path(path), world, lambda manifest: sorted(manifest.files))
 
 
-def verify_all_but_shards(path: Path, *, world: CheckpointWorld) -> Manifest:
+def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
     """As `verify_checkpoint`, but of the shards, which are most of the bytes, only the sizes are compared.
 
     `load_tensors` compares their checksums while it reads them.
@@ -232,7 +233,7 @@ def verify_all_but_shards(path: Path, *, world: CheckpointWorld) -> Manifest:
     return _verify(Path(path), world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
 
 
-def _verify(path: Path, world: CheckpointWorld, names: Callable[[Manifest], list[str]]) -> Manifest:
+def _verify(path: Path, world: Ranks, names: Callable[[Manifest], list[str]]) -> Manifest:
     def verify() -> Manifest:
         manifest = read_manifest(path)
         for name in names(manifest)[world.rank :: world.world_size]:

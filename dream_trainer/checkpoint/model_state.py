@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.distributed.outcomes import CheckpointWorld
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
@@ -133,7 +133,7 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
             models[name].get_submodule(fqn).set_extra_state(value)
 
 
-def rank_buffers(models: Mapping[str, nn.Module], *, world: CheckpointWorld) -> dict[str, Tensor]:
+def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, Tensor]:
     """The unsharded tensors that this rank holds with other values than rank 0: BatchNorm statistics, for instance.
 
     `model_tensors` stores one rank's value of a plain tensor. Those that differ go with the rank's own state instead
@@ -159,7 +159,7 @@ def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def differing_names(tensors: Mapping[str, Tensor], *, world: CheckpointWorld) -> set[str]:
+def differing_names(tensors: Mapping[str, Tensor], *, world: Ranks) -> set[str]:
     """Names of plain tensors whose values on this rank are not rank 0's. Every rank calls this; one collective."""
     if world.world_size == 1:
         return set()

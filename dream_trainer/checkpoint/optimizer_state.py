@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.model_state import differing_names
-from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
 # The parameters themselves, the names that an optimizer built from named parameters keeps for them, and which
@@ -25,7 +26,7 @@ _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "diff
 
 
 def optimizer_state(
-    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: CheckpointWorld
+    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What an optimizer holds: its tensors as they are, and everything else for typed JSON.
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
 LOCK_NAME = "run.lock"
@@ -27,7 +28,7 @@ logger = logging.getLogger("dream_trainer")
 _held: dict[Path, tuple[IO[str], int]] = {}
 
 
-def claim(run_dir: Path, world: CheckpointWorld) -> None:
+def claim(run_dir: Path, world: Ranks) -> None:
     """Claims `run_dir` for this job until `release`; every rank calls it.
 
     Raises:

@@ -47,7 +47,8 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.distributed.outcomes import CheckpointWorld, from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def rank_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def write_checkpoint(root: Path, snapshot: Snapshot, *, world: CheckpointWorld, replace: bool = False) -> Path:
+def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: bool = False) -> Path:
     """Writes a checkpoint and publishes it. Every rank calls this; it returns when the checkpoint is on the disk.
 
     It may run in a thread of its own: it changes no global state, and communicates over `world` only.
@@ -131,7 +132,7 @@ def _tidy(final: Path) -> bool:
     return final.exists()
 
 
-def _is_whole(final: Path, world: CheckpointWorld) -> bool:
+def _is_whole(final: Path, world: Ranks) -> bool:
     """Whether a checkpoint of the step is there, checksums included. One of a newer schema is an error."""
     try:
         verify_checkpoint(final, world=world)
@@ -140,7 +141,7 @@ def _is_whole(final: Path, world: CheckpointWorld) -> bool:
     return True
 
 
-def _write_small_files(directory: Path, snapshot: Snapshot, world: CheckpointWorld) -> dict[str, FileEntry]:
+def _write_small_files(directory: Path, snapshot: Snapshot, world: Ranks) -> dict[str, FileEntry]:
     from safetensors.torch import save
 
     copies = {  # since safetensors takes no views and no shared memory
@@ -157,7 +158,7 @@ def _write_small_files(directory: Path, snapshot: Snapshot, world: CheckpointWor
     }
 
 
-def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], world: CheckpointWorld) -> Manifest:
+def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], world: Ranks) -> Manifest:
     return Manifest(
         **snapshot.description,
         path=final,
@@ -198,7 +199,7 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
 
 
 def load_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, world: CheckpointWorld, optional_prefix: str | None = None
+    path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | None = None
 ) -> None:
     """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
 

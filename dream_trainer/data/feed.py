@@ -17,7 +17,7 @@ import torch
 
 from dream_trainer.data.stream import DataPosition, TrainStream, Window
 from dream_trainer.distributed.equality import refuse_differences
-from dream_trainer.distributed.world import World
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
@@ -37,7 +37,7 @@ class WindowFeed:
         seconds_waiting: Seconds spent loading, or waiting for what loads, in this process.
     """
 
-    def __init__(self, stream: TrainStream, world: World, accumulation: int) -> None:
+    def __init__(self, stream: TrainStream, world: Ranks, accumulation: int) -> None:
         self._stream = stream
         self._world = world
         self._accumulation = accumulation

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import RanksDifferError
 
 _ABSENT = "none"
-
-
-class Ranks(Protocol):
-    """Those who compare."""
-
-    def all_gather_object(self, value: Any, /) -> list[Any]: ...
 
 
 def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str) -> None:

@@ -1,51 +1,15 @@
-"""What writing and reading a checkpoint needs to know of the world, and how all ranks come to one outcome."""
+"""How all ranks come to one outcome: what fails on one of them is an error on all."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 T = TypeVar("T")
-
-
-class CheckpointWorld(Protocol):
-    """The ranks that write or read a checkpoint together.
-
-    Attributes:
-        rank: This rank, 0-based.
-        world_size: Number of ranks.
-        is_main: Whether this is rank 0.
-        cpu_group: A gloo group over all ranks that nothing else uses meanwhile; None at world size 1.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def cpu_group(self) -> dist.ProcessGroup | None: ...
-    def all_gather_object(self, value: Any, /) -> list[Any]: ...
-
-
-class Alone:
-    """A world of one process, with or without a process group: tools, and tests that need no second rank."""
-
-    rank = 0
-    world_size = 1
-    is_main = True
-    cpu_group: dist.ProcessGroup | None = None
-
-    def all_gather_object(self, value: Any, /) -> list[Any]:
-        """The one value, as a list."""
-        return [value]
 
 
 class _Failure(NamedTuple):
@@ -57,7 +21,7 @@ class _Failure(NamedTuple):
     """Empty where the message says it all."""
 
 
-def on_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -> T:
+def on_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> T:
     """Runs `function` on every rank and returns this rank's result; a failure on any rank is one error on all.
 
     No rank goes on while another has failed, so none waits in a collective that the other will never enter.
@@ -76,7 +40,7 @@ def on_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -
     return cast(T, result)
 
 
-def from_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T]) -> list[T]:
+def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T]:
     """As `on_all_ranks`, but returns the results of all ranks, which must be picklable, in rank order.
 
     Raises:
@@ -88,7 +52,7 @@ def from_all_ranks(world: CheckpointWorld, task: str, function: Callable[[], T])
     return [cast(T, result) for result, _ in told]
 
 
-def from_main_rank(world: CheckpointWorld, task: str, function: Callable[[], T]) -> T:
+def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
     """Runs `function` on rank 0 only and returns its result, which must be picklable, on every rank.
 
     Raises:
@@ -106,9 +70,7 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exce
         return None, _Failure(f"{type(error).__name__}: {error}", False, traceback.format_exc()), error
 
 
-def _raise_failures(
-    world: CheckpointWorld, task: str, told: Sequence[_Failure | None], cause: Exception | None
-) -> None:
+def _raise_failures(world: Ranks, task: str, told: Sequence[_Failure | None], cause: Exception | None) -> None:
     """Raises one error for what the ranks told, by rank, if any told a failure."""
     failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
     if not failures:

@@ -1,4 +1,4 @@
-"""World: which rank this process is, on which device, in which mesh, and how ranks talk outside the step path.
+"""World: the ranks of a trainer, with this one's device, the mesh, and how they are launched and left.
 
 A world is launched once per trainer and torn down in `close`. At world size 1 there is no process group at all, and
 every collective answers from this rank alone.
@@ -12,16 +12,16 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
 
 from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job
 from dream_trainer.distributed.lost_ranks import announce
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,22 +78,18 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device(name, local_rank)
 
 
-class World:
-    """This process's place among the ranks.
+class World(Ranks):
+    """This process's place among the ranks of a trainer.
 
     Attributes:
-        rank: Global rank, 0-based.
         local_rank: Rank on this host.
-        world_size: Number of ranks.
         device: Where this rank computes.
         parameter_device: Where its parameters, gradients and optimizer state lie.
         mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
         mesh_shape: Sizes of those dimensions.
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
         dp_size: Number of data-parallel ranks.
-        forbidden: While set, collectives raise and name it: code that runs on one rank only.
         data_group: Ranks that see different data, this one among them; None where that is all of them.
-        cpu_group: A gloo group of its own for agreement beside the step path; None at world size 1.
     """
 
     def __init__(self, parameters: DeviceParameters, *, shard_by_default: bool) -> None:
@@ -109,12 +105,11 @@ class World:
         """
         from dream_trainer.config.device_parameters import resolve_mesh
 
-        self.rank, self.local_rank, self.world_size = environment_ranks()
-        self.mesh_shape: MeshShape = resolve_mesh(parameters, self.world_size, shard_by_default=shard_by_default)
+        rank, self.local_rank, world_size = environment_ranks()
+        self.mesh_shape: MeshShape = resolve_mesh(parameters, world_size, shard_by_default=shard_by_default)
+        super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
-        self.cpu_group: dist.ProcessGroup | None = None
-        self.forbidden: str | None = None
         self._parameters = parameters
         self.parameter_device = self._choose_parameter_device()
         if self.device.type not in ("cpu", "mps"):
@@ -124,7 +119,7 @@ class World:
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
         self.data_group = self._new_data_group()
         self._set_time_outs(parameters.start_timeout_seconds)
-        self.dp_rank = self.rank // (self.mesh_shape.cp * self.mesh_shape.tp) % self.dp_size
+        self.dp_rank = self.rank // self.data_copies % self.dp_size
         self._number = _launches
         self._open = True
 
@@ -139,7 +134,7 @@ class World:
         return torch.device("cpu")
 
     def _new_data_group(self) -> dist.ProcessGroup | None:
-        same_data = self.mesh_shape.cp * self.mesh_shape.tp
+        same_data = self.data_copies
         if same_data == 1:
             return None
         import torch.distributed as dist
@@ -177,91 +172,9 @@ class World:
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
 
-    @property
-    def counts_data(self) -> bool:
-        """Whether this rank is the first of those that see the same data, so that each sample is counted once."""
-        return self.rank % (self.mesh_shape.cp * self.mesh_shape.tp) == 0
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
         return f"World(rank={self.rank} of {self.world_size}, device={self.device}, {mesh})"
-
-    # -- collectives beside the step path; all run on the CPU group
-
-    def barrier(self) -> None:
-        """Waits until every rank has come here."""
-        if self._may_communicate():
-            import torch.distributed as dist
-
-            dist.barrier(group=self.cpu_group)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. Values are pickled between this job's own ranks."""
-        if not self._may_communicate():
-            return [value]
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.cpu_group)
-        return gathered
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s `value` on every rank."""
-        if not self._may_communicate():
-            return value
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box, src=src, group=self.cpu_group)
-        return box[0]
-
-    def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
-        """Overwrites a contiguous CPU tensor with rank `src`'s, of the same shape, and returns it."""
-        if self._may_communicate():
-            import torch.distributed as dist
-
-            dist.broadcast(values, src=src, group=self.cpu_group)
-        return values
-
-    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        """Reduces a CPU tensor over all ranks in place and returns it; `op` is "sum", "min" or "max"."""
-        if self._may_communicate():
-            import torch.distributed as dist
-
-            ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-            dist.all_reduce(values, op=ops[op], group=self.cpu_group)
-        return values
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective."""
-        if not self._may_communicate():
-            return values.unsqueeze(0)
-        import torch.distributed as dist
-
-        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
-        dist.all_gather(gathered, values, group=self.cpu_group)
-        return torch.stack(gathered)
-
-    def _may_communicate(self) -> bool:
-        self.refuse_if_forbidden()
-        return self.world_size > 1
-
-    def refuse_if_forbidden(self) -> None:
-        """Raises where only one rank runs, whose collective the others would never join.
-
-        Raises:
-            RuntimeError: The message names the place.
-        """
-        if self.forbidden is not None:
-            raise RuntimeError(
-                f"a collective was called in {self.forbidden}: the other ranks would never join it. "
-                "Call it on all ranks, or read what you need in a callback without main_process_only."
-            )
 
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
@@ -279,16 +192,17 @@ class World:
         """A connection of its own to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
 
-    def new_cpu_group(self) -> dist.ProcessGroup | None:
-        """A further gloo group over all ranks, so that a thread's collectives do not meet others; None at world size 1.
+    def beside(self) -> Ranks:
+        """The same ranks on a further gloo group, so that a thread's collectives meet no others; every rank calls it.
 
-        Every rank calls it. Its time-out stays the long one: a disk may be slow.
+        The group's time-out stays the long one: a disk may be slow.
         """
         if self.world_size == 1:
-            return None
+            return Ranks.alone()
         import torch.distributed as dist
 
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
+        return Ranks(self.rank, self.world_size, group, data_copies=self.data_copies)
 
     def another_rank_failed(self) -> bool:
         """Whether a rank of this job has said that it failed; does not wait."""

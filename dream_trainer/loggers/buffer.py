@@ -21,7 +21,7 @@ from dream_trainer.compat.pytorch import write_count
 from dream_trainer.loggers.transfer import start_copy
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+    from dream_trainer.distributed.ranks import Ranks
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
 Scalar = Tensor | float
@@ -168,7 +168,7 @@ class MetricBuffer:
             del column.values[-1]
         self._since_mark.clear()
 
-    def reduce(self, world: World) -> dict[str, float]:
+    def reduce(self, world: Ranks) -> dict[str, float]:
         """`finish(begin())`: waits for the device once."""
         return self.finish(self.begin(), world)
 
@@ -185,7 +185,7 @@ class MetricBuffer:
                 column.total, column.values = _NOTHING, []
         return Flight(taken, start_copy(waiting))
 
-    def finish(self, flight: Flight, world: World) -> dict[str, float]:
+    def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
         """Reduces what `begin` took out, over time and ranks. Every rank must call it.
 
         Over ranks it costs one collective, and a second one when some rank holds a key that was never reduced before.
@@ -213,18 +213,18 @@ class MetricBuffer:
             if weight != 0
         }
 
-    def state_dict(self, world: World) -> dict[str, Any]:
+    def state_dict(self, world: Ranks) -> dict[str, Any]:
         """What was added since the last `begin`, of all ranks. Every rank must call it."""
         landed = self.begin().land()
         for name, (_, total) in landed.items():
             self._columns[name].total = total
         mine = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
-        return {"ranks": world.all_gather_object(mine), "copies": _copies(world)}
+        return {"ranks": world.all_gather_object(mine), "copies": world.data_copies}
 
-    def load_state_dict(self, state: dict[str, Any], world: World) -> None:
+    def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
         """Puts back what `state_dict` gave. Where the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
-        if len(ranks) == world.world_size and state.get("copies") == _copies(world):
+        if len(ranks) == world.world_size and state.get("copies") == world.data_copies:
             ranks = [ranks[world.rank]]
         elif not world.is_main:
             ranks = []
@@ -309,12 +309,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _copies(world: World) -> int:
-    """How many ranks see the same data."""
-    return world.mesh_shape.cp * world.mesh_shape.tp
-
-
-def _counted(mine: dict[str, tuple[str, Total]], world: World) -> dict[str, tuple[str, Total]]:
+def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
     """What this rank adds to the totals over all ranks: where another one counts the same data, extremes alone."""
     if world.counts_data:
         return mine
@@ -348,7 +343,7 @@ def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) 
     return Total(value, weight)
 
 
-def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: World) -> dict[str, list[Total]]:
+def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: Ranks) -> dict[str, list[Total]]:
     """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
 
     One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds

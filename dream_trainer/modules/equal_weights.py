@@ -17,7 +17,7 @@ from torch import Tensor
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+    from dream_trainer.distributed.ranks import Ranks
 
 
 def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def make_equal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
+def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
     """Gives all ranks rank 0's values of those that differ, and returns their names; a collective.
 
     Args:

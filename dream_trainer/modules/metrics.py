@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+    from dream_trainer.distributed.ranks import Ranks
 
 
 class _List(NamedTuple):
@@ -37,7 +37,7 @@ def updates(metric: Any) -> int:
     return sum(part.update_count for part in parts(metric))
 
 
-def computed(name: str, metric: Any, world: World) -> dict[str, Any]:
+def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
     """What a metric or collection computes over the samples of all ranks, by name. Every rank must call it.
 
     Args:
@@ -60,7 +60,7 @@ def computed(name: str, metric: Any, world: World) -> dict[str, Any]:
 
 
 @contextmanager
-def _exchanged(metrics: Sequence[Any], world: World) -> Iterator[None]:
+def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
     """Inside, the metrics exchange their states in our way, with lists filled up to equal lengths."""
     lists = [
         {key: state for key, state in metric.metric_state.items() if isinstance(state, list)} for metric in metrics

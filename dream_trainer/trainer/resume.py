@@ -13,7 +13,7 @@ from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_chec
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.world import World
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.weights.load import load_weights
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("dream_trainer")
 Load = Callable[[Manifest], None]
 
 
-def resume(root: Path, parameters: CheckpointParameters, world: World, load: Load) -> bool:
+def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
     """Loads what `parameters.resume` asks for; every rank calls it.
 
     Args:
@@ -60,7 +60,7 @@ def resume(root: Path, parameters: CheckpointParameters, world: World, load: Loa
     return True
 
 
-def _load_newest(root: Path, world: World, load: Load, *, is_required: bool) -> bool:
+def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
     """Loads the newest checkpoint that is whole, and says which damaged ones it passes over."""
     found = [path for _, path in step_directories(root)] if world.is_main else []
     candidates = world.broadcast_object(found)
@@ -82,7 +82,7 @@ def _load_newest(root: Path, world: World, load: Load, *, is_required: bool) -> 
     return False
 
 
-def _chosen(root: Path, world: World, choose: Callable[[list[Manifest]], Path]) -> Path:
+def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) -> Path:
     chosen = on_all_ranks(
         world, "choose what to resume", lambda: choose(list_checkpoints(root)) if world.is_main else None
     )
@@ -108,7 +108,7 @@ def _path_of_step(found: list[Manifest], root: Path, step: int) -> Path:
     return by_step[step]
 
 
-def _refuse_used_directory(root: Path, world: World) -> None:
+def _refuse_used_directory(root: Path, world: Ranks) -> None:
     found = world.broadcast_object(len(step_directories(root)) if world.is_main else 0)
     if found:
         raise ConfigError(
@@ -117,7 +117,7 @@ def _refuse_used_directory(root: Path, world: World) -> None:
         )
 
 
-def leave_branch(root: Path, step: int, world: World) -> None:
+def leave_branch(root: Path, step: int, world: Ranks) -> None:
     """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
     found = on_all_ranks(
         world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
@@ -126,7 +126,7 @@ def leave_branch(root: Path, step: int, world: World) -> None:
         logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
 
 
-def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: World) -> None:
+def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
     """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
 
     Raises:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.checkpoint.store import read_shared
-from dream_trainer.distributed.outcomes import CheckpointWorld, on_all_ranks
+from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.export_files import FilePlan, check_target, plan_files, write_files
 from dream_trainer.weights.safetensors_file import TensorSpec
@@ -85,7 +86,7 @@ def export_model(
     model: nn.Module,
     out: Path,
     *,
-    world: CheckpointWorld,
+    world: Ranks,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config: Mapping[str, Any] | None = None,

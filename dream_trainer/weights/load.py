@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint.files import local_path, verify_file
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
-from dream_trainer.distributed.outcomes import Alone, CheckpointWorld, from_all_ranks, on_all_ranks
+from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.weights.reading import Box, WeightFiles
 from dream_trainer.weights.weight_files import open_weights
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("dream_trainer")
@@ -41,7 +41,7 @@ def load_weights(
     model_name: str | None = None,
     renames: Mapping[str, str] | None = None,
     strict: bool = True,
-    world: CheckpointWorld | None = None,
+    world: Ranks | None = None,
 ) -> LoadReport:
     """Fills a model's parameters and persistent buffers in place from a file or directory. Every rank calls this.
 
@@ -74,7 +74,7 @@ def load_weights(
     """
     path = local_path(path).expanduser()
     patterns = _compiled(renames or {})
-    world = world or _present_world()
+    world = world or Ranks.of_default_group()
     task = f"load weights from {path}"
 
     def match() -> tuple[WeightFiles, _Match]:
@@ -93,7 +93,7 @@ def load_weights(
     return report
 
 
-def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: CheckpointWorld) -> None:
+def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ranks) -> None:
     """Hashes the files that any rank will read from, shared out over the ranks: each is hashed once."""
     boxes = {target.source: target.part.box for target in targets if local_tensor(target.tensor).numel()}
     needed = from_all_ranks(world, task, lambda: files.checksums(boxes))
@@ -104,32 +104,6 @@ def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ch
             verify_file(file, entries[file].size, entries[file].xxh3)
 
     on_all_ranks(world, task, verify)
-
-
-class _DefaultGroup:
-    """The ranks of the default process group."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.is_main = self.rank == 0
-        self.cpu_group: dist.ProcessGroup | None = dist.group.WORLD
-
-    def all_gather_object(self, value: Any, /) -> list[Any]:
-        """Every rank's `value`, in rank order."""
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-
-def _present_world() -> CheckpointWorld:
-    import torch.distributed as dist
-
-    return _DefaultGroup() if dist.is_available() and dist.is_initialized() else Alone()
 
 
 # -- which of the file's tensors goes where

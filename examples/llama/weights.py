@@ -15,7 +15,7 @@ import torch
 from model import Llama, LlamaConfig, RopeScaling
 
 from dream_trainer import LoadReport, load_weights
-from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.weights.export import export_model
 
@@ -54,7 +54,7 @@ TO_HF = {
 """For the `renames` of `export_model` and `dream-trainer checkpoints export`."""
 
 
-def from_hf(model: Llama, path: str | Path, *, world: CheckpointWorld | None = None) -> LoadReport:
+def from_hf(model: Llama, path: str | Path, *, world: Ranks | None = None) -> LoadReport:
     """Fills `model` with the weights in a Hugging Face directory or file.
 
     Args:
@@ -75,7 +75,7 @@ def to_hf(
     model: Llama,
     out: Path,
     *,
-    world: CheckpointWorld | None = None,
+    world: Ranks | None = None,
     dtype: torch.dtype | None = None,
     more_config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -98,7 +98,7 @@ def to_hf(
     """
     config = config_to_hf(model.config, dtype or model.norm.weight.dtype) | dict(more_config or {})
     return export_model(
-        model, out, world=world or Alone(), dtype=dtype, config=config, renames=TO_HF, overwrite=overwrite
+        model, out, world=world or Ranks.alone(), dtype=dtype, config=config, renames=TO_HF, overwrite=overwrite
     )
 
 

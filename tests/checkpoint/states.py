@@ -12,7 +12,7 @@ from torch import Tensor
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
-from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
+from dream_trainer.distributed.ranks import Ranks
 
 DESCRIPTION = {"epoch": 1, "samples_seen": 64, "mesh_shape": {"dp_shard": 1}, "config": {"seed": 0}, "metrics": {}}
 
@@ -34,7 +34,7 @@ def save(
     rank_state: Mapping[str, Any] | None = None,
     rank_tensors: Mapping[str, Tensor] | None = None,
     description: Mapping[str, Any] | None = None,
-    world: CheckpointWorld | None = None,
+    world: Ranks | None = None,
     replace: bool = False,
 ) -> Path:
     """Writes a checkpoint of whatever is given, the rest filled in."""
@@ -46,4 +46,4 @@ def save(
         rank_tensors={} if rank_tensors is None else rank_tensors,
         description=DESCRIPTION if description is None else description,
     )
-    return write_checkpoint(root, snapshot, world=Alone() if world is None else world, replace=replace)
+    return write_checkpoint(root, snapshot, world=Ranks.alone() if world is None else world, replace=replace)

@@ -21,7 +21,7 @@ from dream_trainer.checkpoint.manifest import (
 )
 from dream_trainer.checkpoint.safe_dcp import parse_metadata, read_and_verify
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 
@@ -55,7 +55,7 @@ def path(tmp_path: Path) -> Path:
 def read_all(path: Path) -> None:
     read_shared(path)
     read_rank(path, 0)
-    load_tensors(path, some_tensors(), world=Alone())
+    load_tensors(path, some_tensors(), world=Ranks.alone())
 
 
 @pytest.mark.parametrize("damage", [truncate, lengthen, empty, Path.unlink])
@@ -76,7 +76,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(path: Path, name: str, at: float
     flip(path / name, at)
     fault = rf"{re.escape(str(path / name))} is damaged: its checksum"
     with pytest.raises(DamagedCheckpointError, match=fault):
-        verify_checkpoint(path, world=Alone())
+        verify_checkpoint(path, world=Ranks.alone())
     with pytest.raises(DamagedCheckpointError, match=fault):
         read_all(path)
 
@@ -90,7 +90,7 @@ def test_any_byte_of_a_shard_that_is_changed_is_damage_whatever_pytorch_makes_of
         changed[index] ^= 0xFF
         shard.write_bytes(changed)
         with pytest.raises(DamagedCheckpointError, match=rf"{re.escape(str(shard))} is damaged: its checksum"):
-            load_tensors(path, some_tensors(), world=Alone())
+            load_tensors(path, some_tensors(), world=Ranks.alone())
 
 
 def test_a_shard_that_shrinks_after_its_size_was_compared_is_damage(path: Path) -> None:
@@ -107,17 +107,17 @@ def test_a_shard_that_shrinks_after_its_size_was_compared_is_damage(path: Path) 
 
 @pytest.mark.parametrize("name", FILES)
 def test_all_files_but_the_shards_can_be_verified_without_reading_those(path: Path, name: str) -> None:
-    assert verify_all_but_shards(path, world=Alone()).step == 2
+    assert verify_all_but_shards(path, world=Ranks.alone()).step == 2
     flip(path / name)
     if name.endswith(".distcp"):
-        assert verify_all_but_shards(path, world=Alone()).step == 2
+        assert verify_all_but_shards(path, world=Ranks.alone()).step == 2
     else:
         with pytest.raises(DamagedCheckpointError, match=re.escape(str(path / name))):
-            verify_all_but_shards(path, world=Alone())
+            verify_all_but_shards(path, world=Ranks.alone())
 
 
 def test_a_path_where_nothing_is_is_no_damage(tmp_path: Path) -> None:
-    for read in (read_shared, read_manifest, lambda path: verify_checkpoint(path, world=Alone())):
+    for read in (read_shared, read_manifest, lambda path: verify_checkpoint(path, world=Ranks.alone())):
         with pytest.raises(CheckpointError, match=r"absent is not a directory") as raised:
             read(tmp_path / "absent")
         assert not isinstance(raised.value, DamagedCheckpointError)
@@ -142,7 +142,7 @@ def test_another_models_tensors_are_no_damage(path: Path) -> None:
         {**some_tensors(), "models.net.steps": torch.ones(2)},
     ):
         with pytest.raises(CheckpointError) as raised:
-            load_tensors(path, tensors, world=Alone())
+            load_tensors(path, tensors, world=Ranks.alone())
         assert not isinstance(raised.value, DamagedCheckpointError)
 
 

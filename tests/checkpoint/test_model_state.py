@@ -18,7 +18,7 @@ from dream_trainer.checkpoint.model_state import (
     rank_buffers,
 )
 from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save
 
@@ -55,7 +55,7 @@ def test_a_model_is_restored_bit_for_bit_and_what_is_tied_stays_tied(tmp_path: P
     assert "models.language.head.weight" not in tensor_metadata(path)
 
     table = others["language"].table.clone()
-    load_tensors(path, model_tensors(others), world=Alone())
+    load_tensors(path, model_tensors(others), world=Ranks.alone())
     for name, model in models.items():
         for key, value in model.state_dict().items():
             if isinstance(value, Tensor):
@@ -84,7 +84,7 @@ def test_a_renamed_layer_is_an_error_naming_both_names(tmp_path: Path) -> None:
     renamed = {"net": nn.ModuleDict({"new": nn.Linear(2, 2)})}
     before = renamed["net"]["new"].weight.clone()
     with pytest.raises(CheckpointError, match=r"has no models\.net\.new\.bias, models\.net\.new\.weight"):
-        load_tensors(path, model_tensors(renamed), world=Alone())
+        load_tensors(path, model_tensors(renamed), world=Ranks.alone())
     assert torch.equal(renamed["net"]["new"].weight, before)
 
 
@@ -116,7 +116,7 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
 
 
 def test_alone_no_buffer_differs_between_ranks() -> None:
-    assert rank_buffers(fresh(0), world=Alone()) == {}
+    assert rank_buffers(fresh(0), world=Ranks.alone()) == {}
 
 
 def test_a_rank_buffer_that_does_not_fit_is_an_error_and_writes_nothing() -> None:

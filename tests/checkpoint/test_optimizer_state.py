@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dream_trainer.checkpoint.model_state import model_tensors, parameter_fqns
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
 from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save
 
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None
 
 def write(root: Path, model: nn.Module, optimizer: Optimizer) -> Path:
     models = {"net": model}
-    tensors, values = optimizer_state("main", optimizer, parameter_fqns(models), world=Alone())
+    tensors, values = optimizer_state("main", optimizer, parameter_fqns(models), world=Ranks.alone())
     return save(root, 1, tensors={**model_tensors(models), **tensors}, shared={"optimizer": values})
 
 
@@ -64,7 +64,7 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     models = {"net": model}
     values = read_shared(path)["optimizer"]
     tensors = prepare_optimizer_state("main", optimizer, parameter_fqns(models), values, tensor_metadata(path))
-    load_tensors(path, {**model_tensors(models), **tensors}, world=Alone())
+    load_tensors(path, {**model_tensors(models), **tensors}, world=Ranks.alone())
 
 
 def assert_equal(left: Any, right: Any) -> None:
@@ -159,7 +159,7 @@ def test_saved_options_do_not_follow_later_changes() -> None:
     model = net(0)
     rate = torch.tensor(0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    _, values = optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+    _, values = optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
     rate.fill_(0.1)
     assert values["groups"][0]["options"]["lr"].item() == 0.5
 
@@ -212,14 +212,14 @@ def test_groups_that_were_joined_since_are_an_error(tmp_path: Path) -> None:
 def test_a_parameter_of_no_model_is_an_error() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=0.1)
     with pytest.raises(CheckpointError, match=r"Parameter group 0 of SGD has a parameter of shape \(3, 2\)"):
-        optimizer_state("main", optimizer, {}, world=Alone())
+        optimizer_state("main", optimizer, {}, world=Ranks.alone())
 
 
 def test_lbfgs_is_refused_by_name() -> None:
     model = net(0)
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(CheckpointError, match="LBFGS keeps the history of all parameters in the state of the first"):
-        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
 
 
 def test_state_of_a_type_that_cannot_be_kept_is_an_error_naming_it() -> None:
@@ -229,7 +229,7 @@ def test_state_of_a_type_that_cannot_be_kept_is_an_error_naming_it() -> None:
     with pytest.raises(
         CheckpointError, match=r"optimizers\.main\.state\.net\.0\.weight\.values\.history: <class 'object'>"
     ):
-        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Alone())
+        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
 
 
 def test_a_state_left_from_before_is_dropped(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensor
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save, some_tensors
@@ -77,7 +76,7 @@ def train(models: dict[str, nn.Module], optimizers: dict[str, Optimizer], rank: 
 
 
 def all_tensors(
-    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: CheckpointWorld
+    models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, values = model_tensors(models), {}
     for name, optimizer in optimizers.items():
@@ -86,7 +85,7 @@ def all_tensors(
     return tensors, values
 
 
-def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: CheckpointWorld) -> None:
+def restore(path: Path, models: dict[str, nn.Module], optimizers: dict[str, Optimizer], world: Ranks) -> None:
     tensors, values, metadata = model_tensors(models), read_shared(path)["optimizers"], tensor_metadata(path)
     for name, optimizer in optimizers.items():
         tensors |= prepare_optimizer_state(name, optimizer, parameter_fqns(models), values[name], metadata)
@@ -232,7 +231,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_all_ranks_write_one_checkpoint(saved: list[dict[str, Any]]) -> None:
     path = saved[0]["path"]
-    manifest = verify_checkpoint(path, world=Alone())
+    manifest = verify_checkpoint(path, world=Ranks.alone())
     assert manifest.world_size == 2
     assert {"__0_0.distcp", "__1_0.distcp", "rank_00000.json", "rank_00001.json"} < set(manifest.files)
     assert saved[1]["path"] == path
@@ -259,8 +258,8 @@ def test_statistics_that_differ_between_ranks_come_back_to_each(saved: list[dict
 
 def load_alone(path: Path, mesh: DeviceMesh | None) -> Bits:
     models, optimizers = build(3, mesh)
-    restore(path, models, optimizers, Alone())
-    return bits(all_tensors(models, optimizers, Alone())[0])
+    restore(path, models, optimizers, Ranks.alone())
+    return bits(all_tensors(models, optimizers, Ranks.alone())[0])
 
 
 def test_two_sharded_ranks_load_onto_one_plain_process(saved: list[dict[str, Any]]) -> None:
@@ -325,25 +324,10 @@ def test_plain_state_of_a_sharded_parameter_that_differs_is_an_error_on_all_rank
 # -- in a thread
 
 
-@dataclass
-class ThreadWorld:
-    """A world for a thread: a group of its own."""
-
-    rank: int
-    world_size: int
-    is_main: bool
-    cpu_group: dist.ProcessGroup
-
-    def all_gather_object(self, value: Any, /) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.cpu_group)
-        return gathered
-
-
 def save_in_a_thread(root: Path) -> dict[str, Any]:
     """Ten saves in a thread, while this one trains by collectives and changes warning filters."""
     world = open_world()
-    own = ThreadWorld(world.rank, world.world_size, world.is_main, dist.new_group(backend="gloo"))
+    own = world.beside()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     models, optimizers = build(0, mesh)
     train(models, optimizers, world.rank)
@@ -371,9 +355,9 @@ def test_saving_in_a_thread_leaves_the_training_thread_alone(tmp_path: Path) -> 
     assert [manifest.step for manifest in list_checkpoints(tmp_path)] == list(range(1, 11))
     assert report["rounds"] > 1
     for step in (1, 10):
-        path = verify_checkpoint(tmp_path / f"step_{step:08d}", world=Alone()).path
+        path = verify_checkpoint(tmp_path / f"step_{step:08d}", world=Ranks.alone()).path
         loaded = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensor_metadata(path).items()}
-        load_tensors(path, loaded, world=Alone())
+        load_tensors(path, loaded, world=Ranks.alone())
         assert_bits_equal(bits(loaded), report["expected"])
 
 
@@ -405,6 +389,6 @@ def test_a_rank_killed_in_a_save_leaves_the_earlier_checkpoint_and_an_error_on_t
     with pytest.raises(RuntimeError, match=r"rank 0 of 2 failed|1: -9"):
         run_world(save_until_killed, 2, tmp_path, call, timeout=60)
     assert [manifest.step for manifest in list_checkpoints(tmp_path)] == [1]
-    verify_checkpoint(tmp_path / "step_00000001", world=Alone())
+    verify_checkpoint(tmp_path / "step_00000001", world=Ranks.alone())
     save(tmp_path, 3)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]

@@ -14,7 +14,7 @@ import torch
 
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.retention import Retention, best_checkpoint, is_better, kept, retire
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
 from tests.checkpoint.states import DESCRIPTION, save
 
@@ -150,7 +150,7 @@ def test_the_best_and_the_last_stay_whenever_it_runs(tmp_path: Path, after_each_
     retire(tmp_path, POLICY)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000002", "step_00000005", "step_00000006"}
     for manifest in list_checkpoints(tmp_path):
-        verify_checkpoint(manifest.path, world=Alone())
+        verify_checkpoint(manifest.path, world=Ranks.alone())
     assert retire(tmp_path, POLICY) == []
 
 
@@ -225,7 +225,7 @@ def test_killed_at_any_point_it_leaves_whole_checkpoints_and_goes_on_when_run_ag
         assert listed == {f"step_{step:08d}" for step in steps(root)}
         assert {2, 5, 6} <= steps(root)
         for manifest in list_checkpoints(root):
-            verify_checkpoint(manifest.path, world=Alone())
+            verify_checkpoint(manifest.path, world=Ranks.alone())
         retire(root, POLICY)
         assert steps(root) == {2, 5, 6}
         save_with(root, 7, 9.0)  # removes what the killed one left behind

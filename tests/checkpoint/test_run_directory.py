@@ -15,7 +15,7 @@ import pytest
 from dream_trainer.checkpoint import run_directory
 from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.config.device_parameters import DeviceParameters
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
 from tests.worlds import run_world
@@ -24,8 +24,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from dream_trainer.checkpoint.run_directory import claim
-from dream_trainer.distributed.outcomes import Alone
-claim(Path(sys.argv[1]), Alone())
+from dream_trainer.distributed.ranks import Ranks
+claim(Path(sys.argv[1]), Ranks.alone())
 print("held", flush=True)
 time.sleep(60)
 """
@@ -42,19 +42,19 @@ def test_a_second_live_job_is_refused_and_a_killed_one_blocks_nothing(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match="another live job"):
-            claim(tmp_path, Alone())
+            claim(tmp_path, Ranks.alone())
         assert caplog.text.count("is in use by another job; waiting") == 1
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    claim(tmp_path, Alone())
+    claim(tmp_path, Ranks.alone())
     release(tmp_path)
 
 
 def test_trainers_of_one_process_share_a_claim(tmp_path: Path) -> None:
-    claim(tmp_path, Alone())
-    claim(tmp_path, Alone())
+    claim(tmp_path, Ranks.alone())
+    claim(tmp_path, Ranks.alone())
     release(tmp_path)
     assert is_locked(tmp_path)
     release(tmp_path)

@@ -23,7 +23,7 @@ from dream_trainer.checkpoint.files import checksum
 from dream_trainer.checkpoint.manifest import FileEntry, Manifest, encode_manifest, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.safe_dcp import parse_metadata
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors
 
@@ -64,7 +64,7 @@ def reseal(path: Path) -> None:
         size, xxh3 = checksum(path / name)
         entries[name] = FileEntry(size=size, xxh3=xxh3)
     (path / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=entries)))
-    verify_checkpoint(path, world=Alone())
+    verify_checkpoint(path, world=Ranks.alone())
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def read_all(path: Path) -> None:
     read_shared(path)
     read_rank(path, 0)
     tensor_metadata(path)
-    load_tensors(path, some_tensors(), world=Alone())
+    load_tensors(path, some_tensors(), world=Ranks.alone())
 
 
 def metadata_payload(trace: Path) -> bytes:
@@ -114,7 +114,7 @@ def test_code_in_a_shard_is_refused(path: Path, tmp_path: Path) -> None:
     shard.write_bytes(content.getvalue())
     reseal(path)
     with pytest.raises(DamagedCheckpointError, match="cannot be read"):
-        load_tensors(path, some_tensors(), world=Alone())
+        load_tensors(path, some_tensors(), world=Ranks.alone())
     assert not trace.exists()
     torch.load(shard, weights_only=False)
     assert trace.exists()
@@ -166,7 +166,7 @@ def test_metadata_cannot_lead_out_of_the_directory(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
     with pytest.raises(DamagedCheckpointError, match="has no file"):
-        load_tensors(path, some_tensors(), world=Alone())
+        load_tensors(path, some_tensors(), world=Ranks.alone())
 
 
 def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
@@ -175,6 +175,6 @@ def test_tensors_of_every_type_that_models_use_are_read(tmp_path: Path) -> None:
     written = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (*floats, *others, torch.int64)}
     path = save(tmp_path, 1, tensors=written)
     read = {name: torch.zeros_like(value) for name, value in written.items()}
-    load_tensors(path, read, world=Alone())
+    load_tensors(path, read, world=Ranks.alone())
     for name, value in written.items():
         assert torch.equal(read[name].view(torch.uint8), value.view(torch.uint8)), name

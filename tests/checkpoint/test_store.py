@@ -29,7 +29,7 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import DESCRIPTION, save, some_tensors
 
@@ -57,7 +57,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         name: value.tolist() for name, value in rank_tensors.items()
     }
     loaded = {name: torch.zeros_like(value) for name, value in some_tensors().items()}
-    load_tensors(path, loaded, world=Alone())
+    load_tensors(path, loaded, world=Ranks.alone())
     assert all(torch.equal(loaded[name], value) for name, value in some_tensors(1000).items())
     assert tensor_metadata(path) == {name: (value.shape, value.dtype) for name, value in loaded.items()}
 
@@ -87,7 +87,7 @@ def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> N
 
 def test_a_moved_checkpoint_is_still_one(tmp_path: Path) -> None:
     moved = save(tmp_path / "a", 1).rename(tmp_path / "kept_for_good")
-    assert verify_checkpoint(moved, world=Alone()).path == moved
+    assert verify_checkpoint(moved, world=Ranks.alone()).path == moved
     assert read_shared(moved) == {"step": 1}
 
 
@@ -105,14 +105,14 @@ def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
     assert save(tmp_path, 1) == path
-    verify_checkpoint(path, world=Alone())
+    verify_checkpoint(path, world=Ranks.alone())
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_saving_a_step_again_replaces_a_whole_one_if_told_to(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert save(tmp_path, 1, shared={"another": 1}, replace=True) == path
-    assert read_shared(verify_checkpoint(path, world=Alone()).path) == {"another": 1}
+    assert read_shared(verify_checkpoint(path, world=Ranks.alone()).path) == {"another": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
@@ -181,9 +181,9 @@ def test_names_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path)
     path = save(tmp_path, 1)
     weight = torch.zeros(3, 4)
     with pytest.raises(CheckpointError, match=r"has no models\.net\.renamed"):
-        load_tensors(path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=Alone())
+        load_tensors(path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=Ranks.alone())
     with pytest.raises(CheckpointError, match=r"it holds models\.net\.steps, which this run does not have"):
-        load_tensors(path, {"models.net.weight": weight}, world=Alone())
+        load_tensors(path, {"models.net.weight": weight}, world=Ranks.alone())
     assert not weight.any()
 
 
@@ -191,14 +191,14 @@ def test_names_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path)
 def test_shapes_and_dtypes_must_be_the_saved_ones(tmp_path: Path, target: torch.Tensor) -> None:
     path = save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"models\.net\.weight \(saved \(3, 4\) torch\.float32, here"):
-        load_tensors(path, {"models.net.weight": target, "models.net.steps": torch.tensor(0)}, world=Alone())
+        load_tensors(path, {"models.net.weight": target, "models.net.steps": torch.tensor(0)}, world=Ranks.alone())
     assert not target.any()
 
 
 def test_parameters_that_require_gradients_are_loaded_in_place(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors={"w": torch.ones(3)})
     parameter = torch.nn.Parameter(torch.zeros(3))
-    load_tensors(path, {"w": parameter}, world=Alone())
+    load_tensors(path, {"w": parameter}, world=Ranks.alone())
     assert parameter.tolist() == [1, 1, 1]
     assert parameter.requires_grad
 
@@ -369,7 +369,7 @@ def test_killed_at_any_point_of_a_save_leaves_whole_checkpoints_only(tmp_path: P
         killed = killed_at(call, lambda: save(root, 2))  # noqa: B023 (called at once)
         seen.add(tuple(steps(root)))
         for manifest in list_checkpoints(root):
-            verify_checkpoint(manifest.path, world=Alone())
+            verify_checkpoint(manifest.path, world=Ranks.alone())
         assert content(first) == before
         assert save(root, 2).name in {entry.name for entry in root.iterdir()}
         assert steps(root) == [1, 2]
@@ -408,7 +408,7 @@ def test_killed_while_a_whole_checkpoint_is_replaced_loses_neither_it_nor_the_st
         was_away = not steps(root)
         recovered = files.recover_replaced(root)
         assert recovered == ([root / "step_00000001"] if was_away else [])
-        shared = read_shared(verify_checkpoint(root / "step_00000001", world=Alone()).path)
+        shared = read_shared(verify_checkpoint(root / "step_00000001", world=Ranks.alone()).path)
         seen.add(-1 if was_away else shared["version"])
         assert shared["version"] in ((1,) if was_away else (1, 2))
         save(root, 2)
@@ -460,7 +460,7 @@ def test_killed_while_a_checkpoint_is_discarded_leaves_it_whole_or_away(tmp_path
         found = [step for step, _ in files.step_directories(root)]
         assert steps(root) == found
         for manifest in list_checkpoints(root):
-            verify_checkpoint(manifest.path, world=Alone())
+            verify_checkpoint(manifest.path, world=Ranks.alone())
         seen.add(tuple(found))
         save(root, 3)
         assert len(list(root.iterdir())) == len(found) + 1

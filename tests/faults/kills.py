@@ -13,7 +13,7 @@ from typing import Any
 
 from dream_trainer.checkpoint.files import step_directories
 from dream_trainer.checkpoint.manifest import verify_checkpoint
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from tests.faults.job import Job, run_dir
 from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
@@ -78,7 +78,7 @@ def listed(directory: Path) -> list[int]:
     """Steps of the checkpoints that anyone can see, each read through; one that is not whole fails the test."""
     found = step_directories(run_dir(directory) / "checkpoints")
     for step, path in found:
-        assert verify_checkpoint(path, world=Alone()).step == step
+        assert verify_checkpoint(path, world=Ranks.alone()).step == step
     return [step for step, _ in found]
 
 

@@ -15,7 +15,7 @@ import dream_trainer as dt
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import small
 from tests.trainer.small import Batch, Samples, Validates, weights
@@ -205,5 +205,5 @@ def wait_for_writer() -> None:
 def all_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint that ranks share, whole."""
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in tensor_metadata(path).items()}
-    load_tensors(path, tensors, world=Alone())
+    load_tensors(path, tensors, world=Ranks.alone())
     return tensors

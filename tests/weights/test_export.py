@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.model_state import model_tensors
-from dream_trainer.distributed.outcomes import Alone
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.export import export_checkpoint, export_model, renamed
 from dream_trainer.weights.export_files import parse_size
@@ -308,9 +307,9 @@ def test_a_runs_directory_before_its_first_checkpoint_is_no_place_either(tmp_pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").touch()
     with pytest.raises(CheckpointError, match="belongs to a run's checkpoints"):
-        export_model(model, tmp_path / "run" / "checkpoints" / "out", world=Alone())
-    export_model(model, tmp_path / "run" / "exports" / "step_00000003", world=Alone())
-    export_model(model, tmp_path / "run" / "exports" / "step_00000004", world=Alone())
+        export_model(model, tmp_path / "run" / "checkpoints" / "out", world=Ranks.alone())
+    export_model(model, tmp_path / "run" / "exports" / "step_00000003", world=Ranks.alone())
+    export_model(model, tmp_path / "run" / "exports" / "step_00000004", world=Ranks.alone())
 
 
 @pytest.fixture
@@ -327,10 +326,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
 def test_a_full_disk_is_an_error_and_the_earlier_export_stays(small_disk: Path, tmp_path: Path, name: str) -> None:
     small, large = nn.Linear(4, 4), nn.Linear(200, 200)
-    export_model(small, small_disk / name, world=Alone())
+    export_model(small, small_disk / name, world=Ranks.alone())
     before = {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match="No space left on device"):
-        export_model(large, small_disk / name, world=Alone(), overwrite=True)
+        export_model(large, small_disk / name, world=Ranks.alone(), overwrite=True)
     assert {path: path.read_bytes() for path in small_disk.rglob("*") if path.is_file()} == before
     assert [path.name for path in small_disk.iterdir()] == [name]
 
@@ -382,33 +381,13 @@ def test_memory_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> No
 
 def test_a_plain_model_is_exported_as_its_checkpoint_is(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     for out in (tmp_path / "live", tmp_path / "live.pt"):
-        export_model(model, out, world=Alone(), dtype=torch.bfloat16, config={"a": 1})
+        export_model(model, out, world=Ranks.alone(), dtype=torch.bfloat16, config={"a": 1})
         export_checkpoint(checkpoint, out.with_stem("stored"), dtype=torch.bfloat16)
     assert (tmp_path / "live" / "config.json").exists()
     assert_equal(read_directory(tmp_path / "live"), read_directory(tmp_path / "stored"))
     live, stored = (torch.load(tmp_path / name, weights_only=True) for name in ("live.pt", "stored.pt"))
     assert_equal(live, stored)
     assert next(model.parameters()).dtype == torch.float32
-
-
-@dataclass
-class _Ranks:
-    """The world as exporting sees it, over the default group."""
-
-    rank: int
-    world_size: int
-    cpu_group: Any = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def all_gather_object(self, value: Any, /) -> list[Any]:
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
 
 
 def _failure_of(function: Any) -> str:
@@ -425,7 +404,7 @@ def _export_sharded(directory: str) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    world, root = _Ranks(dist.get_rank(), dist.get_world_size()), Path(directory)
+    world, root = Ranks.of_default_group(), Path(directory)
     torch.manual_seed(0)
     model = Tied()
     if world.is_main:
@@ -447,7 +426,7 @@ def _export_sharded(directory: str) -> dict[str, Any]:
     return {"written": [path.name for path in written], "failures": failures}
 
 
-def _export_failing_midway(model: nn.Module, out: Path, world: _Ranks) -> None:
+def _export_failing_midway(model: nn.Module, out: Path, world: Ranks) -> None:
     """A limit on file sizes stands in for a full disk: rank 0 fails at the second file's bytes."""
     import resource
     import signal

@@ -33,7 +33,7 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.distributed.outcomes import Alone, CheckpointWorld
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import World
 
 TARGETS = {"save": 1.2, "load": 1.5}
@@ -41,7 +41,7 @@ HELD = 0.2
 DESCRIPTION = {"epoch": 0, "samples_seen": 0, "mesh_shape": {}, "config": {}, "metrics": {}}
 
 
-def make_tensors(count: int, world: CheckpointWorld) -> dict[str, Tensor]:
+def make_tensors(count: int, world: Ranks) -> dict[str, Tensor]:
     """`count` tensors of a million elements, (1000, 1000), sharded by rows if there are several ranks."""
     full = (torch.randn(1000, 1000) for _ in range(count))
     if world.world_size == 1:
@@ -62,7 +62,7 @@ class Bench:
         world: The ranks.
     """
 
-    def __init__(self, root: Path, tensors: dict[str, Tensor], world: CheckpointWorld) -> None:
+    def __init__(self, root: Path, tensors: dict[str, Tensor], world: Ranks) -> None:
         self.bare = root / "bare"
         self.ours = root / "ours"
         self.tensors = tensors
@@ -188,7 +188,7 @@ def measure_held(root: Path, megabytes: int, rounds: int) -> list[float]:
     return trainer.held[1 : rounds + 1]
 
 
-def report(rows: dict[str, list[tuple[float, float]]], count: int, world: CheckpointWorld) -> None:
+def report(rows: dict[str, list[tuple[float, float]]], count: int, world: Ranks) -> None:
     """Prints medians, and the median of the rounds' ratios beside its target."""
     print(
         f"torch {torch.__version__}, python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
@@ -216,7 +216,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     is_alone = "RANK" not in os.environ
-    world: CheckpointWorld = Alone() if is_alone else World(DeviceParameters(device="cpu"), shard_by_default=True)
+    world: Ranks = Ranks.alone() if is_alone else World(DeviceParameters(device="cpu"), shard_by_default=True)
     made = tempfile.mkdtemp(prefix="bench_checkpoint_", dir=options.directory) if world.is_main else ""
     root = Path(world.all_gather_object(made)[0])
     try:

@@ -29,7 +29,7 @@ from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, OnSaveError
 from dream_trainer.config.serialize import difference, to_dict
-from dream_trainer.distributed.side_world import SideWorld
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -55,7 +55,7 @@ class CheckpointMixin(AbstractTrainer):
             metric=parameters.best_metric,
             mode=parameters.best_mode,
         )
-        self._save_world: SideWorld | None = None
+        self._save_world: Ranks | None = None
         self._copies: HostCopies | None = None
         self._writing: Background[Path] = Background("checkpoint writer")
         self._warming: Background[None] = Background("checkpoint memory")
@@ -162,7 +162,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        self._save_world = SideWorld.beside(self.world)
+        self._save_world = self.world.beside()
         if self.config.checkpoint_parameters.async_save:
             self._copies = HostCopies(self.world.device)
             self._warms = self.config.checkpoint_parameters.saves
@@ -337,7 +337,7 @@ class CheckpointMixin(AbstractTrainer):
         if self._copies is None:
             self._finish_save(on_error)
 
-    def _write_snapshot(self, snapshot: Snapshot, world: SideWorld, *, replace: bool) -> Path:
+    def _write_snapshot(self, snapshot: Snapshot, world: Ranks, *, replace: bool) -> Path:
         """In a thread: writes the checkpoint, then removes those that are no longer kept."""
         if self._copies is not None:
             self._copies.wait()

@@ -1,0 +1,138 @@
+"""Ranks: the processes of one job, and how they speak beside the step path.
+
+`World` is the ranks of a trainer, with device and mesh. A thread speaks by a group of its own (`World.beside`), a tool
+is alone, and a script under torchrun takes the group that is there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Ranks:
+    """This process's place among the ranks, and collectives over all of them; every rank calls each.
+
+    At world size 1 nothing is sent: every collective answers from this rank alone.
+
+    Args:
+        rank: This rank, 0-based.
+        world_size: Number of ranks.
+        cpu_group: Process group over all of them that nothing else uses meanwhile; None at world size 1.
+        data_copies: How many neighbouring ranks see the same data (tp, cp).
+
+    Attributes:
+        rank: This rank, 0-based.
+        world_size: Number of ranks.
+        cpu_group: Process group for agreement beside the step path; None at world size 1.
+        data_copies: How many neighbouring ranks see the same data (tp, cp).
+        forbidden: While set, collectives raise and name it: code that runs on one rank only.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, cpu_group: dist.ProcessGroup | None, *, data_copies: int = 1
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.cpu_group = cpu_group
+        self.data_copies = data_copies
+        self.forbidden: str | None = None
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One process, whether it has a process group or not: tools, and tests that need no second rank."""
+        return Ranks(0, 1, None)
+
+    @classmethod
+    def of_default_group(cls) -> Ranks:
+        """The ranks of PyTorch's default process group; this process alone if there is none."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks.alone()
+        return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank is the first of those that see the same data, so that each sample is counted once."""
+        return self.rank % self.data_copies == 0
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            dist.barrier(group=self.cpu_group)
+
+    def all_gather_object(self, value: Any, /) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank. Values are pickled between this job's own ranks."""
+        if not self._may_communicate():
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.cpu_group)
+        return gathered
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Rank `src`'s `value` on every rank."""
+        if not self._may_communicate():
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self.cpu_group)
+        return box[0]
+
+    def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
+        """Overwrites a contiguous CPU tensor with rank `src`'s, of the same shape, and returns it."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            dist.broadcast(values, src=src, group=self.cpu_group)
+        return values
+
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        """Reduces a CPU tensor over all ranks in place and returns it; `op` is "sum", "min" or "max"."""
+        if self._may_communicate():
+            import torch.distributed as dist
+
+            ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+            dist.all_reduce(values, op=ops[op], group=self.cpu_group)
+        return values
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective."""
+        if not self._may_communicate():
+            return values.unsqueeze(0)
+        import torch.distributed as dist
+
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(gathered, values, group=self.cpu_group)
+        return torch.stack(gathered)
+
+    def _may_communicate(self) -> bool:
+        self.refuse_if_forbidden()
+        return self.world_size > 1
+
+    def refuse_if_forbidden(self) -> None:
+        """Raises where only one rank runs, whose collective the others would never join.
+
+        Raises:
+            RuntimeError: The message names the place.
+        """
+        if self.forbidden is not None:
+            raise RuntimeError(
+                f"a collective was called in {self.forbidden}: the other ranks would never join it. "
+                "Call it on all ranks, or read what you need in a callback without main_process_only."
+            )
