@@ -13,7 +13,7 @@ from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
 
-# What files.py names so: being written or left by a killed job, set aside for a replacement, set aside for good.
+# What checkpoint/files.py names so: being written or left by a kill, set aside for a replacement, set aside for good.
 _HIDDEN: dict[State, re.Pattern[str]] = {
     "unfinished": re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+"),
     "replaced": re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+"),

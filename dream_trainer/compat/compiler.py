@@ -1,4 +1,4 @@
-"""The private and moving names of PyTorch's compiler, each behind a function of ours; torch_compat.py has all others.
+"""The private and moving names of PyTorch's compiler, each behind a function of ours; pytorch.py has all others.
 
 None of them imports the compiler: what was never compiled costs nothing. `tests/compat/test_compiler.py`
 exercises each one.

@@ -5,7 +5,7 @@ up what does not belong together. So a sharded group brings zeros for what its r
 reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
 gradients stay this rank's own until `step` averages them (`dream_trainer.distributed.gradients`).
 
-Private names live here beside torch_compat.py; `tests/trainer/test_uneven_use.py` exercises them.
+Private names live here beside pytorch.py; `tests/trainer/test_uneven_use.py` exercises them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private or moving PyTorch name that Dream Trainer leans on, each behind a function of ours.
 
 `tests/compat/test_pytorch.py` exercises each one, so a PyTorch release that moves a name fails there
-first and is mended here alone. The compiler's are in compiler_compat.py.
+first and is mended here alone. The compiler's are in compiler.py, those of `fully_shard`'s backward in fully_shard.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, without `to_local()`'s autograd node; a plain tensor as it is.
 
-    `to_local()` costs about 5 microseconds per parameter (TORCH.md section 14); the attribute costs nothing.
+    `to_local()` costs about 5 microseconds per parameter (docs/measurements.md#norms-of-local-shards); the attribute
+    costs nothing.
     """
     from torch.distributed.tensor import DTensor
 

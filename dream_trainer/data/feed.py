@@ -3,7 +3,7 @@
 A window is loaded whole before it is trained: a rank that still waits for its data must not hold the others in a
 collective of the model's, where no signal reaches them. Our own loaders give every rank the same number of windows by
 construction. Any other loader may end on one rank first, so the feed keeps one window ahead; when some rank falls
-short, and only then, the ranks agree on how much everybody can train. Protocol: PROVEN.md section C.
+short, and only then, the ranks agree on how much everybody can train (docs/measurements.md#the-pulse).
 """
 
 from __future__ import annotations

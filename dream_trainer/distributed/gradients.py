@@ -1,7 +1,8 @@
 """Global gradient norm and scaling over any mix of sharded, replicated and plain parameters.
 
-Everything works on this rank's local shards (TORCH.md section 14: four times cheaper than on DTensors). An element that
-several ranks hold is counted once, by dividing its square by the number of its copies before one all-reduce.
+Everything works on this rank's local shards, a small part of the time that DTensors take
+(docs/measurements.md#norms-of-local-shards). An element that several ranks hold is counted once, by dividing its square
+by the number of its copies before one all-reduce.
 
 Ranks need not use the same parameters. What only some of them used counts as zero on the others; what none of them used
 has no gradient anywhere, as in one process, where an optimizer leaves it alone.

@@ -22,7 +22,8 @@ _store: dist.Store | None = None
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store for the process group that this process makes as its `number`-th; connects on the first call.
 
-    Under a prefix of its own: a second `init_process_group` on the agent's store met stale keys in 4 of 7 tries.
+    Under a prefix of its own: a second `init_process_group` on the agent's store met stale keys
+    (docs/measurements.md#a-second-process-group).
 
     Raises:
         ConfigError: The process was not started by torchrun, or in its way.

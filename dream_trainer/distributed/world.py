@@ -230,7 +230,7 @@ class World(Ranks):
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.
 
         The barrier and the short sleep keep gloo's threads from dropping work while the interpreter finalises, which
-        aborted up to a third of the runs that destroyed the group bare (TORCH.md section 12).
+        aborted up to a third of the runs that destroyed the group bare (docs/measurements.md#leaving-a-process-group).
 
         Args:
             timeout_seconds: How long to wait for the other ranks; None for as long as any collective may take.

@@ -2,7 +2,7 @@
 
 bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32. Steps run under `torch.autocast`, so
 whatever is called on a model computes alike, not only `forward`; sharded models besides gather their parameters in half
-precision (`MixedPrecisionPolicy`). fp16 has a range of its own, for which loss_scale.py cares.
+precision (`MixedPrecisionPolicy`). fp16 has a range of its own, for which trainer/step/loss_scale.py cares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def half_dtype(parameters: DeviceParameters) -> torch.dtype | None:
 def autocast(parameters: DeviceParameters, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a step: `torch.autocast` to the configured type, or nothing.
 
-    Without autocast's cache of cast parameters, which is stale once an optimizer has stepped (PyTorch 2.13).
+    Without autocast's cache of cast parameters, which is stale once an optimizer has stepped
+    (docs/measurements.md#autocasts-cache).
     """
     dtype = half_dtype(parameters)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)

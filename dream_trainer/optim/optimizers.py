@@ -133,8 +133,8 @@ def _build(
 def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
     """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one.
 
-    Said in full, since PyTorch's own choice on CPU is one by one (TORCH.md section 14: 24.7 ms against 8.4 ms fused for
-    259 sharded parameters).
+    Said in full, since PyTorch's own choice on CPU is one by one, which takes three times as long as the fused kernel
+    (docs/measurements.md#fused-optimizers).
     """
     obstacle = _obstacle(cls, parameters)
     if fused is True and obstacle is not None:

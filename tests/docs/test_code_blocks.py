@@ -16,6 +16,8 @@ from tests.examples.launch import run_script
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
 
+@pytest.mark.pitfall(17)
+@pytest.mark.pitfall(52)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

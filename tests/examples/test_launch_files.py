@@ -1,5 +1,6 @@
-"""The launch files, as far as a machine without a cluster can tell: slurm.sh runs with commands that stand in for
-SLURM's, under which a real torchrun trains, is interrupted, and goes on; kubernetes.yaml says what it must."""
+"""The launch files, as far as a machine without a cluster can tell: examples/launch/slurm.sh runs with commands
+that stand in for SLURM's, under which a real torchrun trains, is interrupted, and goes on;
+examples/launch/kubernetes.yaml says what it must."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def train() -> None:
 
 @contextmanager
 def batch_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """slurm.sh, as SLURM's batch shell runs it on a job's first node, for 2 ranks of `train`."""
+    """The script as SLURM's batch shell runs it on a job's first node, for 2 ranks of `train`."""
     (directory / "bin").mkdir(exist_ok=True)
     for name, text in COMMANDS.items():
         command = directory / "bin" / name

@@ -206,6 +206,7 @@ def test_describe_of_a_trainer_nobody_listens_to_says_so() -> None:
     assert "no event has a listener" in Alone(make_config()).describe()
 
 
+@pytest.mark.pitfall(60)
 def test_the_setup_order_that_describe_prints_is_the_order_in_which_hooks_run() -> None:
     ran: list[str] = []
 

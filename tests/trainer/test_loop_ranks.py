@@ -569,6 +569,7 @@ def test_dry_runs_and_limits_hold_on_every_rank(two: list[dict[str, Any]]) -> No
         assert found["dry"]["long epoch"] == ([*own, *own[:2]], 1)
 
 
+@pytest.mark.pitfall(59)
 @pytest.mark.pitfall(18)
 def test_fit_twice_evaluate_after_it_and_further_trainers_work_in_the_same_processes(two: list[dict[str, Any]]) -> None:
     expected = by_hand([[batch] for batch in batches(3, size=4)])

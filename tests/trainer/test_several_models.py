@@ -387,6 +387,37 @@ def test_one_weighted_loss_of_two_models_normalises_both() -> None:
     assert_same_weights(found["models"]["first"], found["models"]["second"])
 
 
+@pytest.mark.pitfall(62)
+def test_what_an_optimizer_holds_beside_the_given_model_is_normalised_and_clipped_too() -> None:
+    class OneOptimizer(TwoHeads):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD([*self.first.parameters(), *self.second.parameters()], lr=0.1)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            x, y, _ = batch
+            self.backward(mse_loss(self.first(x), y) + mse_loss(self.second(x), y))
+            if not self.is_accumulating_gradients:
+                self.norms.append(float(self.step(self.first, self.optimizer)))
+            return {}
+
+    found = results_of(OneOptimizer(make_config(n_epochs=1, gradient_accumulation_steps=3, gradient_clip_val=0.05)))
+    model, norms = network(), []
+    fill(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in micro_batches(1, 3):
+        sum(mse_loss(model(x), y) / len(window) for ((x, y, _),) in window).backward()
+        # Both models have the same weights and gradients, of which one norm is taken.
+        norms.append(torch.sqrt(sum(2 * p.grad.square().sum() for p in model.parameters())).item())
+        for p in model.parameters():
+            p.grad *= min(1.0, 0.05 / (norms[-1] + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norms) > 0.05
+    assert found["norms"] == pytest.approx(norms, rel=1e-12)
+    for name in ("first", "second"):
+        assert_same_weights(found["models"][name], weights(model))
+
+
 class Three(Body):
     """Three models, of which each test weighs and steps some."""
 
