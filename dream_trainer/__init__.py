@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dream_trainer.lazy_names import lazy_names
+from dream_trainer.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dream_trainer.callbacks.ema import EMA as EMA

@@ -1,4 +1,5 @@
 # Sourced by demo.sh and test.sh: makes .venv and installs this package into it, and does nothing where that is done.
+# PYTHON chooses the interpreter of a .venv that is not there yet, TORCH another PyTorch than the pinned one (2.11.0).
 
 # The first interpreter that is new enough, or nothing.
 find_python() {
@@ -17,7 +18,7 @@ install() {
     shift
     # The stamp names what was installed; another extra, a changed pin or a moved clone installs again.
     stamp="$PWD $extras $(cat pyproject.toml tools/constraints.txt | cksum)"
-    if [ -x .venv/bin/python ] && grep -qxF "$stamp" .venv/installed 2>/dev/null; then
+    if [ -z "${TORCH:-}" ] && [ -x .venv/bin/python ] && grep -qxF "$stamp" .venv/installed 2>/dev/null; then
         return
     fi
     python=$(find_python)
@@ -28,6 +29,14 @@ install() {
     if [ ! -x .venv/bin/python ]; then
         echo "Making a virtual environment in .venv with $("$python" --version)"
         "$python" -m venv "$@" .venv
+    fi
+    if [ -n "${TORCH:-}" ]; then
+        # No stamp: whoever comes next without TORCH gets the pinned versions again.
+        rm -f .venv/installed
+        sed "s/^torch==.*/torch==$TORCH/" tools/constraints.txt >.venv/constraints.txt
+        echo "Installing dream-trainer[$extras] with torch $TORCH"
+        .venv/bin/python -m pip install --quiet --editable ".[$extras]" --constraint .venv/constraints.txt
+        return
     fi
     echo "Installing dream-trainer[$extras]"
     .venv/bin/python -m pip install --quiet --editable ".[$extras]" "${CONSTRAINTS[@]}"

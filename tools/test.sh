@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Environment, lint, types and tests. Arguments go to pytest; `--all` runs every case and not only the spanning set.
+# TORCH=2.11.0 takes another PyTorch than the pinned one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 CONSTRAINTS=(--constraint tools/constraints.txt)

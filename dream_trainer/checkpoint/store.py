@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,7 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -164,17 +164,10 @@ def _describe(final: Path, snapshot: Snapshot, files: dict[str, FileEntry], worl
         path=final,
         step=snapshot.step,
         world_size=world.world_size,
-        versions={"torch": str(torch.__version__), "dream_trainer": _package_version()},
+        versions={"torch": str(torch.__version__), "dream_trainer": __version__},
         wall_time=time.time(),
         files=files,
     )
-
-
-def _package_version() -> str:
-    try:
-        return version("dream-trainer")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
