@@ -15,6 +15,14 @@ from tests.docs.pages import PAGES, ROOT, name, prose
 
 FOLDERS = ("dream_trainer", "examples", "tests", "tools")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+SCRIPTS = [
+    *sorted((ROOT / "tools").glob("*.sh")),
+    *sorted((ROOT / "examples").rglob("*.sh")),
+    *sorted((ROOT / ".github").rglob("*.yml")),
+    ROOT / ".pre-commit-config.yaml",
+    ROOT / "pyproject.toml",
+    ROOT / "tools/constraints.txt",
+]
 _FILE = re.compile(r"(?<![\w./*<>{}~-])([\w-][\w./-]*\.(?:py|md|sh|toml|yml|yaml))(#[\w-]+|::\w+)?(?![\w/*])")
 _NAME = re.compile(r"`(dream_trainer(?:\.\w+)+)`")
 
@@ -32,8 +40,13 @@ class Reference(NamedTuple):
 
 
 def words(source: Path) -> str:
-    """What a reader reads in prose: a page without its blocks; a module's docstrings and comments."""
-    return prose(source) if source.suffix == ".md" else "\n".join(_docstrings_and_comments(source.read_text()))
+    """What a reader reads in prose: a page without its blocks; a module's docstrings and comments; other comments."""
+    text = source.read_text()
+    if source.suffix == ".md":
+        return prose(source)
+    if source.suffix == ".py":
+        return "\n".join(_docstrings_and_comments(text))
+    return "\n".join(re.findall(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
 
 
 def file_references(source: Path) -> Iterator[Reference]:
@@ -73,8 +86,8 @@ def functions(module: Path) -> frozenset[str]:
 
 
 def everything() -> list[Path]:
-    """All that is searched for references: pages and modules."""
-    return [*PAGES, *SOURCES]
+    """All that is searched for references: pages, modules, scripts and configurations."""
+    return [*PAGES, *SOURCES, *SCRIPTS]
 
 
 def _docstrings_and_comments(code: str) -> Iterator[str]:
