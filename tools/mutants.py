@@ -443,7 +443,7 @@ MUTANTS = [
     ),
     Mutant(
         "a save that failed is forgotten",
-        "dream_trainer/trainer/mixins/checkpointing.py",
+        "dream_trainer/checkpoint/saver.py",
         '        if on_error == "raise":\n            raise error\n',
         "",
         "tests/trainer/test_saving.py -k error",
@@ -788,7 +788,7 @@ MUTANTS = [
     Mutant(
         "what was mixed up over ranks is saved",
         "dream_trainer/trainer/mixins/checkpointing.py",
-        "        self._agreement.check_order()\n",
+        "    trainer._agreement.check_order()\n",
         "",
         "tests/trainer/test_uneven_use.py -k different_orders",
     ),

@@ -7,7 +7,7 @@ Approximation by Averaging"). How they are kept, saved and used is in weight_ave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -51,6 +51,8 @@ class EMA(WeightAverage):
             torch.save(trainer.model.state_dict(), "averaged.pt")
         ```
     """
+
+    export_name: ClassVar[str] = "ema"
 
     def __init__(
         self,

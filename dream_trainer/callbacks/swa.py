@@ -8,7 +8,7 @@ n-th weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.callbacks.weight_average import WeightAverage
@@ -49,6 +49,8 @@ class SWA(WeightAverage):
             trainer.export("averaged")
         ```
     """
+
+    export_name: ClassVar[str] = "swa"
 
     def __init__(
         self,

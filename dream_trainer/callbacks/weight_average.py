@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
 from dream_trainer.checks import check_boolean, check_names
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
-from dream_trainer.events.callback import Callback
+from dream_trainer.events.averages import AveragingCallback
 from dream_trainer.modules.sharding import is_gathered
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-class WeightAverage(Callback):
+class WeightAverage(AveragingCallback):
     """An average of the weights, beside the ones that train: an interface. Use `EMA` or `SWA`.
 
     Averaged are the floating-point parameters that require gradients when setup ends. Everything else, BatchNorm's

@@ -11,13 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
 from dream_trainer.errors import ConfigError
-
-Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,17 @@ class Retention:
             raise ConfigError(f'mode={self.mode!r} is not understood. Use "min" or "max".')
         if self.keep_best is not None and not self.metric:
             raise ConfigError(f'keep_best={self.keep_best} does not say by which metric. Name one, such as "val/loss".')
+
+    @classmethod
+    def of(cls, parameters: CheckpointParameters) -> Retention:
+        """The rules of a run's config."""
+        return cls(
+            keep_last=parameters.keep_last,
+            keep_every_n_steps=parameters.keep_every_n_steps,
+            keep_best=parameters.keep_best,
+            metric=parameters.best_metric,
+            mode=parameters.best_mode,
+        )
 
     @property
     def keeps_all(self) -> bool:

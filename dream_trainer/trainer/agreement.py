@@ -16,7 +16,7 @@ from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.schedule import Cadence
+    from dream_trainer.trainer.schedule import Schedule
 
 T = TypeVar("T")
 logger = logging.getLogger("dream_trainer")
@@ -37,7 +37,7 @@ class Agreement:
         exchanges: How often the ranks have spoken; grows as long as the run goes on.
     """
 
-    def __init__(self, trainer: AbstractTrainer, cadence: Cadence) -> None:
+    def __init__(self, trainer: AbstractTrainer, cadence: Schedule) -> None:
         self._trainer = trainer
         self._cadence = cadence
         self.signals = Signals(lambda: trainer._world is not None and trainer._world.another_rank_failed())

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.checkpoint.saving import Saving
+
 if TYPE_CHECKING:
     import torch.nn as nn
 
@@ -37,8 +39,13 @@ class Cooperation:
     _validation_step: Callable[[Any, int], Any]
     # What this rank's backwards gave to models of several ranks.
     _local_gradients: LocalGradients
-    # Seconds that checkpoints have held the step path up in this process; CheckpointMixin counts them.
-    _seconds_saving: float = 0.0
+    # CheckpointMixin puts one here that saves.
+    _saver: Saving = Saving()
+
+    @property
+    def _seconds_saving(self) -> float:
+        """Seconds that checkpoints have held the step path up in this process."""
+        return self._saver.seconds
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""

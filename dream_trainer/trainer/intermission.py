@@ -14,7 +14,7 @@ from dream_trainer.distributed.signals import Interrupted
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.agreement import Agreement
-from dream_trainer.trainer.schedule import Cadence, limits
+from dream_trainer.trainer.schedule import Schedule, limits
 from dream_trainer.trainer.validation import validate
 
 WINDOWS_WITHOUT_STEP = 100
@@ -31,7 +31,7 @@ class Intermission(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
-        self._cadence = Cadence(config.training_parameters)
+        self._cadence = Schedule(config.training_parameters)
         self._agreement = Agreement(self, self._cadence)
         self._limits = limits(config.training_parameters)
         self._has_stepped = False  # whether any window of this process counted as an optimizer step

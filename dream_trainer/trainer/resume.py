@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.nn as nn
 
-from dream_trainer.checkpoint.files import local_path, recover_replaced, set_newer_aside, step_directories
+from dream_trainer.checkpoint.files import local_path, recover_replaced, step_directories
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
@@ -115,15 +115,6 @@ def _refuse_used_directory(root: Path, world: Ranks) -> None:
             f"resume=None starts anew, but {root} holds {found} checkpoints of an earlier run. "
             'Use another experiment name, resume="auto", or move them away.'
         )
-
-
-def leave_branch(root: Path, step: int, world: Ranks) -> None:
-    """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
-    found = on_all_ranks(
-        world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
-    )
-    if found:
-        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
 
 
 def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:

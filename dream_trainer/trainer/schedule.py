@@ -19,7 +19,7 @@ def limits(parameters: TrainingParameters) -> tuple[float, float, float]:
     return epochs, steps, samples
 
 
-class Cadence:
+class Schedule:
     """The clock side of a run's schedule.
 
     Args:

@@ -25,6 +25,26 @@ def some_tensors(fill: float = 1.0) -> dict[str, Tensor]:
     }
 
 
+def make_snapshot(
+    step: int,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    shared: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    rank_tensors: Mapping[str, Tensor] | None = None,
+    description: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """A snapshot of whatever is given, the rest filled in."""
+    return Snapshot(
+        step=step,
+        tensors=some_tensors(step) if tensors is None else tensors,
+        shared=typed_json.dumps({"step": step} if shared is None else dict(shared)).encode(),
+        rank_state=typed_json.dumps({} if rank_state is None else dict(rank_state)).encode(),
+        rank_tensors={} if rank_tensors is None else rank_tensors,
+        description=DESCRIPTION if description is None else description,
+    )
+
+
 def save(
     root: Path,
     step: int,
@@ -38,12 +58,12 @@ def save(
     replace: bool = False,
 ) -> Path:
     """Writes a checkpoint of whatever is given, the rest filled in."""
-    snapshot = Snapshot(
-        step=step,
-        tensors=some_tensors(step) if tensors is None else tensors,
-        shared=typed_json.dumps({"step": step} if shared is None else dict(shared)).encode(),
-        rank_state=typed_json.dumps({} if rank_state is None else dict(rank_state)).encode(),
-        rank_tensors={} if rank_tensors is None else rank_tensors,
-        description=DESCRIPTION if description is None else description,
+    snapshot = make_snapshot(
+        step,
+        tensors=tensors,
+        shared=shared,
+        rank_state=rank_state,
+        rank_tensors=rank_tensors,
+        description=description,
     )
     return write_checkpoint(root, snapshot, world=Ranks.alone() if world is None else world, replace=replace)

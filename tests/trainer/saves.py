@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import dream_trainer as dt
+from dream_trainer.checkpoint import snapshot_writer
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import small
 from tests.trainer.small import Batch, Samples, Validates, weights
 
@@ -172,13 +172,13 @@ def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def before_writing(act: Callable[[Snapshot], None]) -> Iterator[None]:
     """Calls `act` with each snapshot in the thread that writes it, before anything is on the disk."""
-    write = mixin.write_checkpoint
+    write = snapshot_writer.write_checkpoint
 
     def act_and_write(root: Path, snapshot: Snapshot, **options: Any) -> Path:
         act(snapshot)
         return write(root, snapshot, **options)
 
-    with replaced(mixin, "write_checkpoint", act_and_write):
+    with replaced(snapshot_writer, "write_checkpoint", act_and_write):
         yield
 
 

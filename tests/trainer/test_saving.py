@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
-from dream_trainer.checkpoint import store
+from dream_trainer.checkpoint import snapshot_writer, store
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for_though_training_goes_on(
 def test_a_save_waits_for_the_one_before_it() -> None:
     running: set[int] = set()
     most: list[int] = []
-    write = mixin.write_checkpoint
+    write = snapshot_writer.write_checkpoint
 
     def slow(root: Path, snapshot: Snapshot, **options: Any) -> Path:
         running.add(snapshot.step)
@@ -147,7 +147,7 @@ def test_a_save_waits_for_the_one_before_it() -> None:
         running.remove(snapshot.step)
         return path
 
-    with replaced(mixin, "write_checkpoint", slow):
+    with replaced(snapshot_writer, "write_checkpoint", slow):
         trainer = run(save_every_n_steps=1)
     assert trainer.saved == steps_of(trainer) == list(range(1, STEPS + 1))
     assert most == [1] * STEPS
@@ -310,7 +310,7 @@ def at_two(directory: str) -> dict[str, Any]:
     os.chdir(directory)
 
     def train(experiment: str, **checkpoint: Any) -> dict[str, Any]:
-        gate, write = Gate(), mixin.write_checkpoint
+        gate, write = Gate(), snapshot_writer.write_checkpoint
 
         def write_and_wait(root: Path, snapshot: Snapshot, **options: Any) -> Path:
             path = write(root, snapshot, **options)
@@ -320,7 +320,7 @@ def at_two(directory: str) -> dict[str, Any]:
 
         config = make_config(experiment=experiment, training={"n_epochs": 2}, **checkpoint)
         trainer = Opens(config, gate, length=4 * STEPS)
-        with replaced(mixin, "write_checkpoint", write_and_wait):
+        with replaced(snapshot_writer, "write_checkpoint", write_and_wait):
             fit(trainer)
         return {"told": trainer.told_at, "saved": trainer.saved, "there": steps_of(trainer), "seen": trainer.seen}
 

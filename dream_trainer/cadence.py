@@ -1,0 +1,59 @@
+"""Cadence: when something is due that comes again and again, such as a save, a validation or a line of the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Cadence:
+    """Every so many steps, epochs or minutes, whichever comes first; with none of them, never.
+
+    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: where ranks have to act alike,
+    one of them is asked, and tells the others.
+
+    Args:
+        steps: Optimizer steps from one time to the next; None does not count steps.
+        epochs: Epochs from one time to the next; None does not count epochs.
+        minutes: Minutes from one time to the next; None does not look at the clock.
+        clock: Seconds from any origin; tests pass their own.
+
+    Attributes:
+        goes_by_the_clock: Whether anything is due by the clock.
+    """
+
+    __slots__ = ("_clock", "_epochs", "_seconds", "_since", "_steps", "goes_by_the_clock")
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._epochs = epochs
+        self._seconds = None if minutes is None else 60 * minutes
+        self._clock = clock
+        self._since = clock()
+        self.goes_by_the_clock = minutes is not None
+
+    def is_due(self, step: int | None = None, epoch: int | None = None) -> bool:
+        """Whether steps or epochs say so.
+
+        Args:
+            step: Optimizer steps completed, where one just was; None where none was.
+            epoch: Epochs completed, where one just was; None where none was.
+        """
+        if step is not None and self._steps is not None and step % self._steps == 0:
+            return True
+        return epoch is not None and self._epochs is not None and epoch % self._epochs == 0
+
+    def is_due_by_the_clock(self) -> bool:
+        """Whether the minutes have passed since `restart`, or since this was made."""
+        return self._seconds is not None and self._clock() - self._since >= self._seconds
+
+    def restart(self) -> None:
+        """It is done now: the minutes begin anew."""
+        self._since = self._clock()

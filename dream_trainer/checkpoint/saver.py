@@ -1,0 +1,283 @@
+"""Saver: when a run is saved, one save at a time, and what becomes of one that fails.
+
+    due, or asked for -> (the last save is through) -> settle -> snapshot -> a thread writes it -> collected
+
+It acts between windows, on all ranks at the same step. What one rank alone knows, its clock and its thread, goes
+through the pulse (`flags`, `heard`), so that all of them collect an outcome at the same step too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dream_trainer.cadence import Cadence
+from dream_trainer.checkpoint.branch import leave_branch
+from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.retention import is_better
+from dream_trainer.checkpoint.run_directory import claim, release
+from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.cleanup import followed_by, in_a_line
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
+
+logger = logging.getLogger("dream_trainer")
+
+
+class Moment(NamedTuple):
+    """Where a run stands between two windows."""
+
+    step: int
+    """Optimizer steps completed."""
+    owes: bool
+    """Whether something is still to be done after its last window: a validation, or the end of an epoch."""
+
+
+class Saver(Saving):
+    """One run's saves.
+
+    Args:
+        parameters: When to save, and what to do where that fails.
+        world: The ranks, as the training thread speaks with them.
+        writer: What takes snapshots to the disk.
+        settle: Waits until the state is that of a finished step, and says of which; a collective.
+        snapshot: The state at this moment, given the metrics of a validation of this step and where tensors are to be
+            copied to, if they are; a collective. CheckpointError where it cannot be kept.
+        warm: What to run in a thread after the first step, so that the first save costs no more than later ones.
+        on_save: Called with the directory of each checkpoint that is whole.
+        on_lost: Called where the state that a save began with did not get to the disk.
+        patience: Wraps a wait for the disk, which may take long.
+        say_once: Says a message once for a key.
+        clock: Seconds from any origin.
+        only_when_called: Whether nothing is saved but by `save`.
+    """
+
+    def __init__(
+        self,
+        parameters: CheckpointParameters,
+        world: Ranks,
+        writer: SnapshotWriter,
+        *,
+        settle: Callable[[], Moment],
+        snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot],
+        warm: Callable[[HostCopies], Callable[[], None]],
+        on_save: Callable[[Path], None],
+        on_lost: Callable[[], None],
+        patience: Callable[[], AbstractContextManager[None]],
+        say_once: Callable[[str, str], None],
+        clock: Callable[[], float],
+        only_when_called: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._world = world
+        self._writer = writer
+        self._settle = settle
+        self._snapshot = snapshot
+        self._warm = warm
+        self._on_save = on_save
+        self._on_lost = on_lost
+        self._patience = patience
+        self._say_once = say_once
+        self._clock = clock
+        self._only_when_called = only_when_called
+        self._cadence = Cadence(
+            steps=parameters.save_every_n_steps,
+            epochs=parameters.save_every_n_epochs,
+            minutes=parameters.save_every_n_minutes,
+            clock=clock,
+        )
+        self._is_to_warm = writer.copies is not None and parameters.saves
+        self._ranks_writing = 0
+        self._saved: Moment | None = None  # what was saved last, or is being
+        self._validation: tuple[int, dict[str, float]] = (-1, {})
+        self._best_value: float | None = None
+        self._is_best = False
+        # The step of another run's checkpoint that this run goes on from: its own from there on are of another branch.
+        self._branched_at: int | None = None
+        self._claimed: Path | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk on this rank."""
+        return self._writer.is_busy
+
+    def claim(self, run_dir: Path) -> None:
+        """Claims the run directory for this job until `release`; every rank calls it.
+
+        Raises:
+            CheckpointError: Another live job has it, or ranks see different ones; the same on every rank.
+        """
+        claim(run_dir, self._world)
+        self._claimed = run_dir
+
+    def release(self) -> None:
+        if self._claimed is not None:
+            run_dir, self._claimed = self._claimed, None
+            release(run_dir)
+
+    # -- when
+
+    def window_finished(self) -> None:
+        # After the first step, since optimizers make their state in it.
+        if self._is_to_warm and self._writer.copies is not None:
+            self._is_to_warm = False
+            self._writer.warm(self._warm(self._writer.copies))
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._validation = step, dict(metrics)
+        name = self._parameters.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            self._say_once(
+                "best_metric", f"best_metric={name!r} is not among the validation's metrics: {sorted(metrics)}."
+            )
+        value = metrics.get(name)
+        if is_better(value, self._best_value, self._parameters.best_mode):
+            self._best_value, self._is_best = value, self._parameters.save_on_best
+
+    def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
+        if self._only_when_called:
+            return
+        parameters = self._parameters
+        must = requested or self._is_best or (is_last and parameters.save_at_end)
+        due = self._cadence.is_due(step, epoch)
+        self._is_best = False
+        if not (must or due or is_last):
+            return
+        # With nothing left to go on with, a state that is not on the disk is lost.
+        on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
+        if must or (due and not self._skips(step)):
+            self._finish(parameters.on_save_error)
+            self._begin(on_error)
+        if is_last:
+            self._finish(on_error)
+            self._writer.wait_until_warm()
+
+    def _skips(self, step: int | None) -> bool:
+        """Whether the last save still runs on some rank, and this one is left out: the same on all ranks."""
+        skips = self._ranks_writing > 0 and self._parameters.when_busy == "skip"
+        if skips and self._world.is_main:
+            what = "this epoch's end" if step is None else f"step {step}"
+            logger.info("%s is not saved: the last checkpoint is still being written", what)
+        return skips
+
+    def flags(self) -> tuple[bool, bool, bool]:
+        due = self._world.is_main and self._cadence.is_due_by_the_clock() and not self._would_skip()
+        if not self._ranks_writing:
+            return due, False, False
+        return due, self._writer.is_busy, self._writer.has_failed
+
+    def _would_skip(self) -> bool:
+        return self._parameters.when_busy == "skip" and (self._writer.is_busy or self._ranks_writing > 0)
+
+    def heard(self, saving: int, failed: int) -> None:
+        were_writing = self._ranks_writing
+        if were_writing == saving and not failed:
+            return
+        self._ranks_writing = saving
+        if were_writing and (failed or not saving):
+            self._finish(self._parameters.on_save_error)
+
+    def save_after_exception(self, step: int) -> None:
+        if self._only_when_called:
+            return
+        try:
+            self._finish("warn")
+            self._begin("raise")
+            self._finish("raise")
+        except Exception as error:
+            self._on_lost()
+            self._say_once(in_a_line(error), f"step {step} could not be saved: {in_a_line(error)}")
+
+    # -- how
+
+    def save(self) -> None:
+        self._finish("raise")
+        self._begin("raise")
+        self._finish("raise")
+
+    def finish(self) -> None:
+        self._finish("raise")
+
+    def before_update(self) -> None:
+        self._writer.before_update()
+
+    def _begin(self, on_error: OnSaveError) -> None:
+        """Takes a snapshot, and writes it or begins to; no save may be running."""
+        self._writer.wait_until_warm()
+        now = self._settle()
+        self._cadence.restart()
+        started = self._clock()  # the device has done its work: what follows is the save's
+        if self._saved in (Moment(now.step, owes=False), now):
+            return
+        replace = self._saved == Moment(now.step, owes=True)
+        try:
+            if self._branched_at is not None:  # they would be taken for what is saved now
+                leave_branch(self._writer.directory, self._branched_at - 1, self._world)
+                self._branched_at = None
+            validated_at, metrics = self._validation
+            snapshot = self._snapshot(metrics if validated_at == now.step else {}, self._writer.copies)
+        except CheckpointError as error:
+            self._failed(error, on_error)
+            return
+        finally:
+            self.seconds += self._clock() - started
+        self._saved = now
+        self._ranks_writing = 1
+        self._writer.start(snapshot, replace=replace)
+        if self._writer.copies is None:
+            self._finish(on_error)
+
+    def _finish(self, on_error: OnSaveError) -> None:
+        """Waits for the save that is running, if there is one, and tells of it; on all ranks at the same step."""
+        if self._writer.is_collected:
+            return
+        started = self._clock()
+        try:
+            with self._patience():
+                path = self._writer.collect()
+        except CheckpointError as error:
+            self._failed(error, on_error)
+        else:
+            assert path is not None
+            self._on_save(path)
+        finally:
+            self.seconds += self._clock() - started
+
+    def _failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
+        self._saved = None
+        self._on_lost()
+        if on_error == "raise":
+            raise error
+        if self._world.is_main:
+            logger.error("a checkpoint could not be saved; training goes on: %s", error)
+
+    def close(self) -> None:
+        with followed_by(partial(self._finish, "raise")):
+            self._writer.wait_until_warm()
+
+    # -- where a run goes on from
+
+    def goes_on_from(self, manifest: Manifest, *, owes: bool) -> None:
+        self.lacks_checkpoint = False
+        if manifest.path.parent.resolve() == self._writer.directory.resolve():
+            leave_branch(self._writer.directory, manifest.step, self._world)
+            self._saved, self._branched_at = Moment(manifest.step, owes), None
+        else:
+            self._saved, self._branched_at = None, manifest.step
+        self._validation = manifest.step, dict(manifest.metrics)
+
+    def state(self) -> dict[str, Any]:
+        return {"best_value": self._best_value}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._best_value = state.get("best_value")

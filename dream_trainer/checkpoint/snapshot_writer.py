@@ -1,0 +1,100 @@
+"""SnapshotWriter: a snapshot's way to the disk, in a thread of each rank, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from dream_trainer.checkpoint.background import Background
+from dream_trainer.checkpoint.retention import Retention, retire
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.distributed.ranks import Ranks
+
+logger = logging.getLogger("dream_trainer")
+
+
+class SnapshotWriter:
+    """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept.
+
+    Args:
+        directory: Of the run's checkpoints.
+        retention: Which of them stay.
+        world: The ranks, on a process group that nothing else uses (`World.beside`).
+        copies: Where snapshots were copied to; None if they are the tensors that train, which then have to wait.
+
+    Attributes:
+        directory: Of the run's checkpoints.
+        copies: Where snapshots are copied to; None for nowhere.
+    """
+
+    def __init__(self, directory: Path, retention: Retention, world: Ranks, copies: HostCopies | None = None) -> None:
+        self.directory = directory
+        self.copies = copies
+        self._retention = retention
+        self._world = world
+        self._writing: Background[Path] = Background("checkpoint writer")
+        self._warming: Background[None] = Background("checkpoint memory")
+        self._copies_are_pending = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank writes."""
+        return self._writing.is_busy
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write, and nobody has collected that."""
+        return self._writing.has_failed
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether there is neither a snapshot on its way nor an outcome."""
+        return self._writing.is_collected
+
+    def warm(self, work: Callable[[], None]) -> None:
+        """Runs in a thread what makes the first save as cheap as later ones."""
+        self._warming.start(work)
+
+    def wait_until_warm(self) -> None:
+        """Waits for what `warm` began, if anything."""
+        self._warming.collect()
+
+    def start(self, snapshot: Snapshot, *, replace: bool) -> None:
+        """Begins to write; the last outcome must have been collected.
+
+        Args:
+            snapshot: This rank's part.
+            replace: Whether a whole checkpoint of its step is written anew.
+        """
+        self._copies_are_pending = self.copies is not None
+        self._writing.start(partial(self._write, snapshot, replace=replace))
+
+    def collect(self) -> Path | None:
+        """Waits until the snapshot is on the disk, and returns its directory; None if there was none to write.
+
+        Raises:
+            CheckpointError: Some rank could not write; the same on every rank.
+        """
+        return self._writing.collect()
+
+    def before_update(self) -> None:
+        """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
+        if self._copies_are_pending and self.copies is not None:
+            self._copies_are_pending = False
+            self.copies.wait_before_update()
+
+    def _write(self, snapshot: Snapshot, *, replace: bool) -> Path:
+        """In the thread."""
+        if self.copies is not None:
+            self.copies.wait()
+        path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace)
+        if self._world.is_main and not self._retention.keeps_all:
+            try:
+                retire(self.directory, self._retention)
+            except OSError as error:  # the new one is whole, and a later save tries again
+                logger.warning("old checkpoints could not be removed: %s", error)
+        return path
