@@ -688,6 +688,20 @@ MUTANTS = [
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
+        "averages of an earlier version are counted anew",
+        "dream_trainer/callbacks/weight_average.py",
+        'average.resume(state["updates"][name], has_stepped=has_stepped)',
+        "average.resume(0, has_stepped=has_stepped)",
+        "tests/checkpoint/test_written_before.py -k went_on",
+    ),
+    Mutant(
+        "a file that a comment names is not looked for",
+        "tools/constraints.txt",
+        "What tools/demo.sh and",
+        "What tools/demonstration.sh and",
+        "tests/docs/test_references.py",
+    ),
+    Mutant(
         "the disk is not waited for to hold a checkpoint's name",
         "dream_trainer/checkpoint/files.py",
         "        temporary.rename(final)\n        sync_directory(final.parent)\n",
