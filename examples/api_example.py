@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 examples/api_example.py
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,7 +21,7 @@ class MyDataset(Dataset):
     """1797 handwritten digits, enlarged from 8x8 to 28x28: 1024 to train on, the rest to validate."""
 
     def __init__(self, split: str) -> None:
-        digits = load_digits()
+        digits: Any = load_digits()
         images = F.interpolate(torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], size=28)
         part = slice(0, 1024) if split == "train" else slice(1024, None)
         self.images, self.labels = images[part], torch.tensor(digits.target)[part]

@@ -138,12 +138,23 @@ class Finetune(DreamTrainer):
         )
 
     def configure_models(self) -> None:
-        labels = {"id2label": dict(enumerate(PACKAGES)), "label2id": {name: i for i, name in enumerate(PACKAGES)}}
+        id2label: dict[int, str] = dict(enumerate(PACKAGES))
+        label2id = {name: number for number, name in id2label.items()}
         if self.config.model is None:
-            shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-            config = BertConfig(vocab_size=len(self.tokenizer), max_position_embeddings=512, **shape, **labels)
+            config = BertConfig(
+                vocab_size=len(self.tokenizer),
+                max_position_embeddings=512,
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=256,
+                id2label=id2label,
+                label2id=label2id,
+            )
         else:
-            config = AutoConfig.from_pretrained(self.config.model, local_files_only=True, **labels)
+            config = AutoConfig.from_pretrained(
+                self.config.model, local_files_only=True, id2label=id2label, label2id=label2id
+            )
         # From the config and not from_pretrained: so no rank ever holds more than its own shard.
         self.model = AutoModelForSequenceClassification.from_config(config)
         self.model.config.architectures = [type(self.model).__name__]

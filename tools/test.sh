@@ -11,4 +11,8 @@ export OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+# Each folder of an example by itself: both have a `model.py`.
+.venv/bin/mypy examples/gpt
+MYPYPATH=examples/gpt .venv/bin/mypy examples/llama
+.venv/bin/basedpyright --pythonpath .venv/bin/python
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

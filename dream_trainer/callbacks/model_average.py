@@ -93,7 +93,7 @@ class ModelAverage:
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if self._n_skipped is None:
             self._n_skipped = torch.zeros((), dtype=dtype, device=device)
-        amount = torch.zeros_like(self._n_skipped) + share(self._updates - self._n_skipped)
+        amount: Tensor = torch.zeros_like(self._n_skipped) + share(self._updates - self._n_skipped)
         if self._skipped is None:
             return amount
         was_skipped = (self._skipped != 0).to(dtype)

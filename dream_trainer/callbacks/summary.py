@@ -135,7 +135,7 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
     on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         functional_call(model, on_meta, tuple(map_tensors(lambda tensor: tensor.to("meta"), list(inputs))))
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:

@@ -87,11 +87,10 @@ def names_of(paths: Sequence[Path]) -> list[str]:
         full = [path.resolve() for path in paths]
     if len(set(full)) < len(full):
         raise ConfigError("one run is given twice. Name each once.")
-    longest = max(len(path.parts) for path in full)
-    for count in range(1, longest + 1):
+    count, names = 1, [path.name for path in full]
+    while len(set(names)) < len(names):  # ends, as the whole paths differ
+        count += 1
         names = ["/".join(path.parts[-count:]) for path in full]
-        if len(set(names)) == len(names):
-            break
     return names
 
 

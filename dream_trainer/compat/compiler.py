@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +20,7 @@ def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return None
-    return module._orig_mod
+    return cast("torch.nn.Module", module._orig_mod)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

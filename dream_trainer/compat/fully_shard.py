@@ -32,12 +32,12 @@ class DifferentiableGroup(FSDPParamGroup):
 
     _own: LocalGradients
 
-    def pre_backward(self, *args: Any) -> None:
+    def pre_backward(self, *args: Any, **kwargs: Any) -> None:
         """The group's own, noting a backward that keeps its graph."""
         if torch.is_grad_enabled():  # in a backward that is so under `create_graph=True`
             self._own.graphs[self] = None
             self.reshard_after_backward = False
-        super().pre_backward(*args)
+        super().pre_backward(*args, **kwargs)
 
     def hold(self) -> None:
         """Gathers what a forward let go of since; a collective."""

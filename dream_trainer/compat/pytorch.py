@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Placement
+
+    from dream_trainer.compat.stores import Store
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ def local_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
 
 def storage_id(tensor: Tensor) -> int:
     """An identity shared by all tensors that view one storage, for meta tensors too (whose data pointer is 0)."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def default_generator_of(device: torch.device) -> torch.Generator:
@@ -64,12 +66,12 @@ def default_generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-foreach_norm = torch._foreach_norm
-foreach_mul_ = torch._foreach_mul_
-foreach_clamp_min_ = torch._foreach_clamp_min_
-foreach_clamp_max_ = torch._foreach_clamp_max_
-foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_clamp_min_ = torch._foreach_clamp_min_  # pyright: ignore[reportPrivateImportUsage]
+foreach_clamp_max_ = torch._foreach_clamp_max_  # pyright: ignore[reportPrivateImportUsage]
+foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -214,7 +216,7 @@ def shutdown_workers(iterator: object, patience_seconds: float = 1.0) -> None:
 
     Those that load for longer than `patience_seconds` are killed; torch waits 10 seconds for each.
     """
-    from torch.utils.data._utils.signal_handling import _remove_worker_pids
+    from torch._C import _remove_worker_pids
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     # torchdata's iterators share this base and the names, and not the class for several processes.
@@ -328,7 +330,7 @@ def recorded_collectives() -> bytes | None:
 
 def connect_again(store: Store) -> Store:
     """A further connection to the server of `store`: a blocking call on one holds up other threads' on it."""
-    return store.clone()  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+    return cast("Store", store.clone())  # type: ignore[attr-defined]  # missing in PyTorch's stubs
 
 
 def shard_dim(placement: Placement) -> int | None:

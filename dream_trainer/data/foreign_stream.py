@@ -60,7 +60,6 @@ class ForeignStream(TrainStream):
                 "drop_last."
             )
         self.steps_per_epoch = None if length is None else -(-length // accumulation)
-        self.reader = self.length = None
         self.is_even = dp_size == 1
         self._source = source
         self._stateful = source if isinstance(source, StatefulLoader) else None
@@ -197,7 +196,7 @@ class ForeignStream(TrainStream):
         samples = self._samples_to_read(position, rank_state)
         self._begin_pass(position.epoch)
         self._say_what_is_read_again(position, samples)
-        batches = 0
+        batches, batch = 0, _END
         with preserved_random_state():
             self._iterator = self._open(0)
             while batches < position.batches if samples is None else self._samples < samples:

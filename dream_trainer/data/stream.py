@@ -81,8 +81,6 @@ class ShardStream(TrainStream):
         drop_last: Whether samples that do not fill a global batch are dropped.
     """
 
-    reader: ShardReader
-    length: int
     is_even = True
 
     def __init__(
@@ -92,12 +90,20 @@ class ShardStream(TrainStream):
         self._sharding = sharding
         self._global_batch_size = sharding.chunk_size * accumulation
         self._drop_last = drop_last
-        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
+        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
         self._measure()
         self.steps_per_epoch = -(-self._end // self._global_batch_size)
-        self.dropped_samples = self.length - self._end
+        self.dropped_samples = self._length - self._end
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def reader(self) -> ShardReader:
+        return self._reader
 
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
         if is_pass_over:
@@ -111,7 +117,7 @@ class ShardStream(TrainStream):
         position = self._position
         if self._iterator is None:
             self._measure()
-            self._iterator = self.reader.batches(position.epoch, position.samples, self._end)
+            self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
         samples = min(self._global_batch_size, self._end - position.samples)
         if samples <= 0:
             self._begin(DataPosition(position.epoch + 1, 0, 0))
@@ -121,12 +127,12 @@ class ShardStream(TrainStream):
         if last_chunk:
             size += 1
             is_uneven = self._sharding.dp_size > 1 and (size > 1 or last_chunk % self._sharding.dp_size > 0)
-        self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self.length)
+        self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self._length)
         is_last = self._position.samples >= self._end
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last)
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
-        return self.reader.sampler.indices(epoch, first, end)
+        return self._reader.sampler.indices(epoch, first, end)
 
     def end_pass(self) -> None:
         if self._position.samples:
@@ -134,24 +140,24 @@ class ShardStream(TrainStream):
 
     def close(self) -> None:
         self._iterator = None
-        self.reader.close()
+        self._reader.close()
 
     def _begin(self, position: DataPosition) -> None:
         self._iterator = None
-        self.reader.release()
+        self._reader.release()
         self._position = position
 
     def _measure(self) -> None:
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
         position, dataset = self._position, self._loader.dataset
-        before = self.reader.sampler.length
+        before = self._reader.sampler.length
         if isinstance(dataset, EpochAware):
             dataset.set_epoch(position.epoch)
-        self.length = len(dataset)
-        if position.samples and position.length not in (None, self.length):
+        self._length = len(dataset)
+        if position.samples and position.length not in (None, self._length):
             raise self._other_length(position)
-        if self.length != before or isinstance(dataset, EpochAware):
-            self.reader.dataset_changed()
+        if self._length != before or isinstance(dataset, EpochAware):
+            self._reader.dataset_changed()
         self._end = self._pass_end(position.samples)
         if self._end == 0:
             raise self._too_small()
@@ -159,26 +165,26 @@ class ShardStream(TrainStream):
     def _other_length(self, position: DataPosition) -> DataError:
         return DataError(
             f"The run goes on in the middle of a pass over {position.length} training samples, and the dataset has "
-            f"{self.length} now, whose order is another one. Give it the {position.length} it had, or resume from a "
+            f"{self._length} now, whose order is another one. Give it the {position.length} it had, or resume from a "
             "checkpoint at the end of a pass. A dataset that changes from pass to pass does so in its `set_epoch`, or "
             "in `pre_epoch` from `current_epoch`, so that a resumed run finds it as it was."
         )
 
     def _pass_end(self, consumed: int) -> int:
         if self._drop_last:
-            return end_without_tail(self.length, consumed, self._global_batch_size)
-        return end_with_tail(self.length, consumed, self._sharding)
+            return end_without_tail(self._length, consumed, self._global_batch_size)
+        return end_with_tail(self._length, consumed, self._sharding)
 
     def _too_small(self) -> DataError:
         batch_size, dp_size = self._sharding.batch_size, self._sharding.dp_size
         if not self._drop_last:
             return DataError(
-                f"The training dataset has {self.length} samples, fewer than dp_size={dp_size} data-parallel ranks. "
+                f"The training dataset has {self._length} samples, fewer than dp_size={dp_size} data-parallel ranks. "
                 "Use fewer ranks."
             )
         accumulation = self._global_batch_size // self._sharding.chunk_size
         return DataError(
-            f"The training dataset has {self.length} samples, fewer than one global batch of "
+            f"The training dataset has {self._length} samples, fewer than one global batch of "
             f"{self._global_batch_size} (batch_size={batch_size} x dp_size={dp_size} x accumulation={accumulation}), "
             "and incomplete global batches are dropped. Lower one of the three, or use "
             "DistributedDataLoader(drop_last=False)."

@@ -17,8 +17,10 @@ from dream_trainer.errors import DataError
 class ValidationBatches(ABC):
     """This rank's validation batches; each iteration begins anew."""
 
-    reader: ShardReader | None = None
-    """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+    @property
+    def reader(self) -> ShardReader | None:
+        """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -68,26 +70,28 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
 class ShardValidation(ValidationBatches):
     """One rank's share of a DistributedDataLoader."""
 
-    reader: ShardReader
-
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
-        self.reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
+        self._reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
+
+    @property
+    def reader(self) -> ShardReader:
+        return self._reader
 
     def __iter__(self) -> Iterator[Any]:
         length = len(self._dataset)  # data may have come since the last validation
-        if length != self.reader.sampler.length:
-            self.reader.dataset_changed()
-        return self.reader.batches(VALIDATION_EPOCH, 0, length)
+        if length != self._reader.sampler.length:
+            self._reader.dataset_changed()
+        return self._reader.batches(VALIDATION_EPOCH, 0, length)
 
     def __len__(self) -> int:
-        return len(self.reader.sampler)
+        return len(self._reader.sampler)
 
     def any_batch(self) -> Any | None:
-        return self.reader.load(VALIDATION_EPOCH, [0])
+        return self._reader.load(VALIDATION_EPOCH, [0])
 
     def close(self) -> None:
-        self.reader.close()
+        self._reader.close()
 
 
 class ForeignValidation(ValidationBatches):

@@ -59,12 +59,18 @@ class TrainStream(ABC):
 
     steps_per_epoch: int | None
     """Windows in one whole pass; None if the loader does not know its length."""
-    length: int | None
-    """Samples of the dataset in this pass; None of a loader that is not ours."""
-    reader: ShardReader | None
-    """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
     is_even: bool
     """Whether every rank gets windows of the same number of micro-batches, and equally many, by construction."""
+
+    @property
+    def length(self) -> int | None:
+        """Samples of the dataset in this pass; None of a loader that is not ours."""
+        return None
+
+    @property
+    def reader(self) -> ShardReader | None:
+        """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+        return None
 
     @abstractmethod
     def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:

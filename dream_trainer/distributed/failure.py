@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import Store
 
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5
 """How much later the other ranks leave, so that torchrun takes the one that failed for the cause."""
 
 
-def end_job(exc: BaseException, store: dist.Store | None, *, rank: int, world_size: int) -> NoReturn:
+def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: int) -> NoReturn:
     """Tells of this rank's failure and ends the process with status 1; its closing sockets free the other ranks.
 
     Args:
@@ -42,7 +42,7 @@ def end_job(exc: BaseException, store: dist.Store | None, *, rank: int, world_si
     os._exit(1)
 
 
-def _is_gone(store: dist.Store | None) -> bool:
+def _is_gone(store: Store | None) -> bool:
     """Whether the store went away with the rank that hosted it; torchrun's agent hosts it for longer than any rank."""
     if store is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
@@ -53,7 +53,7 @@ def _is_gone(store: dist.Store | None) -> bool:
     return False
 
 
-def _dead(exc: BaseException, store: dist.Store | None, world_size: int) -> int | None:
+def _dead(exc: BaseException, store: Store | None, world_size: int) -> int | None:
     """The rank that died, if this one failed for that; says so, since a dead process cannot."""
     if store is None or not is_lost_connection(exc):
         return None
@@ -119,7 +119,7 @@ def _name_to_torchrun(reason: str) -> None:
         get_error_handler().record_exception(short)
 
 
-def first_to_fail(store: dist.Store | None, rank: int, dead: Callable[[], int | None] = lambda: None) -> int:
+def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None] = lambda: None) -> int:
     """The rank whose failure came first, by an atomic counter; this rank if the store is gone.
 
     Sets `failed` for those that look without failing themselves.

@@ -226,7 +226,8 @@ def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Ten
     norms = foreach_norm(grads)
     if not plan.one_dtype:
         norms = tuple([norm.to(plan.dtype) for norm in norms])
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def global_norm(

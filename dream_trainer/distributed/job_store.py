@@ -14,12 +14,12 @@ from dream_trainer.compat.pytorch import connect_again
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import Store
 
-_store: dist.Store | None = None
+_store: Store | None = None
 
 
-def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for the process group that this process makes as its `number`-th; connects on the first call.
 
     Under a prefix of its own: a second `init_process_group` on the agent's store met stale keys
@@ -29,29 +29,29 @@ def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta)
         ConfigError: The process was not started by torchrun, or in its way.
     """
     global _store
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import PrefixStore
 
     if _store is None:
         _store = _connect(rank, world_size, timeout)
-    return dist.PrefixStore(f"{_prefix()}/{number}", _store)
+    return PrefixStore(f"{_prefix()}/{number}", _store)
 
 
-def job_store() -> dist.Store | None:
+def job_store() -> Store | None:
     """The keys of this attempt, for the main thread; None where no process group was made here."""
     if _store is None:
         return None
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import PrefixStore
 
-    return dist.PrefixStore(_prefix(), _store)
+    return PrefixStore(_prefix(), _store)
 
 
-def job_store_for_thread() -> dist.Store | None:
+def job_store_for_thread() -> Store | None:
     """The same over a connection of its own, since one serves one thread at a time."""
     if _store is None:
         return None
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import PrefixStore
 
-    return dist.PrefixStore(_prefix(), connect_again(_store))
+    return PrefixStore(_prefix(), connect_again(_store))
 
 
 def another_rank_failed() -> bool:
@@ -100,14 +100,14 @@ def _prefix() -> str:
     return f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    import torch.distributed as dist
+def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
+    from dream_trainer.compat.stores import TCPStore
 
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import Store
 
 LOOK_FOR_SECONDS = 2.0
 """How long to look: the system ends a killed process some time after its connections."""
@@ -24,7 +24,7 @@ _LOST = re.compile(
 )
 
 
-def announce(store: dist.Store, rank: int) -> None:
+def announce(store: Store, rank: int) -> None:
     """Leaves in the store where this rank's process is."""
     store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
 
@@ -34,7 +34,7 @@ def is_lost_connection(exc: BaseException) -> bool:
     return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
 
 
-def dead_ranks(store: dist.Store, world_size: int) -> dict[int, str]:
+def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
     """The ranks of this host whose processes are gone, each with a text that says which process it was.
 
     Looks until one is found, for `LOOK_FOR_SECONDS` at most.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dream_trainer.distributed.signals import STOPPING, Signals
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import Store
 
 LOOK_SECONDS = 0.5
 """A wait for data that is longer looks into the store, each time this long has passed."""
@@ -33,7 +33,7 @@ _is_relaying = False
 
 
 @contextmanager
-def relayed(signals: Signals, store: dist.Store | None) -> Iterator[None]:
+def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
     """Relays signals between the ranks inside.
 
     Args:
@@ -60,7 +60,7 @@ def relayed(signals: Signals, store: dist.Store | None) -> Iterator[None]:
         os.close(writer)
 
 
-def _relay(signals: Signals, store: dist.Store, reader: int) -> None:
+def _relay(signals: Signals, store: Store, reader: int) -> None:
     counts: dict[int, int] = {}
     own: set[int] = set()
     pipe = select.poll()  # select.select takes no file number beyond 1023, and large worlds have many connections
@@ -86,7 +86,7 @@ def _relay(signals: Signals, store: dist.Store, reader: int) -> None:
             return
 
 
-def _new(store: dist.Store, counts: dict[int, int]) -> list[signal.Signals]:
+def _new(store: Store, counts: dict[int, int]) -> list[signal.Signals]:
     """Signals that some rank got since this was last asked."""
     found = []
     for number in _RELAYED:

@@ -28,7 +28,7 @@ from dream_trainer.compat.pytorch import recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from dream_trainer.compat.stores import Store
 
 LOOK_SECONDS = 1.0
 """How often a rank looks whether it moves."""
@@ -66,7 +66,7 @@ class Watchdog:
         directory: Path,
         rank: int = 0,
         world_size: int = 1,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
         self._where = where
         self._limit_seconds = limit_seconds

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dream_trainer.compat.stores import Store
     from dream_trainer.config.device_parameters import DeviceParameters, MeshShape
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -141,7 +142,7 @@ class World(Ranks):
 
         groups = [list(range(first, self.world_size, same_data)) for first in range(same_data)]
         group, _ = dist.new_subgroups_by_enumeration(groups)
-        return group
+        return cast("dist.ProcessGroup", group)
 
     def _join(self) -> None:
         global _group_users, _launches, _owns_group
@@ -167,7 +168,7 @@ class World(Ranks):
             if store is not None:
                 announce(store, self.rank)
         _group_users += 1
-        self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
@@ -188,7 +189,7 @@ class World(Ranks):
         for group in (None, self.cpu_group, *own, *self.mesh.get_all_groups()):
             set_group_timeout(group, timedelta(seconds=seconds))
 
-    def connect_to_store(self) -> dist.Store | None:
+    def connect_to_store(self) -> Store | None:
         """A connection of its own to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
 
@@ -202,7 +203,7 @@ class World(Ranks):
         import torch.distributed as dist
 
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
-        return Ranks(self.rank, self.world_size, group, data_copies=self.data_copies)
+        return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), data_copies=self.data_copies)
 
     def another_rank_failed(self) -> bool:
         """Whether a rank of this job has said that it failed; does not wait."""

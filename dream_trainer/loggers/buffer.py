@@ -62,7 +62,7 @@ class _Taken(NamedTuple):
 
     def land(self, numbers: Iterator[float]) -> Total:
         """All of it as one, when the next of `numbers` are what the tensors hold."""
-        values: Iterable[tuple[Any, Any]] = self.values
+        values: list[tuple[Any, Any]] = [*self.values]
         if self.tensors:
             values = [
                 (
@@ -280,21 +280,20 @@ def keep(name: str, value: Any) -> Scalar:
                 f"{hint if is_metric else ''}"
             )
         return float(value)
-    if type(value) is not Tensor:
-        value = whole(value)
-    if value.dim() != 0 or value.is_complex():
-        if not is_scalar(value):
+    tensor = value if type(value) is Tensor else whole(value)
+    if tensor.dim() != 0 or tensor.is_complex():
+        if not is_scalar(tensor):
             raise TypeError(
-                f"metric {name!r} is a tensor of shape {tuple(value.shape)} and {value.dtype}. "
+                f"metric {name!r} is a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}. "
                 "Log a real tensor of one element, such as its mean()."
             )
-        value = value.reshape(())
-    if value.requires_grad:
-        is_parameter, value = value.is_leaf, value.detach()
+        tensor = tensor.reshape(())
+    if tensor.requires_grad:
+        is_parameter, tensor = tensor.is_leaf, tensor.detach()
         if is_parameter:
-            return value.clone()
-    is_part = value.untyped_storage().nbytes() > _WIDEST
-    return value.clone() if is_part or write_count(value) else value
+            return tensor.clone()
+    is_part = tensor.untyped_storage().nbytes() > _WIDEST
+    return tensor.clone() if is_part or write_count(tensor) else tensor
 
 
 def whole(value: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from dream_trainer.loggers.line_files import set_aside
 from dream_trainer.loggers.media import Audio, Histogram, Images, Media, Table, Text, Video, markdown
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class TensorBoardLogger(Logger):
@@ -33,7 +33,7 @@ class TensorBoardLogger(Logger):
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Starts a new event file."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         self.close()
         directory = run_dir / "tensorboard"
@@ -89,7 +89,7 @@ class TensorBoardLogger(Logger):
 def _drop_later_events(path: Path, last_step: int) -> None:
     """Replaces an event file, if there is anything to drop: events of later steps, and what follows a record that a
     kill cut short, which nobody can read."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     temporary = path.with_name("earlier.tmp")  # a name that TensorBoard passes over
     size = path.stat().st_size
@@ -124,7 +124,7 @@ def _masked(checksum: int) -> bytes:
 
 
 def _summary(name: str, media: Media) -> Summary:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
 
     from dream_trainer.loggers.encode import gif, png, wav
 
@@ -164,7 +164,7 @@ def _summary(name: str, media: Media) -> Summary:
 
 
 def _image(shape: tuple[int, ...], data: bytes) -> Summary.Image:
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     channels, height, width = shape
     return Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=data)

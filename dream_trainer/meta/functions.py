@@ -107,7 +107,7 @@ _INPLACE_OPERATORS = {
 
 def name_of(func: Callable[..., Any]) -> str:
     """The function's own name; for a property's getter or setter `__get__` or `__set__`."""
-    return getattr(func, "__name__", "")
+    return str(getattr(func, "__name__", ""))
 
 
 def property_of(func: Callable[..., Any]) -> str:
@@ -115,7 +115,8 @@ def property_of(func: Callable[..., Any]) -> str:
 
     Every access makes a new bound wrapper, so these functions have no identity to compare.
     """
-    return func.__self__.__name__  # type: ignore[attr-defined]
+    descriptor: Any = func
+    return str(descriptor.__self__.__name__)
 
 
 def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

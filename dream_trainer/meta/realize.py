@@ -225,7 +225,7 @@ def _put(place: _Place, real: Tensor) -> None:
         real.__class__ = old.__class__
     elif old.is_leaf:
         real.requires_grad_(old.requires_grad)
-    real.__dict__.update(old.__dict__)
+    vars(real).update(vars(old))
     try:
         torch.utils.swap_tensors(old, real)
     except RuntimeError:

@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
 
     def _given(self, real: Tensor) -> Tensor:
         """A recorded meta tensor that will replay as a copy of `real`."""
-        result = _to_meta(real.detach())
+        result: Tensor = _to_meta(real.detach())
         self._append(torch.clone, (real,), {}, result, [])
         return result
 
@@ -174,7 +174,8 @@ class Recorder(TorchFunctionMode):
             copied.requires_grad_(tensor.requires_grad)
             vars(copied).update(deepcopy(vars(tensor), memo))
             memo[id(tensor)] = copied
-        return memo[id(tensor)]
+        known: Tensor = memo[id(tensor)]
+        return known
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Splits a `_foreach_` call, so that one tensor's replay does not need all the others."""
@@ -303,7 +304,9 @@ def _overwritten(func: Callable[..., Any], refs: list[Ref], writes: list[Tensor]
 
 def _is_opaque(tensor: Tensor) -> bool:
     """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    cls: Any = type(tensor)
+    plain: Any = Tensor
+    return cls.__torch_dispatch__ is not plain.__torch_dispatch__
 
 
 def _to_meta(leaf: Any) -> Any:

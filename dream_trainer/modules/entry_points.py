@@ -137,7 +137,7 @@ def enter_by_parts(model: nn.Module, methods: Callable[[nn.Module], Sequence[str
         if part is not model and next(part.parameters(recurse=False), None) is not None:
             names = tuple(methods(part))
             change_class(part, Part, key=names, **_routed_methods(part, names))
-            part._entrance = model._entrance
+            part._entrance = model._entrance  # pyright: ignore[reportArgumentType]
 
 
 def _in_the_same_group(module: nn.Module) -> list[nn.Module]:

@@ -217,7 +217,7 @@ def _after_warmup(parameters: ScheduleParameters, warmup: int, total: int | None
 def _decayed(shape: str, smallest: float, x: float) -> float:
     """Falls from 1 to `smallest` as x goes from 0 to 1."""
     if shape == "exponential":
-        return smallest**x
+        return math.pow(smallest, x)
     if shape == "cosine":
         return smallest + (1 - smallest) * (1 + math.cos(math.pi * x)) / 2
     return 1 - (1 - smallest) * (math.sqrt(x) if shape == "sqrt" else x)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -84,7 +84,10 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
 
-    config: BaseTrainerConfig
+    if TYPE_CHECKING:
+        # Inferred and not declared, so that a user's class may say `config: MyConfig`: pyright takes no narrower
+        # declaration of what is declared and can be assigned.
+        config = cast(BaseTrainerConfig, ...)
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

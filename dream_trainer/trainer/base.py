@@ -66,7 +66,7 @@ class BaseTrainer(Session):
         "training_step": "the loop calls it with each batch; run forward, self.backward(loss), self.step(...) there.",
         "configure_dataloaders": "the loop trains on what it returns; return (train_loader, val_loader or None).",
     }
-    _config_class: ClassVar[type] = BaseTrainerConfig
+    _config_class: ClassVar[type | None] = BaseTrainerConfig
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

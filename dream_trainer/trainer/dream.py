@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.mixins.activation_checkpointing import (
@@ -29,4 +31,5 @@ class DreamTrainer(
 ):
     """The trainer with every capability: meta build, parallelism, compilation, evaluation, checkpoints and logging."""
 
-    config: DreamTrainerConfig
+    if TYPE_CHECKING:
+        config = cast(DreamTrainerConfig, ...)  # see AbstractTrainer

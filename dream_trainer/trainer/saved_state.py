@@ -193,7 +193,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
 
     load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=CALLBACK_PREFIX)
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
-    here = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
+    here: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(here)
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
     on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
@@ -287,22 +287,20 @@ def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layou
 
 def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
     world, progress = trainer.world, trainer.progress
-    same_device = same_layout
+    state: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     if same_layout:
         state, tensors = read_rank(path, world.rank)
-        same_device = f"random.{world.device.type}" in tensors
         load_rank_buffers(trainer.named_models(), tensors)
         trainer.load_rank_state_dict(state["user"])
-        data = state["data"]
-    else:
-        data = None
+    same_device = f"random.{world.device.type}" in tensors
     if not same_device and world.is_main:
         logger.warning(
             "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
             "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
             "several ranks drop; random layers go on from a new seed."
         )
-    trainer._feed.seek(progress.data, data, is_pass_over=progress.is_pass_over)
+    trainer._feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over)
     _say_if_the_data_changed(trainer)
     # Last, so that nothing above moves the streams.
     if same_device:

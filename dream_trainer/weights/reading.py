@@ -32,6 +32,7 @@ class WeightFiles(Protocol):
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         """The files that these blocks lie in, with size and checksum, where those are known."""
+        ...
 
     def read(self, name: str, box: Box) -> Tensor:
         """A block of a tensor, on the CPU, in the file's dtype. It may be a view of the file: not to be written to.
@@ -39,6 +40,7 @@ class WeightFiles(Protocol):
         Raises:
             CheckpointError: The file is damaged; the message names it.
         """
+        ...
 
 
 def inside(file: Path, name: str) -> Path:

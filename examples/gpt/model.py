@@ -95,13 +95,14 @@ class GPT(nn.Module):
         """Normal weights scaled by fan-in, zero for what writes to the residual stream, one for the norms."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.ones_(self.norm.weight)
-        for block in self.blocks:
-            nn.init.ones_(block.attention_norm.weight)
-            nn.init.ones_(block.feed_forward_norm.weight)
-            nn.init.normal_(block.qkv.weight, std=block.qkv.in_features**-0.5)
-            nn.init.normal_(block.feed_forward_in.weight, std=block.feed_forward_in.in_features**-0.5)
-            nn.init.zeros_(block.attention_out.weight)
-            nn.init.zeros_(block.feed_forward_out.weight)
+        for block in self.modules():
+            if isinstance(block, Block):
+                nn.init.ones_(block.attention_norm.weight)
+                nn.init.ones_(block.feed_forward_norm.weight)
+                nn.init.normal_(block.qkv.weight, std=block.qkv.in_features**-0.5)
+                nn.init.normal_(block.feed_forward_in.weight, std=block.feed_forward_in.in_features**-0.5)
+                nn.init.zeros_(block.attention_out.weight)
+                nn.init.zeros_(block.feed_forward_out.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Integer bytes [batch, time <= window] -> logits [batch, time, 256]."""

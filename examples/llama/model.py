@@ -243,9 +243,10 @@ class Llama(nn.Module):
                 nn.init.normal_(module.weight, std=std)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-        for layer in self.layers:
-            for writer in (layer.attention.wo, layer.feed_forward.w2):
-                nn.init.normal_(writer.weight, std=std / math.sqrt(2 * len(self.layers)))
+        for layer in self.modules():
+            if isinstance(layer, Block):
+                for writer in (layer.attention.wo, layer.feed_forward.w2):
+                    nn.init.normal_(writer.weight, std=std / math.sqrt(2 * len(self.layers)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Integer tokens [batch, time <= max_seq_len] -> logits [batch, time, vocab_size]."""

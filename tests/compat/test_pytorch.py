@@ -382,3 +382,11 @@ def test_whole_parameters_stand_in_for_shards_and_forwards_leave_them_there() ->
     assert torch.equal(inside, out)
     assert outside.dtype == torch.bfloat16
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
+    import torch.distributed as dist
+
+    from dream_trainer.compat import stores
+
+    assert (stores.Store, stores.PrefixStore, stores.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)

@@ -6,7 +6,7 @@ what is expensive to compute again. What a block is, `model_blocks` says.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.activation_checkpointing_parameters import (
     ActivationCheckpointingConfigMixin,
@@ -20,9 +20,10 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class ActivationCheckpointingMixin(AbstractTrainer):
     """Recomputes activations in backward. Override `apply_activation_checkpointing` to choose modules by hand."""
 
-    _config_class: ClassVar[type] = ActivationCheckpointingConfigMixin
+    _config_class: ClassVar[type | None] = ActivationCheckpointingConfigMixin
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.

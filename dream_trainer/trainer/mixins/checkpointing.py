@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -40,9 +40,10 @@ logger = logging.getLogger("dream_trainer")
 class CheckpointMixin(AbstractTrainer):
     """Saves the whole run and resumes it exactly: the same command starts and restarts."""
 
-    _config_class: ClassVar[type] = CheckpointConfigMixin
+    _config_class: ClassVar[type | None] = CheckpointConfigMixin
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     @property
     def checkpoint_dir(self) -> Path:

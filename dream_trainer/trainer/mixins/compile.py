@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.compile_parameters import CompileConfigMixin, CompileParameters
 from dream_trainer.modules.class_change import Changed, change_class
@@ -24,9 +24,10 @@ class Traced(Changed):
 class CompileMixin(AbstractTrainer):
     """Compiled training. Override `apply_compile` to compile other parts, or `model_blocks` to name the blocks."""
 
-    _config_class: ClassVar[type] = CompileConfigMixin
+    _config_class: ClassVar[type | None] = CompileConfigMixin
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_compile(self) -> None:
         """Compiles the blocks of every model in place; a model without repeated blocks as a whole."""

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
@@ -32,10 +32,11 @@ class EvalMixin(AbstractTrainer):
         best: Best value so far by metric name; NaN is never best.
     """
 
-    _config_class: ClassVar[type] = EvalConfigMixin
+    _config_class: ClassVar[type | None] = EvalConfigMixin
     _names_validation_loaders: ClassVar[bool] = True
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -5,7 +5,7 @@ With it `dp_shard="auto"` means all ranks that `dp_replicate` leaves. `dp_replic
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
 from dream_trainer.modules.sharding import shard_by_blocks
@@ -15,10 +15,11 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 class FSDPMixin(AbstractTrainer):
     """Sharded training. Override `apply_fully_shard` to wrap by hand, or `model_blocks` to name the blocks."""
 
-    _config_class: ClassVar[type] = FSDPConfigMixin
+    _config_class: ClassVar[type | None] = FSDPConfigMixin
     _shards_parameters: ClassVar[bool] = True
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.

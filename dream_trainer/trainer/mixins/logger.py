@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from itertools import takewhile
-from typing import Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Never, cast
 
 from torch import Tensor
 
@@ -39,9 +39,10 @@ class LoggerMixin(MediaRecording):
     Override `configure_loggers` to write somewhere of your own.
     """
 
-    _config_class: ClassVar[type] = LoggerConfigMixin
+    _config_class: ClassVar[type | None] = LoggerConfigMixin
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

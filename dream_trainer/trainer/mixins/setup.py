@@ -76,7 +76,7 @@ class SetupMixin(AbstractTrainer):
         "configure_models": "assign your modules to self there.",
         "configure_optimizers": "assign your optimizers to self there.",
     }
-    _config_class: ClassVar[type] = SetupConfigMixin
+    _config_class: ClassVar[type | None] = SetupConfigMixin
     _keeps_ranks_equal: ClassVar[bool] = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -29,9 +29,10 @@ class TensorParallelMixin(AbstractTrainer):
         ```
     """
 
-    _config_class: ClassVar[type] = TensorParallelConfigMixin
+    _config_class: ClassVar[type | None] = TensorParallelConfigMixin
 
-    config: Any
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
