@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-# Each folder of an example by itself: both have a `model.py`.
+# Each folder of an example by itself: both have a module `model`.
 .venv/bin/mypy examples/gpt
 MYPYPATH=examples/gpt .venv/bin/mypy examples/llama
 .venv/bin/basedpyright --pythonpath .venv/bin/python
