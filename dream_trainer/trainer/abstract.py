@@ -122,11 +122,11 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self._said_once: set[str] = set()
         self._watchdog: Watchdog | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        note_assignment(self, name, value)
-        super().__setattr__(name, value)
+    if not TYPE_CHECKING:  # for a checker any name would be an attribute, and a trainer a function
 
-    if not TYPE_CHECKING:  # a checker would take any name for an attribute
+        def __setattr__(self, name: str, value: Any) -> None:
+            note_assignment(self, name, value)
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
             cls = type(self).__name__
@@ -136,8 +136,8 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
             advice = "" if known is None else f": {known}"
             raise AttributeError(f"{cls!r} object has no attribute {name!r}{advice}", name=name, obj=self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} is a trainer and no module: call its model, self.model(x).")
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise TypeError(f"{type(self).__name__} is a trainer and no module: call its model, self.model(x).")
 
     # -- state everybody may read
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.buffer import Reduction
 
 _ELSEWHERE = {
     "prog_bar": "the Progress callback shows what its `metrics` name",
@@ -34,7 +37,7 @@ class Recording:
         value: Tensor | float,
         *,
         weight: Tensor | float | None = None,
-        reduce: str = "mean",
+        reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
         """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
@@ -46,7 +49,7 @@ class Recording:
         values: dict[str, Any],
         *,
         weight: Tensor | float | None = None,
-        reduce: str = "mean",
+        reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
         """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_packages
-from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
+from dream_trainer.loggers.buffer import Flight, MetricBuffer, Reduction, check_reduction, keep
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup, build_logger
 from dream_trainer.loggers.history import History
@@ -98,7 +98,7 @@ class LoggerMixin(MediaRecording):
         value: Tensor | float,
         *,
         weight: Tensor | float | None = None,
-        reduce: str = "mean",
+        reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
         """Logs a value; the loggers get it reduced over all micro-batches and ranks since the last flush.

@@ -1,0 +1,116 @@
+"""What checkers and editors see of the package, from a user's code: both mypy and pyright run on it.
+
+Typed code of a user's is without errors in strict mode, and the types that it asserts are the ones that are inferred;
+mistakes are found, each where it is; what the pages show is without errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, blocks, name
+
+HERE = Path(__file__).parent
+MISTAKES = HERE / "mistakes.py"
+# The other pages index into an nn.Sequential, hand lists to a DataLoader or call what may be None: that runs, and
+# PyTorch's types take it for a mistake.
+CHECKED_PAGES = [
+    "README.md",
+    "docs/api/base_trainer.md",
+    "docs/callbacks.md",
+    "docs/ema.md",
+    "docs/evaluation.md",
+    "docs/precision.md",
+    "docs/scale.md",
+]
+# As users write it: without types of their own.
+UNTYPED = """
+[mypy]
+check_untyped_defs = true
+[mypy-torchdata.*,torchmetrics.*]
+ignore_missing_imports = true
+"""
+
+Errors = dict[tuple[str, int], str]
+"""What a checker said, by file and line."""
+
+
+def mypy(cache: Path, *arguments: str) -> Errors:
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(cache), "--no-error-summary", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    lines = re.findall(r"^(.+?):(\d+): error: (.*)$", result.stdout, re.MULTILINE)
+    return {(Path(file).name, int(line)): message for file, line, message in lines}
+
+
+def pyright(directory: Path, *files: Path) -> Errors:
+    config = {"typeCheckingMode": "standard", "pythonVersion": "3.11", "extraPaths": [str(ROOT)], "include": []}
+    project = directory / "pyrightconfig.json"
+    project.write_text(json.dumps(config | {"include": [str(file) for file in files]}))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--project", str(project)]
+    result = subprocess.run([*command, "--pythonpath", sys.executable], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    found = json.loads(result.stdout)["generalDiagnostics"]
+    return {
+        (Path(each["file"]).name, each["range"]["start"]["line"] + 1): each["message"]
+        for each in found
+        if each["severity"] == "error"
+    }
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "MYPYPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mypy")
+
+
+def marked() -> list[tuple[str, int]]:
+    lines = MISTAKES.read_text().splitlines()
+    return [(MISTAKES.name, number) for number, line in enumerate(lines, start=1) if line.endswith("# error")]
+
+
+def test_mypy_infers_what_typed_user_code_asserts_and_finds_each_mistake(cache: Path) -> None:
+    found = mypy(cache, "tests/typing/typed_user_code.py", "tests/typing/mistakes.py")
+    assert sorted(found) == marked(), found
+
+
+def test_pyright_infers_what_typed_user_code_asserts_and_finds_each_mistake(tmp_path: Path) -> None:
+    found = pyright(tmp_path, HERE / "typed_user_code.py", MISTAKES)
+    assert sorted(found) == marked(), found
+
+
+def python_of(page: Path) -> str:
+    """The page's Python as one file, each line where it is in the page."""
+    lines: list[str] = []
+    for block in blocks(page):
+        if block.language == "python":
+            lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def test_what_the_pages_show_has_no_errors_for_mypy_and_pyright(cache: Path, tmp_path: Path) -> None:
+    files = []
+    for page in PAGES:
+        if name(page) in CHECKED_PAGES:
+            files.append(tmp_path / name(page).replace("/", "_").replace(".md", ".py"))
+            files[-1].write_text(python_of(page))
+    assert len(files) == len(CHECKED_PAGES)
+    config = tmp_path / "mypy.ini"
+    config.write_text(UNTYPED)
+    assert mypy(cache, "--config-file", str(config), *(str(file) for file in files)) == {}
+    assert pyright(tmp_path, *files) == {}
+
+
+def test_the_wheel_says_that_it_is_typed() -> None:
+    # hatch packs every file of the folder.
+    assert (ROOT / "dream_trainer" / "py.typed").read_text() == ""
