@@ -15,7 +15,7 @@ import pytest
 
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.event_table import EVENTS
-from dream_trainer.trainer.lifecycle import Lifecycle
+from dream_trainer.trainer.hooks import Hooks
 
 PACKAGE = Path(__file__).parent.parent / "dream_trainer"
 # From the ground up: a module imports from its own room and from those before it. Files beside the rooms are the ground
@@ -226,7 +226,7 @@ def test_a_callbacks_events_are_the_trainers() -> None:
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_is_the_same_for_callbacks_and_the_trainer(event: str) -> None:
-    heard, own = vars(Callback)[event], vars(Lifecycle)[event]
+    heard, own = vars(Callback)[event], vars(Hooks)[event]
     of_callbacks = list(inspect.signature(heard).parameters.values())
     assert of_callbacks.pop(1).name == "trainer"
     assert of_callbacks == list(inspect.signature(own).parameters.values())

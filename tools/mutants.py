@@ -38,13 +38,13 @@ MUTANTS = [
     Mutant(
         "short window scaled by the full one",
         "dream_trainer/trainer/step/accumulation.py",
-        "self._counted_batches = size",
-        "self._counted_batches = self._trainer.accumulation_steps",
+        "self.counted_batches = size",
+        "self.counted_batches = self._trainer.accumulation_steps",
         f"{PARITY} -k [1]",
     ),
     Mutant(
         "weights not summed over ranks",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "torch.zeros_like(total), ranks / total)",
         "torch.zeros_like(total), 1 / total)",
         f"{PARITY} -k [2]",
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients scaled up to the clipping limit",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "for value in (limit, 1e-6, 1.0)",
         "for value in (limit, 1e-6, 1e9)",
         "tests/trainer/test_accumulation.py",
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "what no rank used decays under sharding",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "plan.shared[place].grad = None",
         "pass",
         UNEVEN,
@@ -114,22 +114,22 @@ MUTANTS = [
     ),
     Mutant(
         "a sharded block that one rank left out is no error",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "not in self._own.ran",
         "is None",
         UNEVEN,
     ),
     Mutant(
         "a model of earlier micro-batches alone is never reduced",
-        "dream_trainer/trainer/step/accumulation.py",
-        "self._trainer._reduce_what_waits(plan.parameters)",
+        "dream_trainer/trainer/step/optimizer_step.py",
+        "self._parallel.reduce_what_waits(plan.parameters)",
         "pass",
         TURNS,
     ),
     Mutant(
         "a window may leave gradients in a model",
         "dream_trainer/trainer/step/accumulation.py",
-        "self._turns.finish_window(self.size)",
+        "self.turns.finish_window(self.size)",
         "pass",
         TURNS,
     ),
@@ -143,15 +143,15 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts gradients twice",
         "dream_trainer/trainer/base.py",
-        "self._local_gradients.drop_what_waits()",
+        "self._parallel.gradients.drop_what_waits()",
         "pass",
         TURNS,
     ),
     Mutant(
         "a second turn scaled by the first's micro-batches",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "n_batches = 1 if",
-        "n_batches = self._counted_batches if",
+        "n_batches = self._window.counted_batches if",
         TURNS,
     ),
     Mutant(
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics differ by rank",
         "dream_trainer/trainer/base.py",
-        "self._average_statistics()",
+        "self._parallel.average_statistics()",
         "pass",
         "tests/trainer/test_odd_parameters.py",
     ),
@@ -317,7 +317,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run whose steps nobody counts goes on for ever",
-        "dream_trainer/trainer/intermission.py",
+        "dream_trainer/trainer/nothing_trained.py",
         "trains = self._writes() != self._writes_before",
         "trains = False",
         "tests/trainer/test_endless.py",
@@ -450,9 +450,9 @@ MUTANTS = [
     ),
     Mutant(
         "what an interrupted validation owes is not saved",
-        "dream_trainer/trainer/intermission.py",
-        "is_owed = validates or epoch_ended",
-        "is_owed = False",
+        "dream_trainer/trainer/schedule.py",
+        "if validates or epoch_ended else None",
+        "if False else None",
         "tests/trainer/test_resume_choice.py -k signal",
     ),
     Mutant(
@@ -611,7 +611,7 @@ MUTANTS = [
     ),
     Mutant(
         "the rate logged is the next step's",
-        "dream_trainer/trainer/step/accumulation.py",
+        "dream_trainer/trainer/step/optimizer_step.py",
         "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
         "        for scheduler in schedulers:\n            scheduler.step()\n        schedulers = ()\n"
         "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
@@ -676,15 +676,15 @@ MUTANTS = [
     Mutant(
         "every rank's clock makes a validation due",
         "dream_trainer/trainer/agreement.py",
-        "goes_by_the_clock and self._is_main and cadence",
-        "goes_by_the_clock and cadence",
+        "goes_by_the_clock and self._is_main and schedule",
+        "goes_by_the_clock and schedule",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
         "minutes between validations are seconds",
-        "dream_trainer/trainer/schedule.py",
-        ">= 60 * minutes",
-        ">= minutes",
+        "dream_trainer/cadence.py",
+        "else 60 * minutes",
+        "else minutes",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
@@ -746,7 +746,7 @@ MUTANTS = [
     Mutant(
         "the watchdog has no patience with the first window",
         "dream_trainer/trainer/watch.py",
-        "lambda: patient_limit if trainer._is_first_window else limit",
+        "lambda: patient_limit if trainer._session.is_first_window else limit",
         "lambda: limit",
         "tests/trainer/test_by_the_clock.py",
     ),
@@ -781,7 +781,7 @@ MUTANTS = [
     Mutant(
         "a fit that goes on skips what was loaded",
         "dream_trainer/trainer/session.py",
-        "        if self._has_failed or self._agreement.signals.broke_a_wait:",
+        "        if self.has_failed or signals.broke_a_wait:",
         "        if False:",
         "tests/trainer/test_notebook.py",
     ),

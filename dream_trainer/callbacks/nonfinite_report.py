@@ -125,7 +125,7 @@ class NonFiniteReport(Callback):
         if accumulation is not self._watched:
             self._watched = accumulation
             accumulation.losses = []
-            accumulation.watch_left_out(lambda optimizer: self._take_norms(trainer, optimizer))
+            trainer._optimizer_step.watch_left_out(lambda optimizer: self._take_norms(trainer, optimizer))
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Takes the gradients' norms; they are gone when `step` returns."""
@@ -212,7 +212,7 @@ class NonFiniteReport(Callback):
         window.batches.append((trainer.batch_idx - (not trainer._accumulation.is_open), values))
         found = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
         window.gradients += [gradients for gradients in found if gradients is not None]
-        data = trainer._feed.window
+        data = trainer._data.feed.window
         if data is not None and data.samples is not None:
             window.end, window.samples = data.end, data.samples
         report = _report(trainer, window)
@@ -294,7 +294,7 @@ def _say(report: dict[str, Any]) -> None:
 
 def _indices(trainer: AbstractTrainer, window: _Window) -> list[list[int]] | None:
     """Samples of the window's batches, as indices of the dataset; None if only the loader knows."""
-    stream, end = trainer._train_stream, window.end
+    stream, end = trainer._data.stream, window.end
     return None if stream is None else stream.indices(end.epoch, end.samples - window.samples, end.samples)
 
 

@@ -254,7 +254,7 @@ class Progress(Callback):
         )
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
-        waiting = trainer._feed.seconds_waiting
+        waiting = trainer._data.feed.seconds_waiting
         self._pace.look(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now), waiting)
 
     def _idle(self, trainer: AbstractTrainer, now: float) -> float:

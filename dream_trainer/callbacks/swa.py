@@ -78,7 +78,7 @@ class SWA(WeightAverage):
         done = trainer.global_step
         if self.unit == "epochs":
             owed = trainer.progress.owed
-            if owed is None or not owed["epoch_ended"]:
+            if owed is None or not owed.epoch_ended:
                 return False
             done = trainer.current_epoch + 1  # counted when its validation is over
         return done >= self.start and (done - self.start) % self.every == 0

@@ -160,7 +160,7 @@ class Throughput(LoggingCallback):
         return self._clock() - trainer._seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._now(trainer), trainer.samples_seen, trainer._feed.seconds_waiting)
+        return _Mark(self._now(trainer), trainer.samples_seen, trainer._data.feed.seconds_waiting)
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating, self._tokens = start, 0.0, 0.0

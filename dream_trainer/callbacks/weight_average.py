@@ -178,7 +178,7 @@ class WeightAverage(AveragingCallback):
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
         for average in self._owned_by(trainer, optimizer):
-            average.note_step(trainer._accumulation.maybe_skipped)
+            average.note_step(trainer._optimizer_step.maybe_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Moves the averages of the models that have stepped."""
@@ -264,8 +264,8 @@ class WeightAverage(AveragingCallback):
         self._catch_up()
         chosen = [self._averages[name] for name in self._averages if name in names]
         # A checkpoint may still be copying the weights, and a gathered parameter would keep its old values.
-        trainer._before_update()
-        trainer._reshard()
+        trainer._saver.before_update()
+        trainer._parallel.reshard()
         weights = [average.clone_weights() for average in chosen]
         self._in_use |= names
         try:
@@ -273,7 +273,7 @@ class WeightAverage(AveragingCallback):
                 average.set_weights(average.locals())
             yield
         finally:
-            trainer._reshard()
+            trainer._parallel.reshard()
             for average, own in zip(chosen, weights, strict=True):
                 average.set_weights(own)
             self._in_use -= names

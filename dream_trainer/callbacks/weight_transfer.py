@@ -98,7 +98,7 @@ class WeightTransfer(Callback):
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Notes that the source has changed."""
         if optimizer in self._optimizers:
-            self._pairs.note_step(trainer._accumulation.maybe_skipped)
+            self._pairs.note_step(trainer._optimizer_step.maybe_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Transfers, if it is time."""
@@ -126,8 +126,8 @@ class WeightTransfer(Callback):
     @torch.no_grad()
     def _transfer(self, trainer: AbstractTrainer, *, copies: bool) -> None:
         # A checkpoint may still be copying the target, and a gathered parameter would keep its old values.
-        trainer._before_update()
-        trainer._reshard()
+        trainer._saver.before_update()
+        trainer._parallel.reshard()
         if copies:
             self._pairs.start()
         else:

@@ -76,11 +76,11 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                     counts[number] = store.add(_key(number), 1)
                 own -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
-                for number in () if signals.stops else _new(store, counts):
+                for number in () if signals.requests.ends_by_signal else _new(store, counts):
                     own.add(number)  # it comes back through the pipe, and is no news
                     os.kill(os.getpid(), number)
-            elif signals.save_is_known:
-                signals.save_is_known = False
+            elif signals.requests.save_is_known:
+                signals.requests.save_is_known = False
                 counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the others stay news
         except RuntimeError:  # the store is gone, and with it the job
             return

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from dream_trainer.distributed.requests import Requests
+
 T = TypeVar("T")
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -41,18 +43,17 @@ class Signals:
     """SIGTERM, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
 
     Args:
+        requests: What they ask for is noted there.
         another_rank_failed: Whether the job is lost already. torchrun then sends SIGTERM to the others, which must not
             wait for a step that will never end.
 
     Attributes:
-        terminated: SIGTERM came.
-        interrupted: SIGINT came.
-        save_asked: SIGUSR1 came, and no save was made since.
+        requests: As given.
         broke_a_wait: A wait for data was ended, and what was being loaded is lost.
-        save_is_known: All ranks have heard of every save asked for so far; the relay clears it.
     """
 
-    def __init__(self, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, requests: Requests, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
+        self.requests = requests
         self._another_rank_failed = another_rank_failed
         self._pid = os.getpid()
         self._answer: Callable[[], bool] | None = None
@@ -60,20 +61,7 @@ class Signals:
         self._ends = False
         self._before: dict[int, Any] = {}
         self._error: Exception | None = None
-        self.terminated = False
-        self.interrupted = False
-        self.save_asked = False
-        self.save_is_known = False
         self.broke_a_wait = False
-
-    def forget(self) -> None:
-        """What was asked for so far is done."""
-        self.terminated = self.interrupted = self.save_asked = False
-
-    @property
-    def stops(self) -> bool:
-        """Whether a signal asks to end the run."""
-        return self.terminated or self.interrupted
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -115,7 +103,7 @@ class Signals:
         self._answer, self._error = answer, None
         self._waits_since = time.monotonic()
         try:
-            if self.stops or self.save_asked:  # it came before the wait
+            if self.requests.ends_by_signal or self.requests.save_signalled:  # it came before the wait
                 self._leave_the_wait()
             return fetch()
         except Interrupted:
@@ -142,14 +130,14 @@ class Signals:
         if number == signal.SIGTERM:
             if self._another_rank_failed():
                 os._exit(1)
-            self.terminated = True
+            self.requests.terminated = True
         elif number == signal.SIGINT:
-            if self.interrupted:
+            if self.requests.interrupted:
                 raise KeyboardInterrupt
-            self.interrupted = True
+            self.requests.interrupted = True
             sys.stderr.write("\nstopping after this step; press Ctrl-C again to stop at once\n")
         else:
-            self.save_asked = True
+            self.requests.save_signalled = True
         before = self._before[number]
         # The user's own; Python's for Ctrl-C would raise.
         if number != signal.SIGINT and callable(before) and not isinstance(before, _Exits):
@@ -159,7 +147,8 @@ class Signals:
 
     def _leave_the_wait(self) -> None:
         since, self._waits_since = self._waits_since, None  # a second signal finds nothing to leave
-        if self.stops or self._answer is None or not self._answered(self._answer) or self.stops:
+        asked = self.requests
+        if asked.ends_by_signal or self._answer is None or not self._answered(self._answer) or asked.ends_by_signal:
             raise Interrupted
         self._waits_since = since
 

@@ -1,51 +1,52 @@
 """AbstractTrainer: the state everybody may read, the registries, and the parts below as one interface.
 
 It runs nothing. `BaseTrainer` brings the loop and calls the hooks at named phases; mixins and users override them. The
-user's hooks are in hooks.py, events in lifecycle.py, logging in recording.py, and the hooks through which mixins
-cooperate in cooperation.py.
+user's hooks and events are in hooks.py, and the hooks through which mixins cooperate in cooperation.py. What has state
+is an object of its own, with one subject; the trainer keeps each under one name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.metrics import updates
+from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
 from dream_trainer.trainer import registry
+from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.counters import Counters
+from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.lifecycle import Lifecycle
-from dream_trainer.trainer.recording import Recording
+from dream_trainer.trainer.schedule import Schedule
+from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.user_class.class_checks import check_trainer
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
 from dream_trainer.trainer.user_class.taken_names import note_assignment
-from dream_trainer.trainer.window_state import WindowState
+from dream_trainer.trainer.window_state import ValidationState, WindowState
 
 if TYPE_CHECKING:
-    from dream_trainer.data.stream import TrainStream
-    from dream_trainer.data.validation_data import ValidationBatches
-    from dream_trainer.distributed.watchdog import Watchdog
     from dream_trainer.distributed.world import World
-    from dream_trainer.loggers.buffer import MetricBuffer
+    from dream_trainer.trainer.nothing_trained import NothingTrained
+    from dream_trainer.trainer.step.accumulation import Accumulation
+    from dream_trainer.trainer.step.optimizer_step import OptimizerStep
 
 C = TypeVar("C", bound=Callback)
 logger = logging.getLogger("dream_trainer")
 
 
-class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
+class AbstractTrainer(Hooks, Cooperation):
     """What a trainer is: an interface. Build on `BaseTrainer` or `DreamTrainer`.
 
     Args:
@@ -88,13 +89,16 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         # Inferred and not declared, so that a user's class may say `config: MyConfig`: pyright takes no narrower
         # declaration of what is declared and can be assigned.
         config = cast(BaseTrainerConfig, ...)
+    # Made when the trainer starts.
+    _accumulation: Accumulation
+    _optimizer_step: OptimizerStep
+    _nothing_trained: NothingTrained
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_trainer(type(self), config)
         self.config = config
         hold(config, self)
-        self._run_dir = config.run_dir
         self.progress = Counters()
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
@@ -107,20 +111,15 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         self.is_evaluating = False
         self.val_name = ""
         self._world: World | None = None
-        self._train_stream: TrainStream | None = None
-        self._connected_dataloader: Any = None  # whose stream that is
-        self._has_replaced_loader = False
-        self._is_ready = False
-        self._val_batches: dict[str, ValidationBatches] = {}
-        self._val_buffer: MetricBuffer | None = None
-        self._val_weight: int = 0
+        self._data = ConnectedData()
+        self._parallel = ParallelModels()
         self._window = WindowState()
-        self._local_gradients = LocalGradients()
+        self._validation = ValidationState()
+        self._schedule = Schedule(config.training_parameters, self.progress)
+        self._agreement = Agreement(self)
+        self._session = Session(self)
         self._events = event_table(self, is_main=True)
-        self._stop_reason: str | None = None
-        self._save_requested = False
         self._said_once: set[str] = set()
-        self._watchdog: Watchdog | None = None
 
     if not TYPE_CHECKING:  # for a checker any name would be an attribute, and a trainer a function
 
@@ -185,8 +184,8 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far. Reading it waits for the device."""
-        if self._is_ready:
-            self._accumulation.settle()
+        if self._session.is_ready:
+            self._optimizer_step.settle()
         return self.progress.skipped_steps
 
     @property
@@ -212,7 +211,7 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
     @property
     def run_dir(self) -> Path:
         """Where this run keeps its files: `runs/<project>/<group>/<experiment>`."""
-        return self._run_dir
+        return self.config.run_dir
 
     # -- registries
 
@@ -290,38 +289,23 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         One rank alone stops after the running window. Of several, the others hear of it with the next window's pulse,
         which is then the last; asked for in a validation or at an epoch's end, all stop there.
         """
-        self._stop_reason = reason
+        self._agreement.requests.stop_reason = reason
 
     def request_save(self) -> None:
         """Asks for a checkpoint (CheckpointMixin) as soon as all ranks know. Any rank may call it, at any time."""
-        self._save_requested = True
+        self._agreement.requests.save_requested = True
 
-    def _refuse_inside_window(self, what: str) -> None:
-        """Raises StepError if an accumulation window is running, whose gradients are no state anybody keeps."""
-        if self._is_ready and self._accumulation.is_open:
-            raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
+    def settle(self) -> None:
+        """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.
 
-    def _samples_in_batch(self) -> int:
-        """Samples of the running micro-batch on this rank, counted once."""
-        window = self._window
-        if window.batch_samples is None:
-            window.batch_samples = self.batch_size(window.batch)
-        return window.batch_samples
+        Waits for the device. The trainer calls it before a validation, before a save, and at the end.
 
-    def _patience(self) -> AbstractContextManager[None]:
-        """For phases without batches that may take long: the watchdog bears them."""
-        return nullcontext() if self._watchdog is None else self._watchdog.patient()
-
-    def _say_once(self, key: str, message: str) -> None:
-        if key not in self._said_once:
-            self._said_once.add(key)
-            if self._world is None or self._world.is_main:
-                logger.warning(message)
-
-    def _notify(self, event: str, *args: Any) -> None:
-        """Calls everyone who listens to `event`."""
-        for listener in self._events[event]:
-            listener(*args)
+        Raises:
+            NonFiniteError: The policy is "raise" and a norm was not finite.
+        """
+        if self._session.is_ready:
+            self._schedule.update()
+            self._optimizer_step.settle()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
@@ -329,9 +313,6 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
         `torch.autocast` under `precision="bf16"` and `"fp16"`, else nothing.
         """
         return autocast(self.config.device_parameters, self.world.device)
-
-    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
 
     def frozen(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Keeps one model's turn out of another's gradients (GANs): inside, `models` take no gradients."""
@@ -349,6 +330,34 @@ class AbstractTrainer(Hooks, Lifecycle, Cooperation, Recording):
 
         self.world.refuse_if_forbidden()
         return gathered(*models)
+
+    # -- ours
+
+    def _refuse_inside_window(self, what: str) -> None:
+        """Raises StepError if an accumulation window is running, whose gradients are no state anybody keeps."""
+        if self._session.is_ready and self._accumulation.is_open:
+            raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
+
+    def _samples_in_batch(self) -> int:
+        """Samples of the running micro-batch on this rank, counted once."""
+        window = self._window
+        if window.batch_samples is None:
+            window.batch_samples = self.batch_size(window.batch)
+        return window.batch_samples
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self._said_once:
+            self._said_once.add(key)
+            if self._world is None or self._world.is_main:
+                logger.warning(message)
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Calls everyone who listens to `event`."""
+        for listener in self._events[event]:
+            listener(*args)
+
+    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        return under_autocast(super()._wrap_step(step), self.config.device_parameters, self.world.device)
 
     def _parameterised_models(self) -> Iterator[nn.Module]:
         return (m for m in self.named_models().values() if next(m.parameters(), None) is not None)

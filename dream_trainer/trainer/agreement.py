@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import torch
 
 from dream_trainer.distributed.pulse import Flags, Pulse
+from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
 from dream_trainer.events.callback import TimedCallback
 
 if TYPE_CHECKING:
+    from dream_trainer.data.feed import WindowFeed
+    from dream_trainer.data.stream import Window
     from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.schedule import Schedule
 
 T = TypeVar("T")
 logger = logging.getLogger("dream_trainer")
@@ -27,24 +29,27 @@ class Agreement:
 
     Args:
         trainer: Whose requests are told to the other ranks.
-        cadence: This rank's clock.
 
     Attributes:
+        requests: What this rank was asked for.
         signals: The signals this process gets.
         stopped: Whether all ranks stop here.
         ended_by: The signal they stop for, if it is one.
-        save_is_owed: Whether a save that all ranks heard of was not begun yet.
         exchanges: How often the ranks have spoken; grows as long as the run goes on.
     """
 
-    def __init__(self, trainer: AbstractTrainer, cadence: Schedule) -> None:
+    def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
-        self._cadence = cadence
-        self.signals = Signals(lambda: trainer._world is not None and trainer._world.another_rank_failed())
+        self._schedule = trainer._schedule
+        self.requests = Requests()
+        self.signals = Signals(self.requests, self._another_rank_failed)
         self.stopped = False
         self.ended_by: signal.Signals | None = None
-        self.save_is_owed = False
         self.exchanges = 0
+
+    def _another_rank_failed(self) -> bool:
+        world = self._trainer._world
+        return world is not None and world.another_rank_failed()
 
     def begin(self) -> None:
         """The world is there."""
@@ -56,7 +61,7 @@ class Agreement:
     def begin_training(self) -> None:
         """`fit` was called; what ended an earlier call counts no more."""
         self.stopped, self.ended_by = False, None
-        self.signals.forget()
+        self.requests.forget_signals()
 
     def callback_is_due(self, callback: TimedCallback) -> bool:
         """Whether rank 0's clock said so before the window just completed; the same on all ranks."""
@@ -70,26 +75,26 @@ class Agreement:
             short: Whether this rank cannot fill a window.
             waiting: Whether it speaks from within its wait for data.
         """
-        trainer, signals, cadence = self._trainer, self.signals, self._cadence
-        goes_by_the_clock = cadence.goes_by_the_clock
-        due, saving, save_failed = trainer._saving_flags()
+        trainer, asked, schedule = self._trainer, self.requests, self._schedule
+        goes_by_the_clock = schedule.goes_by_the_clock
+        due, saving, save_failed = trainer._saver.flags()
         self.exchanges += 1
         # Not Flags(stop=...): in each step, names would cost more than all that they hold.
         mine = Flags._make(
             (
-                trainer._stop_reason is not None,
-                signals.terminated,
-                signals.interrupted,
-                goes_by_the_clock and cadence.time_is_up(),
-                trainer._save_requested or signals.save_asked or due,
+                asked.stop_reason is not None,
+                asked.terminated,
+                asked.interrupted,
+                goes_by_the_clock and schedule.time_is_up(),
+                asked.save_requested or asked.save_signalled or due,
                 saving,
                 save_failed,
-                goes_by_the_clock and self._is_main and cadence.validation_is_due_by_the_clock(),
+                goes_by_the_clock and self._is_main and schedule.validation_is_due_by_the_clock(),
                 waiting,
                 short,
                 self._due_callbacks() if self._timed and self._is_main else 0,
                 samples,
-                (order := trainer._local_gradients.order),
+                (order := trainer._parallel.gradients.order),
                 order * order,
             )
         )
@@ -98,12 +103,63 @@ class Agreement:
             self._refuse_unlike_order()
         self._clocks = flags.clocks
         if flags.save:
-            trainer._save_requested = signals.save_asked = False
-            signals.save_is_known = self.save_is_owed = True
+            asked.heard_of_save()
         if flags.stop or flags.terminate or flags.interrupt or flags.timeout:
             self._stop(flags)
-        trainer._saving_heard(flags.saving, flags.save_failed)
+        trainer._saver.heard(flags.saving, flags.save_failed)
         return flags
+
+    def next_window(self, feed: WindowFeed) -> Window | None:
+        """The next window, when every rank holds its part of it and knows whether to go on.
+
+        A save that was asked for is made here, with the same state on all ranks as after the last window.
+
+        Returns:
+            The window; None if all ranks stop here, or a pass over the data had no window for all of them.
+        """
+        state = self._trainer._window
+        self.signals.wait_for_data(feed.fetch, self._save_while_waiting)
+        if self.stopped:
+            return None
+        self._count_samples(feed.window)
+        while True:
+            flags = state.flags = self.exchange(samples=state.samples, short=feed.is_short)
+            if self.stopped:
+                return None
+            if flags.save:
+                self._save()
+            if not flags.waiting:
+                break
+        if flags.short:
+            feed.agree()
+            self._count_samples(feed.window)
+            samples = self._trainer.world.all_reduce(torch.tensor([state.samples])).item()
+            state.flags = flags._replace(samples=int(samples))
+        return feed.take()
+
+    def _save_while_waiting(self) -> bool:
+        """Answers a signal that asks for a save, from within the wait for data; returns whether to wait on."""
+        flags = self.exchange(waiting=True)
+        if flags.save and not self.stopped:
+            self._save()
+        return not self.stopped
+
+    def _save(self) -> None:
+        self.requests.take_save()
+        self._trainer._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
+
+    def _count_samples(self, window: Window | None) -> None:
+        """What this rank adds to the count of a window's samples; of all ranks, where the stream can tell."""
+        state = self._trainer._window
+        state.sizes, state.samples = None, 0
+        if window is None:
+            return
+        if window.samples is not None:
+            state.samples = window.samples
+            return
+        state.sizes = window.sizes
+        if state.sizes is not None and self._trainer.world.counts_data:
+            state.samples = sum(state.sizes)
 
     def check_order(self) -> None:
         """Before what was trained is saved: whether all ranks ran the blocks of sharded models alike; a collective.
@@ -112,7 +168,7 @@ class Agreement:
             StepError: They did not, and gathered and reduced what does not belong together.
         """
         if self._trainer.world.mesh_shape.dp_shard > 1:
-            orders = self._trainer.world.all_gather(torch.tensor([self._trainer._local_gradients.order]))
+            orders = self._trainer.world.all_gather(torch.tensor([self._trainer._parallel.gradients.order]))
             if (orders != orders[0]).any():
                 self._refuse_unlike_order()
 
@@ -137,12 +193,12 @@ class Agreement:
         Raises:
             Interrupted: A signal asks for what cannot wait until the validation is over; on all ranks.
         """
-        signals = self.signals
+        asked = self.requests
         flags = self.count_batches(
             Flags(
-                terminate=signals.terminated,
-                interrupt=signals.interrupted,
-                save=signals.save_asked,
+                terminate=asked.terminated,
+                interrupt=asked.interrupted,
+                save=asked.save_signalled,
                 short=not has_batch,
             )
         )
@@ -160,7 +216,7 @@ class Agreement:
     def _stop(self, flags: Flags) -> None:
         trainer = self._trainer
         if not self.stopped and trainer.world.is_main:
-            logger.warning("stopping at step %d: %s", trainer.global_step, _reason(flags, trainer._stop_reason))
+            logger.warning("stopping at step %d: %s", trainer.global_step, _reason(flags, self.requests.stop_reason))
         self.stopped = True
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT

@@ -6,7 +6,9 @@
         -> log -> validation when due -> checkpoint when due; never inside a window
 
 It calls hooks at named phases and defines none of them. Everything that ranks must decide alike (stop, save, validate
-by the clock, the last window) is decided between windows, from numbers that are equal on all ranks: the pulse.
+by the clock, the last window) is decided between windows, from numbers that are equal on all ranks: the pulse. A signal
+may end a validation before it is through, an exception any of it; what is left undone then is written into the
+checkpoint, and a resumed run does it first.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,19 +26,21 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.signals import exit_code, is_interactive
+from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
-from dream_trainer.trainer.data_setup import follow_train_dataloader, steps_in_epoch
-from dream_trainer.trainer.intermission import WINDOWS_WITHOUT_STEP
-from dream_trainer.trainer.session import Session
+from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.counters import Owed
+from dream_trainer.trainer.data_setup import follow_train_dataloader
+from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.step.rerun import MovedByForward
+from dream_trainer.trainer.validation import validate
 from dream_trainer.trainer.watch import watched
 
 
-class BaseTrainer(Session):
+class BaseTrainer(AbstractTrainer):
     """The training loop: accumulation, validation, limits, events, and agreement between ranks.
 
     Alone it trains a model that `setup` assigns, in one process. SetupMixin builds models and runs on many ranks.
@@ -68,12 +71,6 @@ class BaseTrainer(Session):
     }
     _config_class: ClassVar[type | None] = BaseTrainerConfig
 
-    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._is_first_window = True
-        # Optimizer steps that end an epoch whatever the data holds; None: the data's end does.
-        self._epoch_limit = steps_in_epoch(config.training_parameters, None)
-
     # -- what the user calls
 
     def fit(self) -> None:
@@ -87,16 +84,16 @@ class BaseTrainer(Session):
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or was left where no step was finished.
         """
-        agreement = self._agreement
+        agreement, session = self._agreement, self._session
         agreement.begin_training()
-        with self._failing_for_all(), agreement.signals.handled():
-            self._start()
-            self._go_on()
+        with session.failing_for_all(), agreement.signals.handled():
+            session.start()
+            session.go_on()
             with relayed(agreement.signals, self.world.connect_to_store()), watched(self):
-                self._is_training = True
+                session.is_training = True
                 self._train()
-                self._is_training = False
-            self._stop_reason = None
+                session.is_training = False
+            agreement.requests.stop_reason = None
             returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
                 print(f"interrupted after step {self.global_step}; fit() goes on from there", file=sys.stderr)
@@ -124,7 +121,7 @@ class BaseTrainer(Session):
             StepError: Weighted and unweighted calls mix in one window, the call cannot be exact, or it added to
                 gradients that the loss of another model, stepped since, has left (`frozen` keeps it from leaving any).
         """
-        if not self._is_ready:
+        if not self._session.is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
         self._accumulation.backward(loss, weight, model)
 
@@ -164,39 +161,65 @@ class BaseTrainer(Session):
             StepError: Called in the middle of an accumulation window.
             NonFiniteError: The norm is not finite and the policy says to raise.
         """
-        if not self._is_ready:
+        if not self._session.is_ready:
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
-        return self._accumulation.step(model, optimizers, schedulers)
+        return self._optimizer_step.step(model, optimizers, schedulers)
+
+    def describe(self) -> str:
+        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
+        launch."""
+        text = describe(self)
+        print(text)
+        return text
+
+    def close(self) -> None:
+        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
+
+        Everything is closed, though a part of it failed; the first exception is raised then, and the process group is
+        left at the end of the process, since the other ranks may be elsewhere. After an exception of `fit`, or in the
+        `with`, it is only said: that one counts.
+        """
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
+        self._session.leave(kind, exc)
 
     # -- the loop
 
     def _train(self) -> None:
-        agreement = self._agreement
-        self._cadence.start(self.progress)
+        agreement, schedule = self._agreement, self._schedule
+        schedule.start()
         agreement.exchange()  # a limit, signal or request may have come before the first step
         if self._is_done():
             if agreement.ended_by is not None:
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
             elif not agreement.stopped:
-                self._say_that_it_is_finished()
-            self._cadence.stop()
+                self._say_once(
+                    "finished",
+                    f"nothing to train at step {self.global_step}: {schedule.reached_limits()}, or use another "
+                    "experiment name.",
+                )
+            schedule.stop()
             return
         tf32 = float32_products(self.config.device_parameters, self.world.device, self._say_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")
-                self._note_weights()
+                self._nothing_trained.begin()
                 self._finish_what_is_owed()
                 while not self._is_done():
                     self._train_epoch()
             self.settle()
         # A signal may have come to one rank after the ranks last spoke.
         agreement.exchange()
-        self._cadence.stop()
+        schedule.stop()
         if agreement.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
@@ -204,11 +227,11 @@ class BaseTrainer(Session):
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
         follow_train_dataloader(self)
-        is_over = self._epoch_limit == 0
+        is_over = self._schedule.epoch_steps == 0
         if is_over:
             self._end_epoch()
         while not is_over:
-            window = self._agreed_window()
+            window = self._agreement.next_window(self._data.feed)
             if self._agreement.stopped:
                 self._window_finished(is_last=True)
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
@@ -217,52 +240,8 @@ class BaseTrainer(Session):
                 continue
             self._run_window(window)
             is_over = self._window.epoch_ends
-            if self._between_windows(epoch_ended=is_over):
+            if self._between_windows():
                 return
-
-    def _agreed_window(self) -> Window | None:
-        """The next window, when every rank holds its part of it and knows whether to go on.
-
-        A save that was asked for is made here, with the same state on all ranks as after the last window.
-        """
-        agreement, feed = self._agreement, self._feed
-        agreement.signals.wait_for_data(feed.fetch, self._save_while_waiting)
-        if agreement.stopped:
-            return None
-        self._count_samples(feed.window)
-        while True:
-            flags = self._window.flags = agreement.exchange(samples=self._window.samples, short=feed.is_short)
-            if agreement.stopped:
-                return None
-            if flags.save:
-                self._save_if_due(stepped=False, epoch_ended=False, is_last=False, requested=True)
-            if not flags.waiting:
-                break
-        if flags.short:
-            feed.agree()
-            self._count_samples(feed.window)
-            samples = self.world.all_reduce(torch.tensor([self._window.samples])).item()
-            self._window.flags = flags._replace(samples=int(samples))
-        return feed.take()
-
-    def _save_while_waiting(self) -> bool:
-        """Answers a signal that asks for a save, from within the wait for data; returns whether to wait on."""
-        flags = self._agreement.exchange(waiting=True)
-        if flags.save and not self._agreement.stopped:
-            self._save_if_due(stepped=False, epoch_ended=False, is_last=False, requested=True)
-        return not self._agreement.stopped
-
-    def _count_samples(self, window: Window | None) -> None:
-        """What this rank adds to the count of a window's samples; of all ranks, where the stream can tell."""
-        self._window.sizes, self._window.samples = None, 0
-        if window is None:
-            return
-        if window.samples is not None:
-            self._window.samples = window.samples
-            return
-        self._window.sizes = window.sizes
-        if self._window.sizes is not None and self.world.counts_data:
-            self._window.samples = sum(self._window.sizes)
 
     def _run_window(self, window: Window) -> None:
         """Trains one accumulation window and advances the counters."""
@@ -279,7 +258,7 @@ class BaseTrainer(Session):
                 self.progress.batch_idx, self._window.local_batches = before
                 moved.put_back()
                 self._window_dropped()
-                self._local_gradients.drop_what_waits()
+                self._parallel.gradients.drop_what_waits()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 
@@ -288,7 +267,7 @@ class BaseTrainer(Session):
         state = self._window
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
         after_window, sizes = self._events["post_train_step"], state.sizes
-        training_step = self._training_step
+        training_step = state.step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         state.first_batch_idx = progress.batch_idx
         for index, batch in enumerate(window.batches, start=1):
@@ -297,7 +276,7 @@ class BaseTrainer(Session):
             batch = state.batch = self.move_batch(batch, device)
             state.batch_samples = None if sizes is None else sizes[index - 1]
             if is_last is not state.gradients_sync:
-                self._sync_gradients(is_last)
+                self._parallel.sync_gradients(is_last)
                 state.gradients_sync = is_last
             state.is_accumulating = not is_last
             accumulation.start_batch(is_last=is_last)
@@ -322,33 +301,123 @@ class BaseTrainer(Session):
 
     def _complete_window(self, window: Window) -> None:
         """The one place where completed work is counted, before anybody is told of it."""
+        state, feed = self._window, self._data.feed
         stepped = self._accumulation.finish_window()
-        self._average_statistics()
-        self._feed.trained(window)
-        samples = self._window.samples if self._ranks_are_even else self._window.flags.samples
+        self._optimizer_step.settle_when_full()
+        self._parallel.average_statistics()
+        feed.trained(window)
+        samples = state.samples if self._data.is_even else state.flags.samples
         self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
-        self.progress.is_pass_over = self._feed.is_pass_over
-        self._window.epoch_ends = self._epoch_is_over()
-        self._note_what_follows(epoch_ended=self._window.epoch_ends)
-        if not self._has_trained:
-            if self._is_first_window:
-                self._is_first_window = False
+        self.progress.is_pass_over = feed.is_pass_over
+        self._note_what_follows(stepped=stepped)
+        if self._nothing_trained.is_looking:
+            if self._session.is_first_window:
+                self._session.is_first_window = False
                 self.world.first_step_is_done()
-            self._has_stepped = self._has_stepped or stepped
-            self._has_trained = self._accumulation.had_gradients
-            if self.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
-                self._say_if_nothing_is_trained()
+            self._nothing_trained.note_window(stepped=stepped, had_gradients=self._optimizer_step.had_gradients)
 
-    # -- when training ends
+    def _note_what_follows(self, *, stepped: bool) -> None:
+        """Writes down what is to be done after the window just counted, also for a checkpoint of before."""
+        state, schedule = self._window, self._schedule
+        state.epoch_ends = schedule.epoch_is_over(is_pass_over=self._data.feed.is_pass_over)
+        state.validates = bool(self._data.validation) and schedule.validation_is_due(
+            stepped=stepped, epoch_ended=state.epoch_ends, by_the_clock=bool(state.flags.validate)
+        )
+        schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=state.validates)
 
-    def _epoch_is_over(self) -> bool:
-        steps = self._epoch_limit
-        return self._feed.is_pass_over if steps is None else self.progress.epoch_steps >= steps
+    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
+        # What all ranks heard of in an exchange that ended the run, or that came before the first step.
+        requested |= self._agreement.requests.take_save()
+        step, epoch = self.global_step if stepped else None, self.current_epoch if epoch_ended else None
+        self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
+
+    # -- between two windows: log, validate, end the epoch, save; in this order and on all ranks alike
+
+    def _between_windows(self) -> bool:
+        """Does what follows the window just counted, and returns whether it was the last of the run."""
+        state = self._window
+        is_last = self._schedule.limit_is_reached(epochs=self.progress.current_epoch + state.epoch_ends)
+        self._window_finished(is_last=is_last)
+        stepped = self._accumulation.stepped
+        if is_last or state.epoch_ends or state.validates:
+            return self._conclude(Owed(stepped, state.epoch_ends, state.validates))
+        self._save_if_due(stepped=stepped, epoch_ended=False, is_last=False, requested=False)
+        return False
+
+    def _conclude(self, owed: Owed) -> bool:
+        """After a window that is not like most: it ends the run or an epoch, or a validation follows it."""
+        is_last = self._schedule.limit_is_reached(epochs=self.progress.current_epoch + owed.epoch_ended)
+        if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
+            return True
+        if owed.epoch_ended:
+            self._end_epoch()
+        self._nothing_trained.say()
+        # What their events ask for (early stopping) counts here and now; and after the last window, what it asked.
+        requested = bool(self._agreement.exchange().save)
+        if self._agreement.stopped and not is_last:
+            is_last = True
+            self._window_finished(is_last=True)
+        self._save_if_due(stepped=owed.stepped, epoch_ended=owed.epoch_ended, is_last=is_last, requested=requested)
+        return is_last
+
+    def _end_epoch(self) -> None:
+        self.progress.finish_epoch()
+        self.progress.owed = None
+        self._notify("post_epoch")
+
+    def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
+        """Validates; returns False if a signal ended the run before the validation was through.
+
+        The checkpoint saved then says what is owed: a resumed run validates first, and goes on as this one would
+        have. After a signal that only asks for a checkpoint, the validation begins anew.
+        """
+        self.settle()
+        self._land()
+        agreement, schedule, loaders = self._agreement, self._schedule, self._data.validation
+        while True:
+            try:
+                metrics = validate(self, loaders, schedule.validation_batches, agreement)
+                break
+            except Interrupted:
+                for batches in loaders.values():
+                    batches.close()  # its workers may be at something long
+                stopped = agreement.stopped
+                agreement.requests.save_signalled = False
+                if stopped:
+                    self._window_finished(is_last=True)
+                self._save_if_due(stepped=False, epoch_ended=False, is_last=stopped, requested=not stopped)
+                if stopped:
+                    return False
+        schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
+        schedule.validated()
+        self._validated(metrics)
+        self._tell_validated(metrics)
+        return True
+
+    def _finish_what_is_owed(self) -> None:
+        """Does what a signal or an exception kept the last run from doing after its last window."""
+        if self.global_step > 0:
+            self._window_finished(is_last=False)
+        if self.progress.owed is not None:
+            self._conclude(self.progress.owed)
+
+    def _validate_for_sanity(self) -> None:
+        batches = self.config.training_parameters.num_sanity_val_steps
+        agreement, loaders = self._agreement, self._data.validation
+        if not batches or not loaders:
+            return
+        self.is_sanity_validation = True
+        try:
+            self._tell_validated(validate(self, loaders, batches, agreement))
+        except Interrupted:
+            self._save_if_due(
+                stepped=False, epoch_ended=False, is_last=agreement.stopped, requested=not agreement.stopped
+            )
+        finally:
+            self.is_sanity_validation = False
 
     def _is_done(self) -> bool:
-        return self._agreement.stopped or (
-            self.progress.owed is None and self._limit_reached(epochs=self.current_epoch)
-        )
+        return self._agreement.stopped or self._schedule.is_finished()
 
 
 def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:

@@ -6,39 +6,24 @@ mixins take part in any order; none knows of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
+
+from torch import Tensor
 
 from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.trainer.log_options import refuse_unknown
 
 if TYPE_CHECKING:
-    import torch.nn as nn
-
-    from dream_trainer.compat.local_gradients import LocalGradients
-    from dream_trainer.data.feed import WindowFeed
-    from dream_trainer.trainer.agreement import Agreement
-    from dream_trainer.trainer.step.accumulation import Accumulation
+    from dream_trainer.loggers.buffer import Reduction
 
 
 class Cooperation:
-    """What mixins override, and what BaseTrainer alone gives them."""
+    """What mixins override."""
 
-    # Made by BaseTrainer when it starts, and the services that it gives to mixins.
-    _feed: WindowFeed
-    _accumulation: Accumulation
-    _agreement: Agreement
-    _ranks_are_even: bool  # whether every rank gets windows of the same size, and equally many
-    _is_training: bool  # whether `fit` is at its loop
-    _has_failed: bool  # whether an exception ended it
-    _start: Callable[[], None]
-    _failing_for_all: Callable[[], AbstractContextManager[None]]
-    _last_window_is_done: Callable[[], bool]
-    settle: Callable[[], None]
     _notify: Callable[..., None]
-    _validation_step: Callable[[Any, int], Any]
-    # What this rank's backwards gave to models of several ranks.
-    _local_gradients: LocalGradients
+    _say_once: Callable[[str, str], None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
 
@@ -60,22 +45,6 @@ class Cooperation:
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """What is called with each batch and its index in the place of `step`, a training or validation step."""
         return step
-
-    def _sync_gradients(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over the data-parallel ranks."""
-
-    def _average_statistics(self) -> None:
-        """Makes running statistics equal on all ranks, after a window's last micro-batch; a collective."""
-
-    def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
-
-    def _reshard(self) -> None:
-        """Puts back to shards what a forward left gathered."""
-
-    def _forward_communicates(self) -> bool:
-        """Whether a forward runs collectives, so that all ranks must run as many."""
-        return False
 
     def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
         """Takes the result of a training micro-batch."""
@@ -118,25 +87,8 @@ class Cooperation:
         """The metrics that training has updated on this rank, by name; a checkpoint keeps their state."""
         return {}
 
-    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
-        """Saves a checkpoint when due; between windows, all ranks at the same step."""
-
-    def _saving_flags(self) -> tuple[bool, bool, bool]:
-        """For the pulse: whether a save is due by rank 0's clock, whether one is being written, and whether it
-        failed."""
-        return False, False, False
-
-    def _saving_heard(self, saving: int, failed: int) -> None:
-        """Takes on how many ranks a save is being written, and on how many it failed; between windows, on all ranks."""
-
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""
-
-    def _before_update(self) -> None:
-        """Right before an optimizer changes parameters in place."""
-
-    def _save_after_exception(self) -> None:
-        """Training broke off in a world of one: save its last finished step, if that is still whole."""
 
     def _mixin_state(self) -> dict[str, Any]:
         """State of the mixins for checkpoints, by mixin."""
@@ -147,3 +99,72 @@ class Cooperation:
 
     def _close(self) -> None:
         """Releases what the mixins opened."""
+
+    # -- what training code calls, and LoggerMixin does
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float | None = None,
+        reduce: Reduction = "mean",
+        **unknown: Never,
+    ) -> None:
+        """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
+        refuse_unknown(unknown)
+        self._say_that_nothing_is_logged("log")
+
+    def log_dict(
+        self,
+        values: dict[str, Any],
+        *,
+        weight: Tensor | float | None = None,
+        reduce: Reduction = "mean",
+        **unknown: Never,
+    ) -> None:
+        """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
+        refuse_unknown(unknown)
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
+            else:
+                self.log(name, value, weight=weight, reduce=reduce)
+
+    def log_image(self, name: str, image: Any, caption: str | None = None) -> None:
+        """Logs an image (LoggerMixin); `log_images` says when it is written and what it raises.
+
+        Args:
+            name: As the loggers will show it.
+            image: One of Pillow's, or a tensor or array `[channels, height, width]` of 1, 3 or 4 channels, or
+                `[height, width]`, on any device: floating point from 0 to 1, uint8 from 0 to 255, or bool.
+            caption: Text beside the image, where the logger can show it.
+        """
+        self.log_images(name, [image], [caption])
+
+    def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:
+        """Logs images side by side (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_images")
+
+    def log_video(self, name: str, frames: Any, fps: float) -> None:
+        """Logs frames `[time, channels, height, width]` (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_video")
+
+    def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        """Logs sound `[channels, samples]` (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_audio")
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Logs rows under named columns (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_table")
+
+    def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
+        """Logs how the elements of a tensor are distributed (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_histogram")
+
+    def log_text(self, name: str, text: str) -> None:
+        """Logs text, as Markdown where it can be shown (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_text")
+
+    def _say_that_nothing_is_logged(self, method: str) -> None:
+        self._say_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")

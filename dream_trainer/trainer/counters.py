@@ -8,6 +8,21 @@ from typing import Any
 from dream_trainer.data.stream import DataPosition
 
 
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What is left to do after the window completed last.
+
+    Attributes:
+        stepped: Whether it counted as an optimizer step.
+        epoch_ended: Whether the end of its epoch is left to do.
+        validates: Whether a validation is.
+    """
+
+    stepped: bool
+    epoch_ended: bool
+    validates: bool
+
+
 @dataclass(slots=True)
 class Counters:
     """Where a run stands. Only completed work counts; `BaseTrainer` advances it before anybody is told.
@@ -23,8 +38,7 @@ class Counters:
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
         loader_was_replaced: Whether `train_dataloader` was assigned anew since the run began.
-        owed: What is left to do after the last window: a validation if `validates`, the end of its epoch if
-            `epoch_ended`. A resume does it first. None if neither.
+        owed: A validation or an epoch's end that is left to do after the last window; a resume does it first.
     """
 
     global_step: int = 0
@@ -37,7 +51,7 @@ class Counters:
     data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
     is_pass_over: bool = False
     loader_was_replaced: bool = False
-    owed: dict[str, bool] | None = None
+    owed: Owed | None = None
 
     def finish_window(self, *, stepped: bool, samples: int, end: DataPosition) -> None:
         """Counts a completed window.
@@ -67,5 +81,9 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        for name, value in state.items():
-            setattr(self, name, DataPosition(**value) if name == "data" else value)
+        given = dict(state)
+        self.data = DataPosition(**given.pop("data"))
+        owed = given.pop("owed", None)
+        self.owed = None if owed is None else Owed(**owed)
+        for name, value in given.items():
+            setattr(self, name, value)

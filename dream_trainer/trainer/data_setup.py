@@ -7,18 +7,59 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from dream_trainer.cleanup import call_each
+from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
 from dream_trainer.trainer.user_class.overrides import heard
 
 if TYPE_CHECKING:
     from dream_trainer.config.training_parameters import TrainingParameters
+    from dream_trainer.data.validation_data import ValidationBatches
+    from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class ConnectedData:
+    """A trainer's loaders as the loop reads them.
+
+    Attributes:
+        stream: Windows of this rank's training data; None until `connect_data`.
+        loader: The training loader that it is of.
+        was_replaced: Whether `train_dataloader` was assigned anew in this process.
+        validation: Validation batches of this rank, by loader.
+        feed: The windows to train, in step with the other ranks; made when the trainer starts.
+        is_even: Whether every rank gets windows of the same size, and equally many.
+    """
+
+    feed: WindowFeed
+
+    def __init__(self) -> None:
+        self.stream: TrainStream | None = None
+        self.loader: Any = None
+        self.was_replaced = False
+        self.validation: dict[str, ValidationBatches] = {}
+        self.is_even = True
+
+    def connect(self, stream: TrainStream, loader: Any) -> None:
+        """Training goes on with `stream`, which reads `loader`."""
+        self.stream, self.loader, self.is_even = stream, loader, stream.is_even
+
+    def open_feed(self, world: World, accumulation: int) -> None:
+        """Makes the feed over the stream that is connected."""
+        assert self.stream is not None  # connect_data comes first
+        self.feed = WindowFeed(self.stream, world, accumulation)
+
+    def close(self) -> None:
+        """Ends the workers of all loaders."""
+        streams = [] if self.stream is None else [self.stream.close]
+        call_each([*streams, *(batches.close for batches in self.validation.values())])
 
 
 def connect_data(trainer: AbstractTrainer) -> None:
@@ -58,7 +99,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         )
     _open_stream(trainer)
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
-    trainer._val_batches = {
+    trainer._data.validation = {
         name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
         for name, loader in trainer.val_dataloaders.items()
     }
@@ -78,18 +119,18 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
         RanksDifferError: Not every rank has assigned one, or they are not the same.
     """
     progress, world = trainer.progress, trainer.world
-    is_new = trainer.train_dataloader is not trainer._connected_dataloader
+    is_new = trainer.train_dataloader is not trainer._data.loader
     if world.world_size > 1:
         refuse_differences(world, {"train_dataloader assigned": is_new}, "Assign it on every rank.")
     if not is_new:
-        if progress.loader_was_replaced and not trainer._has_replaced_loader:
+        if progress.loader_was_replaced and not trainer._data.was_replaced:
             raise DataError(
                 "this run went on with another training loader than configure_dataloaders returns, and none was "
                 "assigned to self.train_dataloader since the resume. Assign it in pre_epoch, whenever it is called, "
                 "from self.current_epoch."
             )
         return
-    before, now = loader_batch_size(trainer._connected_dataloader), loader_batch_size(trainer.train_dataloader)
+    before, now = loader_batch_size(trainer._data.loader), loader_batch_size(trainer.train_dataloader)
     if before != now:
         raise DataError(
             f"self.train_dataloader was assigned a loader of batch size {now}, and the run has {before}. Keep the "
@@ -97,10 +138,9 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
         )
     _open_stream(trainer)
     agree_on_data(trainer)
-    assert trainer._train_stream is not None  # just opened
-    trainer._feed.follow(trainer._train_stream, progress.data)
-    trainer._ranks_are_even = trainer._train_stream.is_even
-    progress.loader_was_replaced = trainer._has_replaced_loader = True
+    assert trainer._data.stream is not None  # just opened
+    trainer._data.feed.follow(trainer._data.stream, progress.data)
+    progress.loader_was_replaced = trainer._data.was_replaced = True
 
 
 def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
@@ -125,7 +165,7 @@ def _open_stream(trainer: AbstractTrainer) -> None:
         batches = _first_batches(stream, count)
         stream.close()
         stream = _stream(trainer, PerRankLoader(batches))
-    trainer._train_stream, trainer._connected_dataloader = stream, trainer.train_dataloader
+    trainer._data.connect(stream, trainer.train_dataloader)
 
 
 def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
@@ -186,9 +226,7 @@ def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, ba
 
 
 def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, Any]:
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-    has_step = type(trainer).validation_step is not AbstractTrainer.validation_step
+    has_step = type(trainer).validation_step is not Hooks.validation_step
     if val is None or (isinstance(val, Mapping) and not val):
         if has_step:
             trainer._say_once(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.events.callback import Callback
-from dream_trainer.trainer.lifecycle import Lifecycle
+from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.user_class.overrides import bound, heard
 
 if TYPE_CHECKING:
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 Listener = Callable[..., None]
 
-# In the order in which they happen, as Lifecycle declares them.
-EVENTS: tuple[str, ...] = tuple(name for name in vars(Lifecycle) if not name.startswith("_"))
+_STATE = {"state_dict", "load_state_dict"}
+
+# What a callback and a trainer's class may both define, in the order in which it happens.
+EVENTS: tuple[str, ...] = tuple(
+    name for name in vars(Callback) if name in vars(Hooks) and name not in _STATE and not name.startswith("_")
+)
 
 
 def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:

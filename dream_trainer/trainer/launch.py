@@ -15,10 +15,10 @@ from dream_trainer.trainer.rank_differences import refuse_different_configs
 from dream_trainer.trainer.user_class.class_checks import uncalled_hooks, uncalled_methods
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.session import Session
+    from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-def launch(trainer: Session) -> None:
+def launch(trainer: AbstractTrainer) -> None:
     """Gives `trainer` its world and the event table of its rank, and seeds all generators alike on all ranks.
 
     Raises:
@@ -46,7 +46,7 @@ def launch(trainer: Session) -> None:
     seed_everything(hash_seed(b"setup", trainer.config.seed))
 
 
-def _record_collectives(trainer: Session) -> None:
+def _record_collectives(trainer: AbstractTrainer) -> None:
     """Has NCCL write down its last collectives when one times out; its groups read that as they are made."""
     _, local_rank, world_size = environment_ranks()
     device = trainer.config.device_parameters.device
@@ -54,7 +54,7 @@ def _record_collectives(trainer: Session) -> None:
         enable_flight_recorder(trainer.run_dir / "flight_recorder")
 
 
-def _close_if_alive(reference: weakref.ref[Session]) -> None:
+def _close_if_alive(reference: weakref.ref[AbstractTrainer]) -> None:
     trainer = reference()
     if trainer is not None:
-        trainer.close()
+        trainer._session.close()

@@ -65,12 +65,12 @@ def agree_on_data(trainer: AbstractTrainer) -> int | None:
     Raises:
         RanksDifferError: The message names what differs and each rank's value; the same on every rank.
     """
-    stream, world = trainer._train_stream, trainer.world
+    stream, world = trainer._data.stream, trainer.world
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
         return stream.steps_per_epoch
     readers = {"training": stream.reader} | {
-        _of_validation(name): batches.reader for name, batches in trainer._val_batches.items()
+        _of_validation(name): batches.reader for name, batches in trainer._data.validation.items()
     }
     known = {name: reader for name, reader in readers.items() if reader is not None}
     every = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))

@@ -84,7 +84,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
             trainer._say_once("metrics", f"the state of {left_out} is not tensors alone, and not in checkpoints.")
         rank_state = {
             "random": random,
-            "data": trainer._feed.rank_state,
+            "data": trainer._data.feed.rank_state,
             "metrics": metric_states,
             "user": trainer.rank_state_dict(),
         }
@@ -257,7 +257,7 @@ def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], na
 
 def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
     """Between two passes it may; in the midst of one the stream refuses it."""
-    stream, before = trainer._train_stream, trainer.progress.data.length
+    stream, before = trainer._data.stream, trainer.progress.data.length
     if stream is None or stream.reader is None or not trainer.progress.is_pass_over:
         return
     dataset = stream.reader.loader.dataset
@@ -300,7 +300,7 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
             "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
             "several ranks drop; random layers go on from a new seed."
         )
-    trainer._feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over)
+    trainer._data.feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over)
     _say_if_the_data_changed(trainer)
     # Last, so that nothing above moves the streams.
     if same_device:

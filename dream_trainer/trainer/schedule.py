@@ -1,4 +1,4 @@
-"""When training ends, when a validation is due, and when the time is up."""
+"""Schedule: when an epoch and the run end, when a validation is due, when the time is up, and what is owed."""
 
 from __future__ import annotations
 
@@ -6,55 +6,105 @@ import math
 import time
 from collections.abc import Callable
 
+from dream_trainer.cadence import Cadence
 from dream_trainer.config.training_parameters import TrainingParameters
-from dream_trainer.trainer.counters import Counters
-
-
-def limits(parameters: TrainingParameters) -> tuple[float, float, float]:
-    """Epochs, optimizer steps and samples after which training ends; infinity where there is no limit."""
-    max_steps = 1 if parameters.fast_dev_run else parameters.max_steps
-    epochs, steps, samples = (
-        math.inf if limit is None else limit for limit in (parameters.epoch_limit, max_steps, parameters.max_samples)
-    )
-    return epochs, steps, samples
+from dream_trainer.trainer.counters import Counters, Owed
 
 
 class Schedule:
-    """The clock side of a run's schedule.
+    """A run's limits and what is due between its windows.
 
     Args:
-        parameters: The schedule.
+        parameters: As configured.
+        progress: The run's counters, which it reads; of them it writes `owed` and `elapsed_seconds`.
         clock: Seconds from any origin; tests pass their own.
 
     Attributes:
         goes_by_the_clock: Whether anything is due by the clock.
+        epoch_steps: Windows that end an epoch whatever the data holds; None: the end of the data does.
+        max_steps: Optimizer steps after which training ends; infinity where there is no such limit.
     """
 
-    def __init__(self, parameters: TrainingParameters, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, parameters: TrainingParameters, progress: Counters, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._parameters = parameters
+        self._progress = progress
         self._clock = clock
-        self._started = self._last_validation = clock()
+        self._validations = Cadence(
+            steps=parameters.val_every_n_steps,
+            epochs=parameters.val_every_n_epochs,
+            minutes=parameters.val_every_minutes,
+            clock=clock,
+        )
+        self._started = clock()
         self._before = 0.0
         self._is_running = False
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
-        self.goes_by_the_clock = parameters.max_time is not None or parameters.val_every_minutes is not None
+        self.goes_by_the_clock = self._limit_seconds is not None or self._validations.goes_by_the_clock
+        self.epoch_steps = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch
+        self._max_epochs = _limit(parameters.epoch_limit)
+        self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
+        self._max_samples = _limit(parameters.max_samples)
         self._validates = self.validation_batches != 0
 
-    @property
-    def validation_batches(self) -> int | None:
-        """Batches per rank of one validation; None for all."""
-        return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
+    # -- limits
 
-    def start(self, progress: Counters) -> None:
-        """Training starts now, after `progress.elapsed_seconds` in earlier processes."""
-        self._started = self._last_validation = self._clock()
-        self._before = progress.elapsed_seconds
+    @property
+    def ends_by_steps_alone(self) -> bool:
+        """Whether nothing but a number of optimizer steps ends the run."""
+        has_other_limit = min(self._max_epochs, self._max_samples) < math.inf or self._limit_seconds is not None
+        return self.max_steps < math.inf and not has_other_limit
+
+    def limit_is_reached(self, *, epochs: int) -> bool:
+        """Whether a limit of the run is reached, with `epochs` completed."""
+        progress = self._progress
+        return (
+            epochs >= self._max_epochs
+            or progress.global_step >= self.max_steps
+            or progress.samples_seen >= self._max_samples
+        )
+
+    def is_last_window(self) -> bool:
+        """Whether a limit is reached with the window just completed, its epoch's end included."""
+        progress = self._progress
+        return self.limit_is_reached(epochs=progress.current_epoch + bool(progress.owed and progress.owed.epoch_ended))
+
+    def is_finished(self) -> bool:
+        """Whether a limit is reached, and nothing is owed."""
+        return self._progress.owed is None and self.limit_is_reached(epochs=self._progress.current_epoch)
+
+    def epoch_is_over(self, *, is_pass_over: bool) -> bool:
+        """Whether the window just counted ends its epoch; `is_pass_over` if it was the last of a pass over the data."""
+        return is_pass_over if self.epoch_steps is None else self._progress.epoch_steps >= self.epoch_steps
+
+    def reached_limits(self) -> str:
+        """What is done and what to raise, in words, for a run that has nothing left to train."""
+        progress = self._progress
+        counted = (
+            ("n_epochs", "epochs", progress.current_epoch, self._max_epochs),
+            ("max_steps", "steps", progress.global_step, self.max_steps),
+            ("max_samples", "samples", progress.samples_seen, self._max_samples),
+        )
+        reached = [(name, f"{done} of {limit} {unit}") for name, unit, done, limit in counted if done >= limit]
+        remedy = "Raise " + " and ".join(name for name, _ in reached)
+        if self._parameters.fast_dev_run:
+            remedy = "Use fast_dev_run=False"
+        return f"{' and '.join(text for _, text in reached)} are done. {remedy} to go on"
+
+    # -- the clock
+
+    def start(self) -> None:
+        """Training starts now, after `elapsed_seconds` in earlier processes."""
+        self._started = self._clock()
+        self._validations.restart()
+        self._before = self._progress.elapsed_seconds
         self._is_running = True
 
-    def update(self, progress: Counters) -> None:
+    def update(self) -> None:
         """Writes the time of training into the counters, while training runs."""
         if self._is_running:
-            progress.elapsed_seconds = self.elapsed_seconds()
+            self._progress.elapsed_seconds = self.elapsed_seconds()
 
     def stop(self) -> None:
         """Training ends now; what comes until it starts again does not count."""
@@ -68,30 +118,41 @@ class Schedule:
         """Whether `max_time` has passed on this rank's clock."""
         return self._limit_seconds is not None and self.elapsed_seconds() >= self._limit_seconds
 
+    # -- validations, and what is owed
+
+    @property
+    def validation_batches(self) -> int | None:
+        """Batches per rank of one validation; None for all."""
+        return 1 if self._parameters.fast_dev_run else self._parameters.val_steps_per_epoch
+
     def validation_is_due_by_the_clock(self) -> bool:
         """Whether `val_every_minutes` have passed since the last validation, on this rank's clock."""
-        minutes = self._parameters.val_every_minutes
-        return minutes is not None and self._clock() - self._last_validation >= 60 * minutes
+        return self._validations.is_due_by_the_clock()
 
-    def validation_is_due(self, progress: Counters, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
-        """Whether to validate after the window just completed.
+    def validation_is_due(self, *, stepped: bool, epoch_ended: bool, by_the_clock: bool) -> bool:
+        """Whether to validate after the window just counted.
 
         Args:
-            progress: Counters; `current_epoch` does not count the epoch that ends with this window.
             stepped: Whether the window counted as an optimizer step.
-            epoch_ended: Whether this window ended an epoch.
+            epoch_ended: Whether this window ended an epoch, which `current_epoch` does not count yet.
             by_the_clock: Whether rank 0's clock says so.
         """
         if not self._validates:
             return False
-        parameters = self._parameters
-        if parameters.fast_dev_run or by_the_clock:
+        if self._parameters.fast_dev_run or by_the_clock:
             return True
-        steps, epochs = parameters.val_every_n_steps, parameters.val_every_n_epochs
-        if steps is not None and stepped and progress.global_step % steps == 0:
-            return True
-        return epoch_ended and epochs is not None and (progress.current_epoch + 1) % epochs == 0
+        progress = self._progress
+        step, epoch = progress.global_step if stepped else None, progress.current_epoch + 1 if epoch_ended else None
+        return self._validations.is_due(step, epoch)
 
     def validated(self) -> None:
         """A validation is done; the clock for the next starts."""
-        self._last_validation = self._clock()
+        self._validations.restart()
+
+    def owe(self, *, stepped: bool, epoch_ended: bool, validates: bool) -> None:
+        """Notes what is to be done after the window just counted, for a checkpoint that is saved before it is."""
+        self._progress.owed = Owed(stepped, epoch_ended, validates) if validates or epoch_ended else None
+
+
+def _limit(value: int | None) -> float:
+    return math.inf if value is None else value

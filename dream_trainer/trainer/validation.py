@@ -19,6 +19,7 @@ from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, s
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.modules.precision import float32_products
+from dream_trainer.trainer.log_options import unlogged
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
@@ -54,7 +55,7 @@ def validate(
             trainer.val_name = name
             prefix = f"val/{name}/" if name else "val/"
             trainer._metrics_epoch_start(name)
-            buffer = trainer._val_buffer = MetricBuffer()
+            buffer = trainer._validation.buffer = MetricBuffer()
             _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer)
             found, of_metrics = (
                 {key.removeprefix("val/"): value for key, value in part.items()}
@@ -96,8 +97,8 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        trainer._reshard()
-        trainer._val_buffer = None
+        trainer._parallel.reshard()
+        trainer._validation.buffer = None
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
 
 
@@ -110,27 +111,29 @@ def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], b
             continue
         for listener in before:
             listener(moved, batch_idx)
-        trainer._val_weight = trainer.batch_size(moved)
-        result = trainer._validation_step(moved, batch_idx)
+        trainer._validation.weight = trainer.batch_size(moved)
+        result = trainer._validation.step(moved, batch_idx)
         if not isinstance(result, dict):
             raise HookError(
                 f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
             )
-        buffer.add_result(result, trainer._val_weight)
+        buffer.add_result(result, trainer._validation.weight)
         if batch_idx == 0 and not after and not buffer.has_values():
-            trainer._say_if_unlogged("validation_step", result)
+            message = unlogged("validation_step", result)
+            if message is not None:
+                trainer._say_once("unlogged validation_step", message)
         for listener in after:
             listener(result, batch_idx)
 
 
 def _keep_company(trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer) -> None:
     """Runs the step for its collectives alone: what it logs and counts is thrown away."""
-    trainer._val_buffer, trainer._val_weight, trainer.is_padding_batch = MetricBuffer(), 0, True
+    trainer._validation.buffer, trainer._validation.weight, trainer.is_padding_batch = MetricBuffer(), 0, True
     try:
         with trainer._metrics_padding():
-            trainer._validation_step(batch, batch_idx)
+            trainer._validation.step(batch, batch_idx)
     finally:
-        trainer._val_buffer, trainer.is_padding_batch = buffer, False
+        trainer._validation.buffer, trainer.is_padding_batch = buffer, False
 
 
 def in_step(
@@ -145,7 +148,7 @@ def in_step(
     for data, and a signal is heard by all at the same batch.
     """
     source, batch = iter(batches), None
-    needs_company = trainer.world.world_size > 1 and trainer._forward_communicates()
+    needs_company = trainer.world.world_size > 1 and trainer._parallel.forward_communicates
     for count in itertools.count():
         fresh = _NOTHING
         if count != max_batches:
@@ -154,7 +157,7 @@ def in_step(
         if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
                 # Without a buffer of its metrics it is no validation.
-                purpose = "loader to predict" if trainer._val_buffer is None else "validation loader"
+                purpose = "loader to predict" if trainer._validation.buffer is None else "validation loader"
                 loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
                 trainer._say_once(
                     f"no batch: {loader}",

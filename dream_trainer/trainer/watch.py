@@ -32,9 +32,9 @@ def watched(trainer: BaseTrainer) -> Iterator[None]:
         alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
         return f"{phase}, step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}{alone}"
 
-    trainer._watchdog = Watchdog(
+    trainer._session.watchdog = Watchdog(
         where,
-        lambda: patient_limit if trainer._is_first_window else limit,
+        lambda: patient_limit if trainer._session.is_first_window else limit,
         patient_limit_seconds=patient_limit,
         directory=trainer.run_dir / "stacks",
         rank=world.rank,
@@ -42,7 +42,7 @@ def watched(trainer: BaseTrainer) -> Iterator[None]:
         store=world.connect_to_store(),
     )
     try:
-        with trainer._watchdog:
+        with trainer._session.watchdog:
             yield
     finally:
-        trainer._watchdog = None
+        trainer._session.watchdog = None

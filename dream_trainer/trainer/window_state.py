@@ -1,11 +1,25 @@
-"""What the loop writes down at each batch and window, in one place: an object with slots, as this is the step path."""
+"""What the loop and a validation write down at each batch: objects with slots, as this is the step path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dream_trainer.distributed.pulse import Flags
+from dream_trainer.errors import StepError
+
+if TYPE_CHECKING:
+    from dream_trainer.loggers.buffer import MetricBuffer
+
+
+def not_started(batch: Any, batch_idx: int) -> NoReturn:
+    """The step of a trainer that has not started.
+
+    Raises:
+        StepError: Always.
+    """
+    raise StepError("the trainer has not started. Call fit(), evaluate() or predict().")
 
 
 @dataclass(slots=True)
@@ -13,6 +27,7 @@ class WindowState:
     """The accumulation window that runs, or ran last.
 
     Attributes:
+        step: What is called with each batch and its index: `training_step`, wrapped by mixins.
         batch: The running micro-batch, on the device.
         batch_samples: Its samples on this rank; None while nobody has counted them.
         sizes: Samples of each of this rank's batches; None where the stream counts by itself.
@@ -26,6 +41,7 @@ class WindowState:
         local_batches: Training batches processed since this process started.
     """
 
+    step: Callable[[Any, int], Any] = not_started
     batch: Any = None
     batch_samples: int | None = None
     sizes: list[int] | None = None
@@ -37,3 +53,18 @@ class WindowState:
     epoch_ends: bool = False
     validates: bool = False
     local_batches: int = 0
+
+
+@dataclass(slots=True)
+class ValidationState:
+    """The validation that runs.
+
+    Attributes:
+        step: What is called with each batch and its index: `validation_step`, wrapped by mixins.
+        buffer: Where it is logged to; None outside.
+        weight: Weight of the running batch: its samples.
+    """
+
+    step: Callable[[Any, int], Any] = not_started
+    buffer: MetricBuffer | None = None
+    weight: int = 0

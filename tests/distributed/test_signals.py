@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.distributed.relay import relayed
+from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
 from dream_trainer.distributed.signals import Interrupted, Signals
 from tests.worlds import run_world
@@ -25,7 +26,7 @@ from tests.worlds import run_world
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    signals = Signals()
+    signals = Signals(Requests())
     with signals.handled():
         yield signals
 
@@ -60,7 +61,7 @@ def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, numb
     assert signals.wait_for_data(long_wait) is None
     sender.join()
     assert time.monotonic() - began < 10
-    assert signals.stops
+    assert signals.requests.ends_by_signal
     assert signals.wait_for_data(lambda: "more") is None  # nothing is fetched any more
 
 
@@ -84,7 +85,7 @@ def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals)
     answers = []
 
     def answer() -> bool:
-        answers.append(signals.save_asked)
+        answers.append(signals.requests.save_signalled)
         return True
 
     def wait() -> str:
@@ -95,7 +96,7 @@ def test_a_save_is_answered_from_within_the_wait_which_goes_on(signals: Signals)
     assert signals.wait_for_data(wait, answer) == "data"
     sender.join()
     assert answers == [True, True]
-    assert not signals.stops
+    assert not signals.requests.ends_by_signal
 
 
 def test_an_answer_may_end_the_wait_and_so_does_a_save_that_nobody_answers(signals: Signals) -> None:
@@ -124,7 +125,11 @@ def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
         time.sleep(0.05)
-    assert (signals.terminated, signals.interrupted, signals.save_asked) == (True, True, True)
+    assert (signals.requests.terminated, signals.requests.interrupted, signals.requests.save_signalled) == (
+        True,
+        True,
+        True,
+    )
     sender = send_in(0.1, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         time.sleep(5)
@@ -143,7 +148,7 @@ def test_a_forked_child_is_ended_by_its_parent_as_ever(signals: Signals) -> None
     child.terminate()
     child.join(10)
     assert child.exitcode == -signal.SIGTERM
-    assert not signals.stops
+    assert not signals.requests.ends_by_signal
 
 
 def test_a_forked_child_leaves_the_others_signals_to_the_parent(signals: Signals) -> None:
@@ -153,7 +158,7 @@ def test_a_forked_child_leaves_the_others_signals_to_the_parent(signals: Signals
         try:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.05)
-            os.write(writer, bytes([signals.save_asked]))
+            os.write(writer, bytes([signals.requests.save_signalled]))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -168,7 +173,7 @@ def test_what_came_before_the_wait_is_answered_at_its_start(signals: Signals) ->
 
     def answer() -> bool:
         answers.append(True)
-        signals.save_asked = False
+        signals.requests.save_signalled = False
         return True
 
     assert signals.wait_for_data(lambda: "data", answer) == "data"
@@ -214,7 +219,7 @@ def relays_beside_many_files(count: int) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
-    signals, store = Signals(), dist.HashStore()
+    signals, store = Signals(Requests()), dist.HashStore()
     with signals.handled(), relayed(signals, store):
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 10

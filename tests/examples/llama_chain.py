@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dream_trainer as dt
-from tests.trainer.resumable import state_tensors
+from tests.trainer.resumable import after_each_look_at_saves, state_tensors
 from tests.worlds import run_world
 from tools.parity import Cell, Miss, ParityTrainer, compare, config_of, weights
 
@@ -46,9 +46,10 @@ class ChainTrainer(ParityTrainer):
         self.loaded: dict[str, Any] = {}
         self.passed: list[dict[str, Any]] = []
 
-    def _save_if_due(self, **when: Any) -> None:
-        super()._save_if_due(**when)
-        # Between two windows, where no event is: what is asked here is heard before the next window.
+    def post_setup(self) -> None:
+        after_each_look_at_saves(self, self._ask_for_stop)
+
+    def _ask_for_stop(self) -> None:
         if self.global_step == self.until:
             self.request_stop("the hop ends here")
 

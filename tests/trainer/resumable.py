@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,17 @@ class History(dt.Callback):
         self._validations.append((trainer.global_step, metrics))
 
 
+def after_each_look_at_saves(trainer: dt.DreamTrainer, action: Callable[[], None]) -> None:
+    """Calls `action` between two windows, where no event is: what it asks for is heard before the next window."""
+    saver, look = trainer._saver, trainer._saver.save_if_due
+
+    def look_and_act(**when: Any) -> None:
+        look(**when)
+        action()
+
+    saver.save_if_due = look_and_act  # type: ignore[method-assign]
+
+
 class Resumable(dt.DreamTrainer):
     """Records what each optimizer step of this process saw and did."""
 
@@ -126,12 +137,10 @@ class Resumable(dt.DreamTrainer):
     def pre_fit(self) -> None:
         self._ask_for_stop()
 
-    def _save_if_due(self, **when: Any) -> None:
-        super()._save_if_due(**when)
-        self._ask_for_stop()
+    def post_setup(self) -> None:
+        after_each_look_at_saves(self, self._ask_for_stop)
 
     def _ask_for_stop(self) -> None:
-        """Between two windows, where no event is: what is asked here is heard before the next window."""
         if self.stop_after is not None and self.global_step == self.stop_after:
             self.request_stop("the test says so")
 

@@ -29,11 +29,11 @@ class Timed(Validates, Spread):
         self.validated_at: list[int] = []
         self.patience: list[float] = []
         self.timeouts: list[set[timedelta]] = []
-        self._cadence._clock = lambda: 60 * self.minutes
+        self._schedule._clock = lambda: 60 * self.minutes
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         self.minutes += self.world.rank in self.slow_ranks
-        self.patience.append(self._watchdog._limit_seconds())
+        self.patience.append(self._session.watchdog._limit_seconds())
         if self.world.world_size > 1:
             self.timeouts.append(timeouts(self.world))
         return super().training_step(batch, batch_idx)

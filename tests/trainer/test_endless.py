@@ -14,7 +14,7 @@ from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.sampler import BatchKey, RankBatchSampler
 from dream_trainer.errors import DataError, StepError
-from dream_trainer.trainer import intermission
+from dream_trainer.trainer import nothing_trained
 from tests.trainer.small import Alone, Batch, Samples, make_config
 
 pytestmark = pytest.mark.pitfall(85)
@@ -58,7 +58,7 @@ def test_steps_that_nobody_counts_are_an_error_under_a_limit_in_steps() -> None:
 
 
 def test_a_run_that_never_steps_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intermission, "BATCHES_WITHOUT_STEP", 40)
+    monkeypatch.setattr(nothing_trained, "BATCHES_WITHOUT_STEP", 40)
     with pytest.raises(StepError, match="max_steps=3 never comes: 40 batches"):
         fit(Idle, max_steps=3)
     assert fit(Idle, n_epochs=12).local_batches == 48

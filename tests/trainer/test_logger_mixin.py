@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 
 import dream_trainer as dt
 from dream_trainer.callbacks import Progress
+from dream_trainer.checkpoint.saver import Saver
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
@@ -972,7 +973,7 @@ def test_what_is_logged_after_a_validation_is_written_once_though_a_listener_sav
     monkeypatch.chdir(tmp_path)
     config = make_config(ResumableConfig, every=12, loggers=("jsonl",), val_every_n_steps=2, val_every_n_epochs=None)
     config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
-    monkeypatch.setattr(dt.CheckpointMixin, "_save_after_exception", lambda self: None)  # as if by SIGKILL
+    monkeypatch.setattr(Saver, "save_after_exception", lambda self, step: None)  # as if by SIGKILL
     fits = False
     with pytest.raises(Killed):
         Saves(config).fit()

@@ -18,7 +18,7 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.base import BaseTrainer
 from dream_trainer.trainer.cooperation import Cooperation
-from dream_trainer.trainer.lifecycle import Lifecycle
+from dream_trainer.trainer.hooks import Hooks
 
 MIXINS = [dt.SetupMixin, dt.FSDPMixin, dt.EvalMixin, dt.CheckpointMixin, dt.LoggerMixin]
 CONFIGS = [dt.SetupConfigMixin, dt.FSDPConfigMixin, dt.EvalConfigMixin, dt.CheckpointConfigMixin, dt.LoggerConfigMixin]
@@ -135,7 +135,7 @@ def test_parallel_mixins_in_every_order_build_the_same_trainer_and_it_trains(
 
 
 def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
-    hooks = {name for part in (AbstractTrainer, Lifecycle, Cooperation) for name in vars(part) if name[:2] != "__"}
+    hooks = {name for part in (AbstractTrainer, Hooks, Cooperation) for name in vars(part) if name[:2] != "__"}
     mixed = {"__init__", "__doc__", "_required_hooks", "_config_class"}
     assert hooks & set(vars(BaseTrainer)) - mixed == set()
 
@@ -281,7 +281,7 @@ def test_a_method_named_like_a_hook_that_nothing_calls_is_said_once_with_the_nea
     config = make_config(())
     config.callbacks = dt.CallbackCollection([Lightning(), Lightning(), EMA(), LearningRate(), Progress()])
     with Misspelt(config) as trainer:
-        trainer._start()
+        trainer._session.start()
     said = [line for line in caplog.messages if "nothing calls" in line]
     assert {line.split()[2].rstrip(","): line.split(" is ")[-1].split(".")[0] for line in said} == {
         "Misspelt.validate_step": "validation_step",

@@ -40,7 +40,7 @@ def everything_config(**fields: Any) -> dt.DreamTrainerConfig:
 
 
 PUBLIC = ["batch_size", "best", "progress", "log", "step", "training", "val_name", "history", "world", "config", "fit"]
-PRIVATE = ["_metrics", "_events", "_window", "_land", "_loggers", "_flush", "_resume", "_names_of_ours"]
+PRIVATE = ["_session", "_events", "_window", "_land", "_schedule", "_save_if_due", "_resume", "_names_of_ours"]
 
 
 @pytest.mark.pitfall(88)
@@ -62,7 +62,7 @@ def test_an_attribute_with_a_name_of_ours_is_refused_where_it_is_assigned(
             setattr(self, name, 32)
 
     with pytest.raises(HookError, match=rf"self\.{name}, assigned in .*test_names\.py:\d+, .*{name} of "):
-        Mine(everything_config())._launch_and_set_up()
+        Mine(everything_config())._session.start()
 
 
 @pytest.mark.pitfall(88)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu, undisturbed_cpu_state
 from dream_trainer.distributed.signals import Signals
 
@@ -45,17 +46,17 @@ def test_a_wait_that_a_signal_ends_leaves_all_generators_where_they_were(load_an
     seed_cpu(3)
     expected = draws()
     seed_cpu(3)
-    signals = Signals()
+    signals = Signals(Requests())
     with signals.handled():
         signals.wait_for_data(lambda: load_and_get(signal.SIGTERM))
-    assert signals.terminated
+    assert signals.requests.terminated
     assert draws() == expected
 
 
 @pytest.mark.pitfall(32)
 def test_a_save_while_generators_are_put_back_has_them_as_they_were(load_and_get: Callable[[int], None]) -> None:
     seed_cpu(3)
-    signals, found, before = Signals(), [], undisturbed_cpu_state()
+    signals, found, before = Signals(Requests()), [], undisturbed_cpu_state()
 
     def save() -> bool:
         found.append(undisturbed_cpu_state())

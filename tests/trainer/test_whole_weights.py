@@ -204,7 +204,7 @@ def refused(kind: type[Sharded], directory: str) -> str:
     os.chdir(directory)
     trainer = kind(make_config(max_steps=1), loader())
     try:
-        trainer._launch_and_set_up()
+        trainer._session.start()
     except HookError as error:
         return str(error)
     finally:

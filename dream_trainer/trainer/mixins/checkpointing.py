@@ -79,7 +79,7 @@ class CheckpointMixin(AbstractTrainer):
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
         source = local_path(path)
-        self._start()
+        self._session.start()
         self._refuse_inside_window("load_checkpoint")
         self._saver.finish()
         self._load(verify_checkpoint(source, world=self.world))
@@ -116,12 +116,12 @@ class CheckpointMixin(AbstractTrainer):
         from dream_trainer.weights.export import export_model
 
         target = local_path(path)
-        self._start()
+        self._session.start()
         self._refuse_inside_window("export")
         models = self.named_models()
         name = _model_to_export(models, model)
         with nullcontext() if weights == "model" else averages_to_export(self.callbacks, weights, name):
-            self._reshard()
+            self._parallel.reshard()
             return export_model(
                 models[name],
                 target,
@@ -149,7 +149,7 @@ class CheckpointMixin(AbstractTrainer):
             warm=partial(saved_state.warm, self),
             on_save=partial(self._notify, "on_save"),
             on_lost=self._save_was_lost,
-            patience=self._patience,
+            patience=self._session.patience,
             say_once=self._say_once,
             clock=time.monotonic,
             only_when_called=is_dry,
@@ -170,7 +170,7 @@ class CheckpointMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        if self._saver.lacks_checkpoint and not self._is_training and self.local_batches == 0:
+        if self._saver.lacks_checkpoint and not self._session.is_training and self.local_batches == 0:
             self._say_once(
                 "no checkpoint",
                 f"{self.checkpoint_dir} has no checkpoint: these weights are as setup left them. Check project, group "
@@ -206,31 +206,6 @@ class CheckpointMixin(AbstractTrainer):
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
         self._saver.window_finished()
-
-    def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
-        super()._save_if_due(stepped=stepped, epoch_ended=epoch_ended, is_last=is_last, requested=requested)
-        # What all ranks heard of in an exchange that ended the run, or that came before the first step.
-        requested |= self._agreement.save_is_owed
-        self._agreement.save_is_owed = False
-        step, epoch = self.global_step if stepped else None, self.current_epoch if epoch_ended else None
-        self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
-
-    def _saving_flags(self) -> tuple[bool, bool, bool]:
-        super()._saving_flags()
-        return self._saver.flags()
-
-    def _saving_heard(self, saving: int, failed: int) -> None:
-        super()._saving_heard(saving, failed)
-        self._saver.heard(saving, failed)
-
-    def _before_update(self) -> None:
-        super()._before_update()
-        self._saver.before_update()
-
-    def _save_after_exception(self) -> None:
-        super()._save_after_exception()
-        if not self._accumulation.is_open and self.global_step > 0:
-            self._saver.save_after_exception(self.global_step)
 
     def _close(self) -> None:
         # The directory is released last, since loggers write their last lines.

@@ -21,6 +21,7 @@ from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import HookError
 from dream_trainer.modules.metrics import computed, updates
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.registry import is_metric
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
 
@@ -64,13 +65,13 @@ class EvalMixin(AbstractTrainer):
         Raises:
             HookError: There is no validation_step, or nothing to evaluate on.
         """
-        with self._failing_for_all():
-            self._start()
-            if type(self).validation_step is AbstractTrainer.validation_step:
+        with self._session.failing_for_all():
+            self._session.start()
+            if type(self).validation_step is Hooks.validation_step:
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
             own, limit = dataloader is None, None
             if own:
-                batches, limit = self._val_batches, self.config.training_parameters.val_steps_per_epoch
+                batches, limit = self._data.validation, self.config.training_parameters.val_steps_per_epoch
                 if not batches:
                     raise HookError(
                         "there is no validation loader. Pass evaluate(dataloader), or return one from "
@@ -101,8 +102,8 @@ class EvalMixin(AbstractTrainer):
         Returns:
             One entry per batch of each rank; concatenated, they follow the dataset's order on any world size.
         """
-        with self._failing_for_all():
-            self._start()
+        with self._session.failing_for_all():
+            self._session.start()
             mine: list[Any] = []
             batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)

@@ -25,8 +25,8 @@ from dream_trainer.loggers.history import History
 from dream_trainer.loggers.interface import Logger, Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
 from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.log_options import refuse_unknown, unlogged
 from dream_trainer.trainer.media_recording import MediaRecording
-from dream_trainer.trainer.recording import refuse_unknown
 
 logger = logging.getLogger("dream_trainer")
 
@@ -82,7 +82,7 @@ class LoggerMixin(MediaRecording):
             KeyError: Others were logged, and none of that name.
         """
         found = [(int(line["step"]), line[name]) for line in self._history if name in line]
-        if not found and self._history and not self._is_training:
+        if not found and self._history and not self._session.is_training:
             names = sorted({key for line in self._history for key in line if key not in Stamp._fields})
             raise KeyError(f"no metric {name!r} was logged; there are {', '.join(names)}.")
         return found
@@ -120,9 +120,9 @@ class LoggerMixin(MediaRecording):
         """
         if unknown:
             refuse_unknown(unknown)
-        if self._val_buffer is not None:
-            own = self._val_weight if weight is None else weight
-            self._val_buffer.add(name.removeprefix("val/"), value, own, reduce)
+        if self._validation.buffer is not None:
+            own = self._validation.weight if weight is None else weight
+            self._validation.buffer.add(name.removeprefix("val/"), value, own, reduce)
             return
         if not self.training:
             where = "a sanity validation" if self.is_sanity_validation else "predict or before a validation's loaders"
@@ -135,7 +135,7 @@ class LoggerMixin(MediaRecording):
         if self._after_validation is not None:
             self._after_validation.add(name, value, 1.0 if weight is None else weight, reduce)
             return
-        if weight is None and self._is_ready and self._window.batch is not None:
+        if weight is None and self._session.is_ready and self._window.batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
                 check_reduction(name, reduce)
@@ -159,7 +159,9 @@ class LoggerMixin(MediaRecording):
             if self._metrics.has_values():
                 self._opened_loggers()
             elif not self._events["post_train_batch"]:
-                self._say_if_unlogged("training_step", result)
+                message = unlogged("training_step", result)
+                if message is not None:
+                    self._say_once("unlogged training_step", message)
 
     def _decide(self, weight: Tensor | float | None) -> None:
         """Gives the values that wait for it the backward weight, or their batch's size where there is none."""
@@ -288,9 +290,9 @@ class LoggerMixin(MediaRecording):
         self._land()
         self._write_after_validation()
         flushed_before = self._flushed_step
-        if not self._has_failed:  # what failed may be a logger
+        if not self._session.has_failed:  # what failed may be a logger
             # A listener may save at the window's end, before `_window_finished`, which would write what is saved here.
-            self._run_has_ended |= self._last_window_is_done()
+            self._run_has_ended |= self._schedule.is_last_window()
             self._flush_if_due()
             self._land()
         self._decide(None)

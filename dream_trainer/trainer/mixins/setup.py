@@ -8,7 +8,7 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,11 +23,9 @@ from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
-from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
 from dream_trainer.modules.precision import half_dtype, sharding_policy
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (
-    fsdp_modules,
     keeping_tied_and_frozen,
     move_what_is_whole,
     refuse_unsupported,
@@ -36,13 +34,13 @@ from dream_trainer.modules.sharding import (
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
+from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 STAGES: tuple[tuple[str, str], ...] = (
@@ -65,6 +63,19 @@ STAGES: tuple[tuple[str, str], ...] = (
 )
 
 
+@dataclass
+class _Build:
+    """What `configure` leaves to `setup`.
+
+    Attributes:
+        tape: The recorded initialisation.
+        built_early: Models that were there before `configure_models`.
+    """
+
+    tape: Tape
+    built_early: dict[str, nn.Module] = field(default_factory=dict)
+
+
 class SetupMixin(AbstractTrainer):
     """Builds and parallelises everything a trainer trains, on any number of ranks.
 
@@ -82,28 +93,25 @@ class SetupMixin(AbstractTrainer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         refuse_unused_parallelism(type(self), config.device_parameters)
-        self._tape = Tape(config.seed)
-        self._wrapped: list[FSDPModule] = []
-        self._built_early: dict[str, nn.Module] = {}
-        self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
-        self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
+        self._build = _Build(Tape(config.seed))
 
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
         before = set(vars(self))
-        self._built_early = self.named_models()
-        with self._tape.recording():
+        tape = self._build.tape
+        self._build.built_early = self.named_models()
+        with tape.recording():
             refuse_returned("configure_models", "self.model", self.configure_models())  # type: ignore[func-returns-value]
         refuse_private_models({name: value for name, value in vars(self).items() if name not in before})
         models = self.named_models()
         if not models:
             raise HookError("configure_models assigned no module with parameters to self.")
-        if type(self).init_weights is AbstractTrainer.init_weights:
+        if type(self).init_weights is Hooks.init_weights:
             for model in models.values():
-                default_init(model, self._tape)
+                default_init(model, tape)
         else:
-            with torch.no_grad(), self._tape.recording():
+            with torch.no_grad(), tape.recording():
                 self.init_weights()
 
     def setup(self) -> None:
@@ -112,7 +120,7 @@ class SetupMixin(AbstractTrainer):
         models = self.named_models()
         refuse_unsupported(models, self.world.world_size)
         self._make_real_weights_equal()
-        plan = remember(models, self._tape)
+        plan = remember(models, self._build.tape)
         devices = self.config.device_parameters
         if devices.tensor_parallel > 1:
             with keeping_tied_and_frozen(models):
@@ -129,18 +137,16 @@ class SetupMixin(AbstractTrainer):
                     norms_in_float32(model, self.world.device)
             self._shard_or_replicate()
         materialize(models, plan, self.world.parameter_device)
-        del self._tape  # it holds what the constructors computed
+        del self._build  # its tape keeps what the constructors computed
         if self.world.world_size > 1:
             for model in models.values():
                 if self.world.parameter_device != self.world.device:
                     move_what_is_whole(model, self.world.device)
                 enter_by_parts(model, self.forward_methods)
-            self._watch_gradients()
-            if self.world.dp_size > 1:
-                self._norms = norms_with_statistics(models.values())
+            self._parallel.watch(models.values(), self.world, self.config.training_parameters.sync_policy)
         self.load_pretrained()
         connect_data(self)
-        self._reshard()
+        self._parallel.reshard()
         refuse_returned("configure_optimizers", "self.optimizer", self.configure_optimizers())  # type: ignore[func-returns-value]
         if not self.named_optimizers():
             raise HookError("configure_optimizers assigned no optimizer to self.")
@@ -157,7 +163,7 @@ class SetupMixin(AbstractTrainer):
 
     def _make_real_weights_equal(self) -> None:
         """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
-        early = [f"self.{name}" for name, model in self._built_early.items() if real_tensors({"": model})]
+        early = [f"self.{name}" for name, model in self._build.built_early.items() if real_tensors({"": model})]
         differ = make_equal(real_tensors(self.named_models()), self.world)
         taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
         if early:
@@ -170,14 +176,6 @@ class SetupMixin(AbstractTrainer):
             self._say_once(
                 "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
             )
-
-    def _watch_gradients(self) -> None:
-        from dream_trainer.compat.fully_shard import is_shared, watch_gradients
-
-        self._wrapped = [module for model in self.named_models().values() for module in fsdp_modules(model)]
-        for module in self._wrapped:
-            watch_gradients(module, self._local_gradients)
-        self._shared = [module for module in self._wrapped if is_shared(module)]
 
     @property
     def _mesh(self) -> DeviceMesh:
@@ -218,31 +216,3 @@ class SetupMixin(AbstractTrainer):
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         return [*super()._setup_stages(), *STAGES]
-
-    def _sync_gradients(self, enabled: bool) -> None:
-        super()._sync_gradients(enabled)
-        policy = self.config.training_parameters.sync_policy
-        for module in self._shared:
-            if policy == "no_sync":
-                module.set_requires_gradient_sync(enabled, recurse=False)
-            elif policy == "defer_all_reduce":
-                module.set_requires_all_reduce(enabled, recurse=False)
-
-    def _average_statistics(self) -> None:
-        super()._average_statistics()
-        if self._norms:
-            average_statistics(self._norms, self.world)
-
-    def _reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
-        from dream_trainer.compat.fully_shard import reduce_what_waits
-
-        super()._reduce_what_waits(parameters)
-        reduce_what_waits(self._shared, parameters, self._local_gradients)
-
-    def _reshard(self) -> None:
-        super()._reshard()
-        for module in self._wrapped:
-            module.reshard()
-
-    def _forward_communicates(self) -> bool:
-        return super()._forward_communicates() or self.world.mesh_shape.dp_shard > 1

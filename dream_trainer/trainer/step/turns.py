@@ -32,7 +32,7 @@ class Turns:
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
-        self._own = trainer._local_gradients
+        self._own = trainer._parallel.gradients
         self._optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
         self._backwards = 0
         self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients

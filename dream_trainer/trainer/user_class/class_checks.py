@@ -16,7 +16,6 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.trainer.event_table import EVENTS
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.lifecycle import Lifecycle
 from dream_trainer.trainer.user_class.other_trainers import METHODS
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, heard, is_ours, names_in, written
 from dream_trainer.trainer.user_class.taken_names import refuse_taken_names
@@ -67,7 +66,7 @@ def _check_hooks(cls: type) -> None:
 
 def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
     """The names of what may be overridden in the user's trainer and in each class of callbacks."""
-    own: dict[type, set[str]] = {cls: {*vars(Hooks), *vars(Lifecycle), "predict_step", "configure_loggers"}}
+    own: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers"}}
     return own | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
@@ -76,7 +75,7 @@ def _refuse_uncalled(cls: type, names: set[str]) -> None:
 
     A trainer's events are called there too.
     """
-    events = set(EVENTS) if issubclass(cls, Lifecycle) else set()
+    events = set(EVENTS) if issubclass(cls, Hooks) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
         ours = next((index for index, part in enumerate(owners) if is_ours(part)), None)
@@ -129,7 +128,7 @@ _ARGUMENTS = {"load_state_dict": "state", "load_rank_state_dict": "state"}
 
 def _check_signatures(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> None:
     for kind, names in _hooks(cls, callbacks).items():
-        if issubclass(kind, Lifecycle):
+        if issubclass(kind, Hooks):
             names = names | {name for part in kind.__mro__ if is_ours(part) for name in vars(part)}
         for name in sorted(names):
             if not name.startswith("_"):
@@ -237,8 +236,8 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     ]
     called |= {used for _, name, function in own for used in names_in(function.__code__) - {name}}
     return [
-        f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it, or begin "
-        "its name with an underscore if your own code calls it."
+        f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it: to "
+        f"{nearest}, or to my_{name} if code of yours outside the class calls it."
         for cls, name, _ in own
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
     ]

@@ -1,0 +1,51 @@
+"""Requests: what this rank was asked for, by training code or by a signal, until all ranks have heard of it."""
+
+from __future__ import annotations
+
+
+class Requests:
+    """Asks for a stop, or a save.
+
+    Attributes:
+        stop_reason: Why training code asked for the end of training, in words; None if it did not.
+        terminated: SIGTERM came.
+        interrupted: SIGINT came.
+        save_requested: Training code asked for a checkpoint, and the other ranks do not know yet.
+        save_signalled: SIGUSR1 asks for one, which is answered also from within a wait for data.
+        save_is_owed: All ranks know, and the save was not begun yet.
+        save_is_known: All ranks know of every save asked for so far; `Relay`, in a thread of its own, clears it.
+    """
+
+    __slots__ = (
+        "interrupted",
+        "save_is_known",
+        "save_is_owed",
+        "save_requested",
+        "save_signalled",
+        "stop_reason",
+        "terminated",
+    )
+
+    def __init__(self) -> None:
+        self.stop_reason: str | None = None
+        self.terminated = self.interrupted = False
+        self.save_requested = self.save_signalled = self.save_is_owed = self.save_is_known = False
+
+    @property
+    def ends_by_signal(self) -> bool:
+        """Whether a signal asks to end the run."""
+        return self.terminated or self.interrupted
+
+    def heard_of_save(self) -> None:
+        """All ranks have heard that one of them wants a save."""
+        self.save_requested = self.save_signalled = False
+        self.save_is_known = self.save_is_owed = True
+
+    def take_save(self) -> bool:
+        """Whether a save is owed; from now on it is not."""
+        owed, self.save_is_owed = self.save_is_owed, False
+        return owed
+
+    def forget_signals(self) -> None:
+        """What signals asked for so far is done."""
+        self.terminated = self.interrupted = self.save_signalled = False

@@ -1,0 +1,80 @@
+"""What a trainer's models are on several ranks: which gradients cross ranks, when, and which statistics differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn as nn
+
+from dream_trainer.compat.local_gradients import LocalGradients
+from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
+from dream_trainer.modules.sharding import fsdp_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from dream_trainer.distributed.world import World
+
+
+class ParallelModels:
+    """The sharded and replicated parts of the models. Until `watch`, and in one process, there are none.
+
+    Attributes:
+        gradients: What this rank's backwards gave to them.
+    """
+
+    def __init__(self) -> None:
+        self.gradients = LocalGradients()
+        self._policy = ""
+        self._wrapped: list[FSDPModule] = []
+        self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
+        self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
+        self._world: World | None = None
+
+    def watch(self, models: Iterable[nn.Module], world: World, sync_policy: str) -> None:
+        """From now on knows of the gradients of `models`, which are wrapped by `fully_shard` where they are trained.
+
+        Args:
+            models: The models, real.
+            world: The ranks.
+            sync_policy: When gradients of sharded models cross ranks: `TrainingParameters.sync_policy`.
+        """
+        from dream_trainer.compat.fully_shard import is_shared, watch_gradients
+
+        self._world, self._policy = world, sync_policy
+        models = list(models)
+        self._wrapped = [module for model in models for module in fsdp_modules(model)]
+        for module in self._wrapped:
+            watch_gradients(module, self.gradients)
+        self._shared = [module for module in self._wrapped if is_shared(module)]
+        self._norms = norms_with_statistics(models) if world.dp_size > 1 else []
+
+    @property
+    def forward_communicates(self) -> bool:
+        """Whether a forward runs collectives, so that all ranks must run as many."""
+        return self._world is not None and self._world.mesh_shape.dp_shard > 1
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Whether the next backward reduces gradients over the data-parallel ranks."""
+        for module in self._shared:
+            if self._policy == "no_sync":
+                module.set_requires_gradient_sync(enabled, recurse=False)
+            elif self._policy == "defer_all_reduce":
+                module.set_requires_all_reduce(enabled, recurse=False)
+
+    def average_statistics(self) -> None:
+        """Makes running statistics equal on all ranks, after a window's last micro-batch; a collective."""
+        if self._norms and self._world is not None:
+            average_statistics(self._norms, self._world)
+
+    def reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
+        from dream_trainer.compat.fully_shard import reduce_what_waits
+
+        reduce_what_waits(self._shared, parameters, self.gradients)
+
+    def reshard(self) -> None:
+        """Puts back to shards what a forward left gathered."""
+        for module in self._wrapped:
+            module.reshard()

@@ -1,0 +1,93 @@
+"""Runs that train nothing: without steps, or with steps without gradients; and those that would never end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.nn as nn
+
+from dream_trainer.compat.pytorch import write_count
+from dream_trainer.errors import StepError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+WINDOWS_WITHOUT_STEP = 100
+"""Windows of an epoch after which it is said that none has stepped yet, or none with a gradient; the end of the epoch
+says it sooner."""
+
+BATCHES_WITHOUT_STEP = 10_000
+"""Batches after which a run that only a number of steps ends is an error, if it never stepped nor changed a weight."""
+
+
+class NothingTrained:
+    """Looks at the windows of this process until one of them has stepped with a gradient.
+
+    Args:
+        trainer: Whose windows they are.
+
+    Attributes:
+        is_looking: Whether no window has stepped with a gradient so far.
+    """
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._trainer = trainer
+        self._has_stepped = False
+        self._writes_before = 0
+        self.is_looking = True
+
+    def begin(self) -> None:
+        """Training begins with the weights as they are now."""
+        self._writes_before = self._writes()
+
+    def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
+        """A window is complete; `had_gradients` if some step so far had one."""
+        self._has_stepped = self._has_stepped or stepped
+        self.is_looking = not had_gradients
+        if self._trainer.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
+            self.say()
+
+    def say(self) -> None:
+        """Warns and raises nothing: training without gradients, or a late first step, may be meant.
+
+        Raises:
+            StepError: Only a number of steps ends the run, and none will ever be counted.
+        """
+        trainer = self._trainer
+        if not self.is_looking or trainer.local_batches == 0:
+            return
+        if self._has_stepped:
+            trainer._say_once(
+                "no gradient",
+                "training_step calls self.step(...), but no parameter that it steps has had a gradient so far: steps "
+                "are counted, and nothing is learnt. Call self.backward(loss) before it, with a loss of the model that "
+                "the optimizer trains.",
+            )
+            return
+        if trainer._schedule.ends_by_steps_alone:
+            self._refuse_to_go_on_for_ever()
+        trainer._say_once(
+            "no step",
+            "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
+            "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "
+            "`not self.is_accumulating_gradients`.",
+        )
+
+    def _refuse_to_go_on_for_ever(self) -> None:
+        """A first step may come late, when a replay buffer is full, so a run that leaves its weights alone has time."""
+        trainer = self._trainer
+        trains = self._writes() != self._writes_before or any(p.grad is not None for p in self._parameters())
+        if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
+            raise StepError(
+                f"max_steps={trainer._schedule.max_steps} never comes: {trainer.local_batches} batches were trained, "
+                "and training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
+                "in the place of loss.backward(), and self.step(model, optimizer) in the place of optimizer.step(), "
+                "when `not self.is_accumulating_gradients`; or set n_epochs."
+            )
+
+    def _writes(self) -> int:
+        return sum(write_count(parameter) for parameter in self._parameters())
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for model in self._trainer.named_models().values() for p in model.parameters())

@@ -1,0 +1,250 @@
+"""OptimizerStep: what `step` does with a window's gradients: reduce, normalise, clip, guard, step, and zero.
+
+Gradients are sums; what the window really held normalises them here, once: the number of its micro-batches, or the sum
+of their weights over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
+from dream_trainer.distributed.gradients import (
+    StepPlan,
+    average,
+    global_norm,
+    gradients_of,
+    group_sizes,
+    local_norm,
+    plan_step,
+    scale_gradients,
+)
+from dream_trainer.errors import StepError
+from dream_trainer.modules.precision import without_autocast
+from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.step.accumulation import Accumulation, Weight
+
+
+class OptimizerStep:
+    """Steps optimizers, once per call of `BaseTrainer.step`.
+
+    Args:
+        trainer: Whose world, config and events are used.
+        window: The running window.
+
+    Attributes:
+        had_gradients: Whether any step so far had a gradient.
+    """
+
+    def __init__(self, trainer: AbstractTrainer, window: Accumulation) -> None:
+        parameters = trainer.config.training_parameters
+        self._trainer = trainer
+        self._window = window
+        self._loss_scale = window.loss_scale
+        self._turns = window.turns
+        self._world = trainer.world
+        self._device = trainer.world.parameter_device
+        # MPS has no float64.
+        self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        # Not the backward's: a context that is entered again inside itself does not find its way out.
+        self._context = without_autocast(trainer.config.device_parameters, self._world.device)
+        self._clip_norm = parameters.gradient_clip_val
+        self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        self._clip_value = parameters.gradient_clip_value
+        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, window.loss_scale)
+        self._parallel = trainer._parallel
+        self._own = trainer._parallel.gradients
+        self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
+        self._inverses: dict[int, Tensor] = {}
+        self._before_step = trainer._events["pre_optimizer_step"]
+        # Listeners may change gradients, so the norm is taken anew: on all ranks, also where only rank 0 listens.
+        self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
+        self._after_step = trainer._events["post_optimizer_step"]
+        self.had_gradients = False
+
+    def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
+        """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
+        if self._context is None:
+            return self._step(model, optimizers, schedulers)
+        with self._context:
+            return self._step(model, optimizers, schedulers)
+
+    def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
+        can_rerun = self._window.begin_step()
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise StepError(
+                    "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
+                )
+        plan = self._plan(optimizers)
+        if self._window.counted_batches == 0:
+            return torch.zeros((), dtype=plan.dtype, device=self._device)
+        self._own.let_graphs_go()
+        self._parallel.reshard()
+        self._trainer._saver.before_update()
+        with torch.no_grad():
+            norm, empty = self._finish_gradients(model, optimizers, plan)
+            skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+        if not skipped and self._after_step:
+            for optimizer in optimizers:
+                for listener in self._after_step:
+                    listener(model, optimizer)
+        for parameter in plan.parameters:
+            parameter.grad = None
+        self._turns.stepped(optimizers)
+        for scheduler in schedulers:
+            scheduler.step()
+        return norm
+
+    def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
+        plan = self._plans.get(optimizers)
+        if plan is None or plan.n_groups != group_sizes(optimizers):
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._own)
+            if not plan.guards_itself:
+                self._guard.read_on_the_host(optimizers)
+        return plan
+
+    def _finish_gradients(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
+    ) -> tuple[Tensor, Tensor | bool]:
+        """Normalises and clips in place; returns the norm before clipping and whether the window weighed nothing."""
+        if self._own.waiting:
+            self._parallel.reduce_what_waits(plan.parameters)
+        for bucket in plan.buckets:
+            average(bucket, self._world)
+        weight = self._window.spend_weight(model)
+        grads = gradients_of(plan)
+        norm, total = self._norm(plan, grads, weight, self._lacking(plan))
+        # A second turn in the window is made of its last micro-batch alone.
+        n_batches = 1 if self._turns.has_stepped(optimizers) else self._window.counted_batches
+        scale, empty = self._scale(weight, total, n_batches)
+        if self._loss_scale is not None:
+            inverse = self._loss_scale.inverse(is_weighted=weight is not None)
+            scale = inverse if scale is None else scale * inverse
+        if self._renormalises:
+            if scale is not None:
+                scale_gradients(plan, grads, scale)
+            for optimizer in optimizers:
+                for listener in self._before_step:
+                    listener(model, optimizer)
+            grads, scale = gradients_of(plan), None
+            norm, _ = self._norm(plan, grads, None, ())
+        elif scale is not None:
+            norm = norm * scale.to(norm.dtype)
+        if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
+            self.had_gradients = any(grads)
+        factor = scale
+        if self._clip_norm is not None:
+            # fmin passes over NaN, so that a norm that is NaN leaves the good gradients good for whoever looks.
+            limit, epsilon, one = self._clipping(norm, self._clip_norm)
+            coefficient = torch.fmin(torch.div(limit, norm + epsilon), one)
+            factor = coefficient if scale is None else coefficient * scale
+        if factor is not None:
+            scale_gradients(plan, grads, factor)
+        if self._clip_value is not None:
+            for own in filter(None, grads):
+                foreach_clamp_min_(own, -self._clip_value)
+                foreach_clamp_max_(own, self._clip_value)
+        return norm, empty
+
+    def _clipping(self, norm: Tensor, limit: float) -> tuple[Tensor, ...]:
+        """The limit, 1e-6 and 1 as tensors like the norm: with Python numbers operations take 2 to 5 times as long."""
+        found = self._clip_constants.get(norm.dtype)
+        if found is None:
+            found = tuple([torch.full_like(norm, value) for value in (limit, 1e-6, 1.0)])
+            self._clip_constants[norm.dtype] = found
+        return found
+
+    def _lacking(self, plan: StepPlan) -> list[int]:
+        """Places in `plan.shared` of the parameters whose gradient, if there is one, is of other ranks' making."""
+        used = self._own.used
+        if plan.shared_ids <= used:
+            lacking = []
+        else:
+            lacking = [i for i, p in enumerate(plan.shared) if p.requires_grad and id(p) not in used]
+        used -= plan.shared_ids
+        return lacking
+
+    def _norm(
+        self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None, lacking: Sequence[int]
+    ) -> tuple[Tensor, Weight | None]:
+        if self._world.world_size == 1:
+            own = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
+            return local_norm(plan, own, self._device), weight
+        norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
+        for place in unused:
+            plan.shared[place].grad = None
+        for place in set(lacking).difference(unused):
+            if id(self._own.shared[id(plan.shared[place])]) not in self._own.ran:
+                self._refuse_left_out_block(plan.shared[place])
+        return norm, total
+
+    def _refuse_left_out_block(self, parameter: nn.Parameter) -> None:
+        names = [
+            f"{model_name}.{name}"
+            for model_name, model in self._trainer.named_models().items()
+            for name, other in model.named_parameters()
+            if other is parameter
+        ]
+        raise StepError(
+            f"other ranks ran the block of {', '.join(names)} in this window, and rank {self._world.rank} did not. "
+            "Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
+            "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
+        )
+
+    def _scale(
+        self, weight: Weight | None, total: Weight | None, n_batches: int
+    ) -> tuple[Tensor | None, Tensor | bool]:
+        """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
+        if weight is None or total is None:
+            if n_batches == 1:
+                return None, False
+            if n_batches not in self._inverses:
+                self._inverses[n_batches] = self._scalar(1.0 / n_batches)
+            return self._inverses[n_batches], False
+        # The total is over all ranks. Those that see the same data each add it, and each see the same gradients.
+        ranks = self._world.world_size
+        if isinstance(total, Tensor):
+            total = total.detach().to(device=self._device, dtype=self._scalar_dtype)
+            empty = total == 0
+            return torch.where(empty, torch.zeros_like(total), ranks / total), empty
+        if total == 0 or not math.isfinite(total):
+            return self._scalar(0.0), total == 0
+        return self._scalar(ranks / total), False
+
+    def _scalar(self, value: float) -> Tensor:
+        """A 0-dim tensor on the device, made there: a copy from the host would wait."""
+        return torch.full((), value, dtype=self._scalar_dtype, device=self._device)
+
+    # -- steps that are left out
+
+    @property
+    def maybe_skipped(self) -> Tensor | None:
+        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
+        that a listener may follow without asking the host; None if it is known that it did not."""
+        return self._guard.maybe_skipped
+
+    def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
+        """From now on calls `listener` with each optimizer whose step the host leaves out, since its gradients are not
+        finite, while they are there; `post_optimizer_step` does not come then."""
+        self._guard.left_out.append(listener)
+
+    def settle_when_full(self) -> None:
+        """Looks at the norms not yet looked at once they are many; between windows."""
+        self._guard.settle_when_full()
+
+    def settle(self) -> None:
+        """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
+        self._guard.settle()
