@@ -276,14 +276,14 @@ MUTANTS = [
     Mutant(
         "a dataset keeps the length of its first pass",
         "dream_trainer/data/stream.py",
-        "self.length = len(dataset)",
-        "self.length = before",
+        "self._length = len(dataset)",
+        "self._length = before",
         "tests/trainer/test_changing_data.py",
     ),
     Mutant(
         "a pass goes on over a dataset of another length",
         "dream_trainer/data/stream.py",
-        "if position.samples and position.length not in (None, self.length):",
+        "if position.samples and position.length not in (None, self._length):",
         "if False:",
         "tests/trainer/test_changing_data.py",
     ),
