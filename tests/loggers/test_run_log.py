@@ -1,0 +1,303 @@
+"""A RunLog by itself: a counter stands in for the trainer, and a logger notes what it gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dream_trainer.config.logger_parameters import LoggerParameters
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.loggers.group import LoggerGroup
+from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.loggers.jsonl import JSONLLogger
+from dream_trainer.loggers.media import Media, Text
+from dream_trainer.loggers.run_log import RunLog
+
+BATCH = 4  # samples of a micro-batch
+
+
+class Notes(Logger):
+    """Everything in the order in which it came: (step, metrics) or (step, name)."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, Any]] = []
+        self.opened: list[tuple[dict[str, Any], int | None]] = []
+
+    def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        self.opened.append((config, resumed_step))
+
+    def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
+        self.got.append((stamp.step, metrics))
+
+    def log_media(self, name: str, media: Media, stamp: Stamp) -> bool:
+        self.got.append((stamp.step, name))
+        return True
+
+
+class Counter:
+    """A run that counts windows, and its log."""
+
+    def __init__(self, run_dir: Path, *, every: int = 2, run: str = "run", loggers: tuple[Logger, ...] = ()) -> None:
+        self.step = 0
+        self.notes = Notes()
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.log = RunLog(
+            LoggerParameters(log_every_n_steps=every),
+            run_dir,
+            ("tests", "loggers", run),
+            config=lambda: {"seed": 3},
+            stamp=lambda: Stamp(self.step, 0, BATCH * self.step, 0.0),
+            notify=lambda metrics, step: self.told.append((step, metrics)),
+        )
+        group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
+        self.log.connect(Ranks.alone(), group)
+
+    def batch(self, loss: float, *, weight: float | None = None, draw: float | None = None) -> None:
+        """One micro-batch: `draw` is logged in it, and `loss` is its result."""
+        if draw is not None:
+            self.log.add_undecided("draw", torch.tensor(draw), "mean", BATCH)
+        self.log.metrics.add_result({"loss": torch.tensor(loss)}, BATCH if weight is None else weight, "train/")
+        self.log.batch_finished(weight)
+
+    def window(self, *losses: float, **ends: bool) -> None:
+        self.log.window_started()
+        for loss in losses:
+            self.batch(loss)
+        self.step += 1
+        self.log.window_finished(self.step, **ends)
+
+    def state(self, **how: bool) -> dict[str, Any]:
+        return self.log.state(self.step, **{"is_last": False, "has_failed": False} | how)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.log.load_state(state)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Counter:
+    return Counter(tmp_path)
+
+
+# -- numbers
+
+
+def test_the_numbers_of_two_windows_are_one_mean_with_the_step_of_the_second(run: Counter) -> None:
+    for losses in ((1.0, 2.0), (3.0, 6.0), (10.0, 20.0), (30.0, 60.0)):
+        run.window(*losses)
+    run.window(5.0, is_last=True)
+    expected = [(2, {"train/loss": 3.0}), (4, {"train/loss": 30.0}), (5, {"train/loss": 5.0})]
+    assert run.notes.got == run.told == expected
+    assert [(line["step"], line["samples"], line["train/loss"]) for line in run.log.history] == [
+        (2, 8, 3.0),
+        (4, 16, 30.0),
+        (5, 20, 5.0),
+    ]
+
+
+def test_a_line_is_written_a_window_after_it_was_due_so_that_nobody_waits(run: Counter) -> None:
+    run.window(1.0)
+    run.window(3.0)
+    assert run.told == []
+    run.window(7.0)
+    assert run.told == [(2, {"train/loss": 2.0})]
+
+
+def test_what_is_logged_in_a_micro_batch_counts_by_its_weight_or_its_size(run: Counter) -> None:
+    run.log.window_started()
+    run.batch(1.0, weight=1.0, draw=10.0)
+    run.batch(1.0, weight=9.0, draw=0.0)
+    run.step = 2
+    run.log.window_finished(2, is_last=True)
+    run.log.window_started()
+    run.batch(1.0, draw=10.0)
+    run.log.add_undecided("draw", 0.0, "mean", 3 * BATCH)  # after the batch; the window's end decides
+    run.step = 4
+    run.log.window_finished(4, is_last=True)
+    assert [line["draw"] for line in run.log.history] == [1.0, 2.5]
+
+
+def test_a_window_that_runs_again_is_counted_once(run: Counter) -> None:
+    run.window(1.0)
+    run.log.window_started()
+    run.batch(100.0, draw=100.0)
+    run.log.add_undecided("draw", 100.0, "mean", BATCH)
+    run.log.media.add("first try", Text("x"), None)
+    run.log.window_dropped()
+    run.batch(3.0, draw=5.0)
+    run.log.media.add("second try", Text("x"), None)
+    run.step = 2
+    run.log.window_finished(2, is_last=True)
+    assert run.notes.got == [(2, "second try"), (2, {"train/loss": 2.0, "draw": 5.0})]
+
+
+def test_loggers_are_opened_when_there_is_something_to_write(run: Counter) -> None:
+    assert run.log.is_to_be_opened
+    assert not run.log.open_if_needed()
+    run.log.metrics.add("loss", 1.0)
+    assert run.log.open_if_needed()
+    assert not run.log.is_to_be_opened
+    assert run.notes.opened == [({"seed": 3}, None)]
+
+
+def test_a_rank_without_loggers_has_the_history_and_tells_of_it(tmp_path: Path) -> None:
+    run = Counter(tmp_path, every=1)
+    second = Ranks(1, 2, None)
+    second.world_size = 1  # it is not main, and nobody answers here
+    run.log.connect(second, None)
+    run.window(1.0, is_last=True)
+    assert run.told == [(1, {"train/loss": 1.0})]
+    assert len(run.log.history) == 1
+    assert run.notes.got == []
+
+
+# -- media
+
+
+def test_media_wait_for_their_window_and_for_the_numbers_of_earlier_steps(run: Counter) -> None:
+    run.window(1.0)
+    run.log.window_started()
+    run.log.media.add("in the window", Text("x"), None)
+    run.batch(3.0)
+    run.step = 2
+    run.log.media.add("between windows", Text("x"), Stamp(2, 0, 8, 0.0))
+    assert run.notes.got == []
+    run.log.window_finished(2)
+    run.window(5.0)
+    assert run.notes.got == [(2, "in the window"), (2, "between windows"), (2, {"train/loss": 2.0})]
+
+
+def test_media_of_a_validation_are_written_with_it_and_those_of_others_never(run: Counter) -> None:
+    run.window(1.0)
+    run.window(3.0)
+    run.log.media.validation_started()
+    run.log.media.add_in_validation("val/of an evaluation", Text("x"))
+    run.log.media.validation_started()
+    run.log.media.add_in_validation("val/sample", Text("x"))
+    run.log.validated({"val/loss": 9.0})
+    assert run.notes.got == [(2, {"train/loss": 2.0}), (2, "val/sample"), (2, {"val/loss": 9.0})]
+
+
+# -- a validation's end
+
+
+def test_what_listeners_to_a_validation_log_is_a_line_of_its_own(run: Counter) -> None:
+    run.window(1.0)
+    with run.log.listeners_to_validation(counts=True):
+        assert run.log.after_validation is not None
+        run.log.after_validation.add("val/rank", 7.0)
+        with run.log.listeners_to_validation(counts=False):  # one of them evaluates
+            run.log.after_validation.add("val/rank", 100.0)
+    assert run.log.after_validation is None
+    run.window(3.0, is_last=True)
+    assert run.told == [(1, {"val/rank": 7.0}), (2, {"train/loss": 2.0})]
+
+
+def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
+    run.window(1.0)
+    with run.log.listeners_to_validation(counts=True):
+        assert run.log.after_validation is not None
+        run.log.after_validation.add("val/rank", 7.0)
+        state = run.state()
+        assert run.told == [(1, {"val/rank": 7.0})]
+    assert run.told == [(1, {"val/rank": 7.0})]
+    assert state["lines"] == 1
+
+
+# -- state
+
+
+def train(run: Counter, *steps: int, last: int = 7) -> None:
+    for step in steps:
+        run.window(float(step), 10.0 * step, is_last=step == last)
+
+
+def clockless(run: Counter) -> list[dict[str, float]]:
+    return [{name: value for name, value in line.items() if name != "time"} for line in run.log.history]
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_resumed_log_writes_the_same_lines(stop: int, tmp_path: Path) -> None:
+    straight = Counter(tmp_path / "straight", every=3)
+    train(straight, *range(1, 8))
+    first = Counter(tmp_path / "parts", every=3, loggers=(JSONLLogger(),))
+    train(first, *range(1, stop + 1))
+    state = first.state()
+    first.log.close(first.step, has_trained=True)
+    second = Counter(tmp_path / "parts", every=3, loggers=(JSONLLogger(),))
+    second.resume(state)
+    train(second, *range(stop + 1, 8))
+    second.log.close(second.step, has_trained=True)
+    assert clockless(second) == clockless(straight)
+    assert second.notes.opened[0] == ({"seed": 3}, stop)
+
+
+def test_lines_that_were_written_after_the_checkpoint_are_told_again_and_written_once(tmp_path: Path) -> None:
+    first = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    first.window(1.0)
+    state = first.state()  # has the line of step 1's training, and not that of its validation
+    first.log.validated({"val/loss": 5.0})
+    first.log.close(1, has_trained=True)
+    second = Counter(tmp_path, every=1, loggers=(JSONLLogger(),))
+    second.resume(state)
+    second.log.validated({"val/loss": 5.0})
+    assert second.told == [(1, {"val/loss": 5.0})]
+    assert second.notes.got == []
+    assert [line["step"] for line in second.log.history] == [1, 1]
+    second.window(3.0, is_last=True)
+    second.log.close(2, has_trained=True)
+    assert [line["step"] for line in second.log.history] == [1, 1, 2]
+
+
+def test_another_runs_checkpoint_brings_its_pending_numbers_and_no_loggers_state(tmp_path: Path) -> None:
+    class Keeps(Notes):
+        def state_dict(self) -> dict[str, Any]:
+            return {"id": "theirs"}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("this is another run")
+
+    theirs = Counter(tmp_path / "theirs", run="theirs", loggers=(Keeps(),))
+    theirs.window(1.0)
+    state = theirs.state()
+    mine = Counter(tmp_path / "mine", run="mine", loggers=(Keeps(),))
+    mine.resume(state)
+    mine.window(3.0, is_last=True)
+    assert mine.told == [(2, {"train/loss": 2.0})]
+
+
+def test_what_was_not_flushed_is_written_at_the_end_unless_a_checkpoint_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_saved, is_lost in ((False, False), (True, False), (True, True)):
+        run = Counter(tmp_path, every=5)
+        run.window(2.0)
+        if is_saved:
+            run.state()
+        if is_lost:
+            run.log.save_was_lost()
+        caplog.clear()
+        run.log.close(1, has_trained=True)
+        is_kept = is_saved and not is_lost
+        assert run.told == ([] if is_kept else [(1, {"train/loss": 2.0})])
+        assert ("to be written when the run is resumed" in caplog.text) is is_kept
+
+
+def test_the_last_windows_numbers_are_written_before_they_would_be_saved(run: Counter) -> None:
+    run.window(1.0)
+    state = run.state(is_last=True)
+    assert run.told == [(1, {"train/loss": 1.0})]
+    assert state["pending"] is None
+
+
+def test_a_run_that_broke_off_writes_nothing_while_it_is_saved(run: Counter) -> None:
+    run.window(1.0)
+    run.window(3.0)
+    run.window(5.0)
+    told = list(run.told)
+    state = run.state(is_last=True, has_failed=True)
+    assert run.told == told
+    assert state["pending"] is not None
