@@ -408,8 +408,8 @@ MUTANTS = [
     ),
     Mutant(
         "padding batches counted by metrics",
-        "dream_trainer/trainer/mixins/evaluation.py",
-        "vars(self).update(copy.deepcopy(originals))",
+        "dream_trainer/trainer/validation_metrics.py",
+        "self._attributes.update(copy.deepcopy(originals))",
         "pass",
         "tests/trainer/test_evaluation.py",
     ),

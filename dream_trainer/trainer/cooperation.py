@@ -17,6 +17,7 @@ from dream_trainer.trainer.log_options import refuse_unknown
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
+    from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class Cooperation:
@@ -72,16 +73,9 @@ class Cooperation:
         """Calls everyone who listens to `post_val_epoch`."""
         self._notify("post_val_epoch", metrics)
 
-    def _metrics_epoch_start(self, name: str) -> None:
-        """A validation loader starts."""
-
-    def _metrics_padding(self) -> AbstractContextManager[None]:
-        """Wraps a padding batch, after which metrics must be as before."""
-        return nullcontext()
-
-    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
-        """A validation loader is done; returns further metrics."""
-        return {}
+    def _start_loader_metrics(self) -> list[ValidationMetrics]:
+        """A validation loader starts: what its further metrics will come to, each asked for at its end."""
+        return []
 
     def _metrics_of_training(self) -> dict[str, Any]:
         """The metrics that training has updated on this rank, by name; a checkpoint keeps their state."""

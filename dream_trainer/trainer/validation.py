@@ -7,7 +7,7 @@ still have some repeats its last one with weight 0, and only where the forward r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.agreement import Agreement
+    from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 _NOTHING = object()
 
@@ -54,13 +55,11 @@ def validate(
         for name, batches in loaders.items():
             trainer.val_name = name
             prefix = f"val/{name}/" if name else "val/"
-            trainer._metrics_epoch_start(name)
+            further = trainer._start_loader_metrics()
             buffer = trainer._validation.buffer = MetricBuffer()
-            _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer)
-            found, of_metrics = (
-                {key.removeprefix("val/"): value for key, value in part.items()}
-                for part in (buffer.reduce(trainer.world), trainer._metrics_epoch_end(name))
-            )
+            _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer, further)
+            found = _without_prefix(buffer.reduce(trainer.world))
+            of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in found.keys() & of_metrics.keys():
                 trainer._say_once(
                     f"twice {key}",
@@ -102,12 +101,21 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
 
 
-def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], buffer: MetricBuffer) -> None:
+def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
+    return {key.removeprefix("val/"): value for key, value in metrics.items()}
+
+
+def _run_loader(
+    trainer: AbstractTrainer,
+    batches: Iterable[tuple[Any, bool]],
+    buffer: MetricBuffer,
+    further: Sequence[ValidationMetrics],
+) -> None:
     before, after = trainer._events["pre_val_batch"], trainer._events["post_val_batch"]
     for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = trainer.move_batch(batch, trainer.world.device)
         if is_padding:
-            _keep_company(trainer, moved, batch_idx, buffer)
+            _keep_company(trainer, moved, batch_idx, buffer, further)
             continue
         for listener in before:
             listener(moved, batch_idx)
@@ -126,11 +134,15 @@ def _run_loader(trainer: AbstractTrainer, batches: Iterable[tuple[Any, bool]], b
             listener(result, batch_idx)
 
 
-def _keep_company(trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer) -> None:
+def _keep_company(
+    trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer, further: Sequence[ValidationMetrics]
+) -> None:
     """Runs the step for its collectives alone: what it logs and counts is thrown away."""
     trainer._validation.buffer, trainer._validation.weight, trainer.is_padding_batch = MetricBuffer(), 0, True
     try:
-        with trainer._metrics_padding():
+        with ExitStack() as contexts:
+            for metrics in further:
+                contexts.enter_context(metrics.padding())
             trainer._validation.step(batch, batch_idx)
     finally:
         trainer._validation.buffer, trainer.is_padding_batch = buffer, False

@@ -40,7 +40,7 @@ def everything_config(**fields: Any) -> dt.DreamTrainerConfig:
 
 
 PUBLIC = ["batch_size", "best", "progress", "log", "step", "training", "val_name", "history", "world", "config", "fit"]
-PRIVATE = ["_session", "_events", "_window", "_land", "_schedule", "_save_if_due", "_resume", "_names_of_ours"]
+PRIVATE = ["_session", "_events", "_window", "_land", "_schedule", "_run_log", "_saver", "_resume", "_names_of_ours"]
 
 
 @pytest.mark.pitfall(88)
@@ -111,7 +111,7 @@ def helper(self: Any) -> None: ...
     [
         *(
             (name, helper)
-            for name in ("_load", "_validate", "_flush", "_land", "_close", "_metrics", "train_dataloader")
+            for name in ("_load", "_validate", "_stamp", "_land", "_close", "_run_log", "train_dataloader")
         ),
         *((name, 32) for name in ("batch_size", "best", "log", "training", "val_name", "training_step", "post_epoch")),
         ("step", lambda self, x: x),

@@ -6,24 +6,21 @@ saves the best values.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-import torch.nn as nn
 
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.data.nested import detach, to_device
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import HookError
-from dream_trainer.modules.metrics import computed, updates
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.registry import is_metric
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
+from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
 class EvalMixin(AbstractTrainer):
@@ -42,10 +39,6 @@ class EvalMixin(AbstractTrainer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.best: dict[str, float] = {}
-        # How often this rank has updated each metric by the end of the last validation.
-        self._updates: dict[str, int] = {}
-        # Those that some rank has updated since, so that they are training's; as they were when this validation began.
-        self._of_training: dict[str, int] = {}
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
@@ -123,79 +116,24 @@ class EvalMixin(AbstractTrainer):
             dataloader, dp_rank=self.world.dp_rank, dp_size=self.world.dp_size, seed=self.config.seed
         )
 
-    # -- around each loader
+    # -- around a validation and each loader
+
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        self._validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self._say_once)
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
-        """Metrics that training updates stay as they are."""
-        counts = {name: updates(metric) for name, metric in self.named_metrics().items()}
-        mine = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
-        found = set().union(*self.world.all_gather_object(mine)) if counts else set()
-        self._of_training = {name: counts[name] for name in found}
-        try:
-            with super()._validation_context():
-                yield
-        finally:
-            self._updates = {name: updates(metric) for name, metric in self.named_metrics().items()}
+        with self._validation_metrics.validation(), super()._validation_context():
+            yield
+
+    def _start_loader_metrics(self) -> list[ValidationMetrics]:
+        started = super()._start_loader_metrics()
+        self._validation_metrics.start_loader()
+        return [*started, self._validation_metrics]
 
     def _metrics_of_training(self) -> dict[str, Any]:
-        counts = {name: updates(metric) for name, metric in self.named_metrics().items()}
-        return {
-            name: metric
-            for name, metric in super()._metrics_of_training().items()
-            if name in self._of_training or counts[name] != self._updates.get(name, 0)
-        }
-
-    def _metrics_epoch_start(self, name: str) -> None:
-        super()._metrics_epoch_start(name)
-        for metric_name, metric in self.named_metrics().items():
-            if metric_name not in self._of_training:
-                metric.reset()
-
-    @contextmanager
-    def _metrics_padding(self) -> Iterator[None]:
-        """Metrics see copies of themselves inside, so that a padding batch counts for nothing."""
-        with super()._metrics_padding():
-            originals = {name: value for name, value in vars(self).items() if _holds_metric(value)}
-            try:
-                vars(self).update(copy.deepcopy(originals))
-                yield
-            finally:
-                vars(self).update(originals)
-
-    def _metrics_epoch_end(self, name: str) -> dict[str, float]:
-        found = super()._metrics_epoch_end(name)
-        taken: set[str] = set()
-        for metric_name, metric in self.named_metrics().items():
-            if metric_name in self._of_training:
-                self._refuse_if_shared(metric_name, metric)
-                continue
-            values = computed(metric_name, metric, self.world)
-            for key in taken.intersection(values):
-                self._say_once(
-                    f"metrics {key}",
-                    f"two metrics are called {key!r}, of which the one assigned later is logged. Give each collection "
-                    "a prefix of its own.",
-                )
-            taken.update(values)
-            for key, item in values.items():
-                shape = tuple(torch.as_tensor(item).shape)
-                if math.prod(shape) == 1:
-                    found[key] = float(item)
-                else:
-                    self._say_once(
-                        f"metric {key}",
-                        f"metric {key!r} computes a tensor of shape {shape}, which is not logged: only single numbers "
-                        "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
-                    )
-        return found
-
-    def _refuse_if_shared(self, name: str, metric: Any) -> None:
-        if any(self.world.all_gather_object(updates(metric) != self._of_training[name])):
-            raise HookError(
-                f"metric {name!r} is updated in training and in validation, so that neither's value would be its own. "
-                "Give each its own metric."
-            )
+        return self._validation_metrics.only_of_training(super()._metrics_of_training())
 
     # -- after a validation
 
@@ -221,11 +159,3 @@ class EvalMixin(AbstractTrainer):
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
         self.best = dict(state.get("evaluation", {}).get("best", {}))
-
-
-def _holds_metric(value: Any) -> bool:
-    if is_metric(value):
-        return True
-    if isinstance(value, list | tuple | nn.ModuleList):
-        return any(is_metric(item) for item in value)
-    return isinstance(value, Mapping | nn.ModuleDict) and any(is_metric(item) for item in value.values())
