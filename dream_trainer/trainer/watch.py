@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from dream_trainer.distributed.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from dream_trainer.trainer.base import BaseTrainer
+    from dream_trainer.trainer.abstract import AbstractTrainer
 
 SHARE = 0.9
 """Share of the collectives' time-out after which standing still is a hang, so that stacks are written before it."""
 
 
 @contextmanager
-def watched(trainer: BaseTrainer) -> Iterator[None]:
+def watched(trainer: AbstractTrainer) -> Iterator[None]:
     """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training stands still inside."""
     devices, world = trainer.config.device_parameters, trainer.world
     if devices.hang_timeout_seconds is None:
