@@ -218,6 +218,29 @@ def test_a_package_gives_checkers_the_names_that_it_loads(package: str) -> None:
         _ = loaded.unheard_of
 
 
+def private_names_of_trainers(tree: ast.AST) -> Iterator[str]:
+    """`trainer._x`, `self.trainer._x`, `self._trainer._x` and their like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            owner = node.value
+            of = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if of.strip("_") == "trainer":
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+WATCHERS = [name for name in MODULES if name.split(".")[1:2] in (["callbacks"], ["loggers"], ["events"])]
+
+
+@pytest.mark.parametrize("module", WATCHERS)
+def test_callbacks_and_loggers_have_what_users_have_of_a_trainer(module: str) -> None:
+    assert list(private_names_of_trainers(TREES[module])) == []
+
+
+def test_private_names_of_trainers_are_found() -> None:
+    source = "trainer._a\nself.trainer._b\nself._trainer._c()\ntrainer._d.e\ntrainer.f\ntrainer.__class__\nself._g\n"
+    assert len(list(private_names_of_trainers(ast.parse(source)))) == 4
+
+
 def test_a_callbacks_events_are_the_trainers() -> None:
     others = {"state_dict", "load_state_dict", "checkpoint_tensors", "validation_context"}
     methods = [name for name in vars(Callback) if inspect.isfunction(vars(Callback)[name])]

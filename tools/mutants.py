@@ -584,8 +584,8 @@ MUTANTS = [
     Mutant(
         "the weights do not come back after a validation on averages",
         "dream_trainer/callbacks/weight_average.py",
-        "                average.set_weights(own)\n",
-        "                pass\n",
+        "                    average.set_weights(own)\n",
+        "                    pass\n",
         "tests/callbacks/test_ema.py",
     ),
     Mutant(

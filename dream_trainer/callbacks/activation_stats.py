@@ -81,7 +81,7 @@ class ActivationStats(LoggingCallback):
         }
         self._modules = {name: module for name, module in chosen.items() if id(module) not in hidden}
         if len(self._modules) < len(chosen):
-            trainer._say_once(
+            trainer.warn_once(
                 f"hidden from {self.name}",
                 f"{type(self).__name__} leaves out {len(chosen) - len(self._modules)} of {len(chosen)} modules, which "
                 "are inside compiled ones, where hooks do not run. Choose the compiled modules themselves, or train "

@@ -91,7 +91,7 @@ class ImageFiles(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png(Image(grid(images))))
         except OSError as error:
-            trainer._say_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
+            trainer.warn_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
 
 
 def grid(images: Tensor, padding: int = 2) -> Tensor:

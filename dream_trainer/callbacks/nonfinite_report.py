@@ -35,7 +35,6 @@ from dream_trainer.loggers.buffer import is_scalar, keep
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
-    from dream_trainer.trainer.step.accumulation import Accumulation
 
 logger = logging.getLogger("dream_trainer")
 
@@ -109,7 +108,7 @@ class NonFiniteReport(Callback):
         self._samples_seen = 0
         self._n_reports = 0
         self._has_said = False
-        self._watched: Accumulation | None = None
+        self._watched: AbstractTrainer | None = None
 
     # -- what is kept
 
@@ -121,11 +120,9 @@ class NonFiniteReport(Callback):
         """Begins anew, from where the run resumes."""
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
-        accumulation = trainer._accumulation
-        if accumulation is not self._watched:
-            self._watched = accumulation
-            accumulation.losses = []
-            trainer._optimizer_step.watch_left_out(lambda optimizer: self._take_norms(trainer, optimizer))
+        if trainer is not self._watched:
+            self._watched = trainer
+            trainer.accumulation_window.watch(lambda optimizer: self._take_norms(trainer, optimizer))
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Takes the gradients' norms; they are gone when `step` returns."""
@@ -134,8 +131,8 @@ class NonFiniteReport(Callback):
     def _take_norms(self, trainer: AbstractTrainer, optimizer: Optimizer) -> None:
         found = self._gradients(optimizer)
         if found is not None:
-            scale = trainer._accumulation.loss_scale
-            found.loss_scale = None if scale is None else scale.scale.clone()
+            scale = trainer.accumulation_window.loss_scale
+            found.loss_scale = None if scale is None else scale.clone()
             self._window.gradients.append(found)
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
@@ -164,7 +161,7 @@ class NonFiniteReport(Callback):
         if not isinstance(exc, NonFiniteError):
             return
         reports = self._look(trainer)
-        if self._window.gradients or trainer._accumulation.is_open:
+        if self._window.gradients or trainer.accumulation_window.is_open:
             reports += self._look_at_open_window(trainer)
         for report in reports[:1]:
             if not self._has_said and (trainer.world.is_main or report["has_bad_values"]):
@@ -201,18 +198,18 @@ class NonFiniteReport(Callback):
 
     def _look_at_open_window(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
         """Reports on the window that broke off in `step`, whose gradients are still there."""
-        window = self._window
+        window, running = self._window, trainer.accumulation_window
         window.step, window.epoch = trainer.global_step + 1, trainer.current_epoch
         # Its last batch, whose result nobody has got, but `backward` its loss; counted already if the guard looked
         # after the step.
-        losses = trainer._accumulation.losses or []
+        losses = running.losses
         values: dict[str, Tensor | float] = {
             f"loss {number}" if len(losses) > 1 else "loss": local_tensor(loss) for number, loss in enumerate(losses)
         }
-        window.batches.append((trainer.batch_idx - (not trainer._accumulation.is_open), values))
+        window.batches.append((trainer.batch_idx - (not running.is_open), values))
         found = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
         window.gradients += [gradients for gradients in found if gradients is not None]
-        data = trainer._data.feed.window
+        data = running.data
         if data is not None and data.samples is not None:
             window.end, window.samples = data.end, data.samples
         report = _report(trainer, window)
@@ -239,7 +236,7 @@ class NonFiniteReport(Callback):
                 if nans or infs:
                     inputs.append({"shape": list(tensor.shape), "nan": nans, "inf": infs})
 
-        map_tensors(look, trainer._window.batch)
+        map_tensors(look, trainer.accumulation_window.batch)
         weights = [name for p, name in self._names.items() if not bool(torch.isfinite(local_tensor(p)).all())]
         return {"inputs": inputs, "weights": weights}
 
@@ -294,8 +291,8 @@ def _say(report: dict[str, Any]) -> None:
 
 def _indices(trainer: AbstractTrainer, window: _Window) -> list[list[int]] | None:
     """Samples of the window's batches, as indices of the dataset; None if only the loader knows."""
-    stream, end = trainer._data.stream, window.end
-    return None if stream is None else stream.indices(end.epoch, end.samples - window.samples, end.samples)
+    end = window.end
+    return trainer.accumulation_window.indices(end.epoch, end.samples - window.samples, end.samples)
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:

@@ -180,13 +180,13 @@ class Progress(Callback):
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
         """Notes that training pauses."""
         # It is there if a signal made one begin anew, with a save in between.
-        self._running.setdefault(_kind(trainer), self._clock() - trainer._seconds_saving)
+        self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description="validating", refresh=True)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Shows a validation's result, or an evaluation's."""
-        kind, now = _kind(trainer), self._clock() - trainer._seconds_saving
+        kind, now = _kind(trainer), self._clock() - trainer.seconds_saving
         seconds = now - self._running.pop(kind, now)
         if not self._running:  # else it was evaluated within a validation
             self._validating += seconds
@@ -254,12 +254,12 @@ class Progress(Callback):
         )
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
-        waiting = trainer._data.feed.seconds_waiting
+        waiting = trainer.seconds_waiting_for_data
         self._pace.look(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now), waiting)
 
     def _idle(self, trainer: AbstractTrainer, now: float) -> float:
         """Seconds until now that validations took, and what saves held training up."""
-        saving = trainer._seconds_saving
+        saving = trainer.seconds_saving
         running = max((now - saving - began for began in self._running.values()), default=0.0)
         return saving + self._validating + running
 

@@ -223,8 +223,7 @@ def _data_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         batch = (
             f"{total:,} samples = {batch_size} micro-batch x {accumulation} accumulated x {world.dp_size} data-parallel"
         )
-    stream = trainer._data.stream
-    steps = None if stream is None else stream.steps_per_epoch
+    steps = trainer.steps_per_pass
     validation = ", ".join(name or "one loader" for name in trainer.val_dataloaders)
     return [
         ("global batch", batch),

@@ -157,10 +157,10 @@ class Throughput(LoggingCallback):
 
     def _now(self, trainer: AbstractTrainer) -> float:
         """A clock that stands still while a checkpoint holds the step path up."""
-        return self._clock() - trainer._seconds_saving
+        return self._clock() - trainer.seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._now(trainer), trainer.samples_seen, trainer._data.feed.seconds_waiting)
+        return _Mark(self._now(trainer), trainer.samples_seen, trainer.seconds_waiting_for_data)
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating, self._tokens = start, 0.0, 0.0
@@ -203,7 +203,7 @@ class Throughput(LoggingCallback):
         name, dtype = torch.cuda.get_device_name(device), dtype_at_work(trainer)
         found = peak_flops(name, dtype, tf32=tf32_is_allowed())
         if found is None:
-            trainer._say_once(
+            trainer.warn_once(
                 f"peak {name}",
                 f"the peak of {name} in {dtype} is not known: no MFU. Pass Throughput(device_flops=...).",
             )

@@ -109,7 +109,10 @@ class WeightAverage(AveragingCallback):
             StepError: Called inside an accumulation window.
         """
         trainer = self._set_up_trainer()
-        trainer._refuse_inside_window("averaged_weights")
+        if trainer.accumulation_window.is_open:
+            raise StepError(
+                "averaged_weights() was called inside an accumulation window. Call it in post_train_step or later."
+            )
         with self._standing_in(trainer, self._averages.keys() - self._in_use):
             yield
 
@@ -178,7 +181,7 @@ class WeightAverage(AveragingCallback):
         if self._in_use:
             raise StepError("an optimizer has stepped inside averaged_weights(). Leave the `with` before training on.")
         for average in self._owned_by(trainer, optimizer):
-            average.note_step(trainer._optimizer_step.maybe_skipped)
+            average.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Moves the averages of the models that have stepped."""
@@ -244,7 +247,7 @@ class WeightAverage(AveragingCallback):
     def _catch_up(self) -> None:
         """Brings the averages to where training is: a checkpoint may be asked for before `post_train_step` comes."""
         trainer = self._set_up_trainer()
-        may_move = not trainer._accumulation.is_open and self.is_due(trainer)
+        may_move = not trainer.accumulation_window.is_open and self.is_due(trainer)
         for average in self._averages.values():
             if self._has_started and may_move and average.has_stepped:
                 average.update(self.share)
@@ -263,19 +266,17 @@ class WeightAverage(AveragingCallback):
             )
         self._catch_up()
         chosen = [self._averages[name] for name in self._averages if name in names]
-        # A checkpoint may still be copying the weights, and a gathered parameter would keep its old values.
-        trainer._saver.before_update()
-        trainer._parallel.reshard()
         weights = [average.clone_weights() for average in chosen]
         self._in_use |= names
         try:
-            for average in chosen:
-                average.set_weights(average.locals())
+            with trainer.changing_weights():
+                for average in chosen:
+                    average.set_weights(average.locals())
             yield
         finally:
-            trainer._parallel.reshard()
-            for average, own in zip(chosen, weights, strict=True):
-                average.set_weights(own)
+            with trainer.changing_weights():
+                for average, own in zip(chosen, weights, strict=True):
+                    average.set_weights(own)
             self._in_use -= names
             self._give_statistics_back()
 

@@ -98,7 +98,7 @@ class WeightTransfer(Callback):
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Notes that the source has changed."""
         if optimizer in self._optimizers:
-            self._pairs.note_step(trainer._optimizer_step.maybe_skipped)
+            self._pairs.note_step(trainer.accumulation_window.step_was_skipped)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Transfers, if it is time."""
@@ -119,21 +119,19 @@ class WeightTransfer(Callback):
         self._pairs.resume(0, has_stepped=state["has_stepped"])
 
     def _transfer_if_due(self, trainer: AbstractTrainer) -> None:
-        is_due = not trainer._accumulation.is_open and trainer.global_step % self.every_n_steps == 0
+        is_due = not trainer.accumulation_window.is_open and trainer.global_step % self.every_n_steps == 0
         if is_due and self._pairs.has_stepped:
             self._transfer(trainer, copies=self.decay == 0.0)
 
     @torch.no_grad()
     def _transfer(self, trainer: AbstractTrainer, *, copies: bool) -> None:
-        # A checkpoint may still be copying the target, and a gathered parameter would keep its old values.
-        trainer._saver.before_update()
-        trainer._parallel.reshard()
-        if copies:
-            self._pairs.start()
-        else:
-            self._pairs.update(lambda _: 1.0 - self.decay)
-        for own, followed in self._counters:
-            local_tensor(own).copy_(local_tensor(followed))
+        with trainer.changing_weights():
+            if copies:
+                self._pairs.start()
+            else:
+                self._pairs.update(lambda _: 1.0 - self.decay)
+            for own, followed in self._counters:
+                local_tensor(own).copy_(local_tensor(followed))
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters, and buffers if they count, by name."""

@@ -159,7 +159,7 @@ class TimedCallback(Callback):
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """In `post_train_step`: whether it was time before the window just completed; the same on all ranks."""
-        return trainer._agreement.callback_is_due(self)
+        return trainer.callback_is_due(self)
 
 
 class LoggingCallback(Callback):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
 from dream_trainer.modules.metrics import updates
 from dream_trainer.modules.parallel_models import ParallelModels
 from dream_trainer.modules.precision import autocast, under_autocast
@@ -31,6 +31,7 @@ from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
+from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.user_class.class_checks import check_trainer
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
 from dream_trainer.trainer.user_class.taken_names import note_assignment
@@ -177,6 +178,26 @@ class AbstractTrainer(Hooks, Cooperation):
         return self._window.is_accumulating
 
     @property
+    def accumulation_window(self) -> AccumulationWindow:
+        """What there is to see of the micro-batches between two optimizer steps."""
+        return AccumulationWindow(self)
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """Optimizer steps of a whole pass over the data; None if only its end tells. An epoch may be shorter."""
+        return None if self._data.stream is None else self._data.stream.steps_per_epoch
+
+    @property
+    def seconds_waiting_for_data(self) -> float:
+        """Seconds that training has spent loading data, or waiting for what loads it, in this process."""
+        return self._data.feed.seconds_waiting if self._session.is_ready else 0.0
+
+    @property
+    def seconds_saving(self) -> float:
+        """Seconds that checkpoints have held training up in this process."""
+        return self._saver.seconds
+
+    @property
     def samples_seen(self) -> int:
         """Samples consumed by all ranks since the run began; independent of world size and accumulation."""
         return self.progress.samples_seen
@@ -307,6 +328,29 @@ class AbstractTrainer(Hooks, Cooperation):
             self._schedule.update()
             self._optimizer_step.settle()
 
+    def callback_is_due(self, callback: TimedCallback) -> bool:
+        """In `post_train_step`: whether it was time for `callback` before the window just completed, by rank 0's clock;
+        the same on all ranks."""
+        return self._agreement.callback_is_due(callback)
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Logs a warning on rank 0, the first time that it is asked for `key`; any rank may call it."""
+        if key not in self._said_once:
+            self._said_once.add(key)
+            if self._world is None or self._world.is_main:
+                logger.warning(message)
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Inside, parameters may be changed in place by hand; between windows, on every rank.
+
+        No checkpoint is still copying them then, and those of sharded models are the shards that the next forward
+        gathers, not what the last one left gathered.
+        """
+        self._saver.before_update()
+        self._parallel.reshard()
+        yield
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.
 
@@ -335,7 +379,7 @@ class AbstractTrainer(Hooks, Cooperation):
 
     def _refuse_inside_window(self, what: str) -> None:
         """Raises StepError if an accumulation window is running, whose gradients are no state anybody keeps."""
-        if self._session.is_ready and self._accumulation.is_open:
+        if self.accumulation_window.is_open:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
 
     def _samples_in_batch(self) -> int:
@@ -344,12 +388,6 @@ class AbstractTrainer(Hooks, Cooperation):
         if window.batch_samples is None:
             window.batch_samples = self.batch_size(window.batch)
         return window.batch_samples
-
-    def _say_once(self, key: str, message: str) -> None:
-        if key not in self._said_once:
-            self._said_once.add(key)
-            if self._world is None or self._world.is_main:
-                logger.warning(message)
 
     def _notify(self, event: str, *args: Any) -> None:
         """Calls everyone who listens to `event`."""

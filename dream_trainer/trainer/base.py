@@ -200,14 +200,14 @@ class BaseTrainer(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
             elif not agreement.stopped:
-                self._say_once(
+                self.warn_once(
                     "finished",
                     f"nothing to train at step {self.global_step}: {schedule.reached_limits()}, or use another "
                     "experiment name.",
                 )
             schedule.stop()
             return
-        tf32 = float32_products(self.config.device_parameters, self.world.device, self._say_once)
+        tf32 = float32_products(self.config.device_parameters, self.world.device, self.warn_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
             if not agreement.stopped:

@@ -24,14 +24,9 @@ class Cooperation:
     """What mixins override."""
 
     _notify: Callable[..., None]
-    _say_once: Callable[[str, str], None]
+    warn_once: Callable[[str, str], None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
-
-    @property
-    def _seconds_saving(self) -> float:
-        """Seconds that checkpoints have held the step path up in this process."""
-        return self._saver.seconds
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -161,4 +156,4 @@ class Cooperation:
         self._say_that_nothing_is_logged("log_text")
 
     def _say_that_nothing_is_logged(self, method: str) -> None:
-        self._say_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")
+        self.warn_once(method, f"{type(self).__name__}.{method} does nothing: the trainer has no LoggerMixin.")

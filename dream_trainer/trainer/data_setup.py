@@ -92,7 +92,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
     expected = (None, parameters.train_batch_size)
     is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
     if is_set and batch_size not in expected and parameters.global_batch_size is None:
-        trainer._say_once(
+        trainer.warn_once(
             "batch_size",
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
@@ -149,7 +149,7 @@ def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
         return
     if isinstance(loader.dataset, EpochAware) or not heard(type(trainer), "pre_epoch"):
         return
-    trainer._say_once(
+    trainer.warn_once(
         "persistent workers",
         "the training loader's workers persist, with the dataset as it was when they started: what pre_epoch changes "
         "in it counts only if its length changes too. Give the dataset a set_epoch(epoch), or set "
@@ -229,7 +229,7 @@ def _named_validation_loaders(trainer: AbstractTrainer, val: Any) -> dict[str, A
     has_step = type(trainer).validation_step is not Hooks.validation_step
     if val is None or (isinstance(val, Mapping) and not val):
         if has_step:
-            trainer._say_once(
+            trainer.warn_once(
                 "no-val", "validation_step is never called: configure_dataloaders returned no validation loader."
             )
         return {}

@@ -39,9 +39,9 @@ def launch(trainer: AbstractTrainer) -> None:
         close_at_exit(world)
     refuse_different_configs(trainer)
     for hook in uncalled_hooks(cls):
-        trainer._say_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
+        trainer.warn_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
     for message in uncalled_methods(trainer):
-        trainer._say_once(message, message)
+        trainer.warn_once(message, message)
     trainer._events = event_table(trainer, is_main=world.is_main)
     seed_everything(hash_seed(b"setup", trainer.config.seed))
 

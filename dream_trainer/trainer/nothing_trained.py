@@ -58,7 +58,7 @@ class NothingTrained:
         if not self.is_looking or trainer.local_batches == 0:
             return
         if self._has_stepped:
-            trainer._say_once(
+            trainer.warn_once(
                 "no gradient",
                 "training_step calls self.step(...), but no parameter that it steps has had a gradient so far: steps "
                 "are counted, and nothing is learnt. Call self.backward(loss) before it, with a loss of the model that "
@@ -67,7 +67,7 @@ class NothingTrained:
             return
         if trainer._schedule.ends_by_steps_alone:
             self._refuse_to_go_on_for_ever()
-        trainer._say_once(
+        trainer.warn_once(
             "no step",
             "training_step has not called self.step(...) so far: no optimizer step is counted, and a limit in steps "
             "never comes. Call self.backward(loss) there, and self.step(model, optimizer) when "

@@ -81,7 +81,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, left_out = metric_state(trainer._metrics_of_training())
         if left_out:
-            trainer._say_once("metrics", f"the state of {left_out} is not tensors alone, and not in checkpoints.")
+            trainer.warn_once("metrics", f"the state of {left_out} is not tensors alone, and not in checkpoints.")
         rank_state = {
             "random": random,
             "data": trainer._data.feed.rank_state,

@@ -188,7 +188,7 @@ class Session:
         except Exception as error:
             if not has_failed:
                 raise
-            trainer._say_once(in_a_line(error), f"the trainer could not be closed: {in_a_line(error)}")
+            trainer.warn_once(in_a_line(error), f"the trainer could not be closed: {in_a_line(error)}")
         try:
             world.close()
         except RuntimeError as error:

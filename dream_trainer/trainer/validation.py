@@ -61,7 +61,7 @@ def validate(
             found = _without_prefix(buffer.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in found.keys() & of_metrics.keys():
-                trainer._say_once(
+                trainer.warn_once(
                     f"twice {key}",
                     f"{key!r} is logged by validation_step and by the metric of that name, whose value counts. Return "
                     "it under another name, or not at all.",
@@ -83,7 +83,7 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
         with (
             torch.no_grad(),
             preserved_random_state(trainer.world.device),
-            float32_products(trainer.config.device_parameters, trainer.world.device, trainer._say_once),
+            float32_products(trainer.config.device_parameters, trainer.world.device, trainer.warn_once),
             ExitStack() as contexts,
         ):
             seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank), trainer.world.device)
@@ -129,7 +129,7 @@ def _run_loader(
         if batch_idx == 0 and not after and not buffer.has_values():
             message = unlogged("validation_step", result)
             if message is not None:
-                trainer._say_once("unlogged validation_step", message)
+                trainer.warn_once("unlogged validation_step", message)
         for listener in after:
             listener(result, batch_idx)
 
@@ -171,7 +171,7 @@ def in_step(
                 # Without a buffer of its metrics it is no validation.
                 purpose = "loader to predict" if trainer._validation.buffer is None else "validation loader"
                 loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
-                trainer._say_once(
+                trainer.warn_once(
                     f"no batch: {loader}",
                     f"the {loader} gave no batch on any rank, so nothing comes of it. Check its dataset, "
                     "batch_size and drop_last.",

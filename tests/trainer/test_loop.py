@@ -50,13 +50,13 @@ def firsts(trainer: Alone) -> list[int]:
 
 def notes_what_is_said(trainer: dt.BaseTrainer, about: str, found: list[int]) -> None:
     """Adds the batch to `found` each time that the trainer has `about` to say."""
-    say = trainer._say_once
+    say = trainer.warn_once
 
     def note(key: str, message: str) -> None:
         found.extend([trainer.local_batches] if key == about else [])
         say(key, message)
 
-    vars(trainer)["_say_once"] = note
+    vars(trainer)["warn_once"] = note
 
 
 class Idle(Alone):

@@ -164,8 +164,8 @@ def built_in_the_constructor(directory: str) -> tuple[dict[str, Tensor], str, st
     said: list[str] = []
     with BuiltEarly(make_config(max_steps=1), loader()) as trainer:
         own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        say = trainer._say_once
-        vars(trainer)["_say_once"] = lambda key, message: (said.append(message), say(key, message))
+        say = trainer.warn_once
+        vars(trainer)["warn_once"] = lambda key, message: (said.append(message), say(key, message))
         trainer.fit()
     return own, trainer.start, "\n".join(said)
 

@@ -150,7 +150,7 @@ class CheckpointMixin(AbstractTrainer):
             on_save=partial(self._notify, "on_save"),
             on_lost=self._save_was_lost,
             patience=self._session.patience,
-            say_once=self._say_once,
+            say_once=self.warn_once,
             clock=time.monotonic,
             only_when_called=is_dry,
         )
@@ -171,7 +171,7 @@ class CheckpointMixin(AbstractTrainer):
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
         if self._saver.lacks_checkpoint and not self._session.is_training and self.local_batches == 0:
-            self._say_once(
+            self.warn_once(
                 "no checkpoint",
                 f"{self.checkpoint_dir} has no checkpoint: these weights are as setup left them. Check project, group "
                 "and experiment; resume=None says that none is meant.",

@@ -120,7 +120,7 @@ class EvalMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        self._validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self._say_once)
+        self._validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class EvalMixin(AbstractTrainer):
         parameters = self.config.eval_parameters
         missing = sorted(parameters.best_metrics.keys() - metrics.keys())
         if missing and parameters != EvalParameters():  # nobody asked for the default's
-            self._say_once(
+            self.warn_once(
                 "best_metrics",
                 f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
             )

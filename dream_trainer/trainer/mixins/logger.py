@@ -120,7 +120,7 @@ class LoggerMixin(AbstractTrainer):
             return
         if not self.training:
             where = "a sanity validation" if self.is_sanity_validation else "predict or before a validation's loaders"
-            self._say_once("log outside", f"log({name!r}) was called in {where}, where nothing is logged: ignored.")
+            self.warn_once("log outside", f"log({name!r}) was called in {where}, where nothing is logged: ignored.")
             return
         if name in Stamp._fields:
             raise ValueError(
@@ -261,7 +261,7 @@ class LoggerMixin(AbstractTrainer):
     def _pixels(self, name: str, value: Tensor) -> Tensor:
         found, was_clamped = media.pixels(name, value)
         if was_clamped:
-            self._say_once(f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display.")
+            self.warn_once(f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display.")
         return found
 
     def _add_media(self, name: str, item: media.Media) -> None:
@@ -281,7 +281,7 @@ class LoggerMixin(AbstractTrainer):
         loggers = None
         if self.world.is_main:
             strict = self.config.logger_parameters.strict
-            loggers = LoggerGroup(self.configure_loggers(), self._say_once, strict=strict)
+            loggers = LoggerGroup(self.configure_loggers(), self.warn_once, strict=strict)
         self._run_log.connect(self.world, loggers)
 
     def _stamp(self) -> Stamp:
@@ -298,7 +298,7 @@ class LoggerMixin(AbstractTrainer):
         if run_log.is_to_be_opened and not run_log.open_if_needed() and not self._events["post_train_batch"]:
             message = unlogged("training_step", result)
             if message is not None:
-                self._say_once("unlogged training_step", message)
+                self.warn_once("unlogged training_step", message)
 
     def _window_started(self) -> None:
         super()._window_started()

@@ -167,13 +167,13 @@ class SetupMixin(AbstractTrainer):
         differ = make_equal(real_tensors(self.named_models()), self.world)
         taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
         if early:
-            self._say_once(
+            self.warn_once(
                 "built early",
                 f"{', '.join(early)} was built before configure_models, where no seed of the run's holds: unless its "
                 f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
             )
         elif differ:
-            self._say_once(
+            self.warn_once(
                 "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
             )
 

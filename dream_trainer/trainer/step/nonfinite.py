@@ -71,7 +71,7 @@ class NonFiniteGuard:
         self._may_skip = False
         names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if self._trainer.world.device.type != "cpu":
-            self._trainer._say_once(
+            self._trainer.warn_once(
                 f"host-{names}",
                 f"{names} cannot skip a step on the device, so the gradient norm is read at each step. Pass "
                 "fused=True where the optimizer has it.",

@@ -1,0 +1,79 @@
+"""AccumulationWindow: what a watcher may see of the micro-batches between two optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from dream_trainer.data.window_sizes import Window
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class AccumulationWindow:
+    """The window that runs, or ran last: `trainer.accumulation_window`. Nothing here waits for the device.
+
+    Before training is set up there is none: nothing is open, and everything else is None or empty.
+
+    Args:
+        trainer: Whose window it is.
+    """
+
+    __slots__ = ("_trainer",)
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is running, whose gradients are no state that could be kept: not a moment to save, to load
+        or to move averages. In `post_train_step` it is over."""
+        return self._trainer._session.is_ready and self._trainer._accumulation.is_open
+
+    @property
+    def batch(self) -> Any:
+        """The micro-batch that runs, or ran last, on the device."""
+        return self._trainer._window.batch
+
+    @property
+    def data(self) -> Window | None:
+        """What was loaded for it: its samples over all ranks, and the position in the data after it."""
+        return self._trainer._data.feed.window if self._trainer._session.is_ready else None
+
+    def indices(self, epoch: int, first: int, end: int) -> list[list[int]] | None:
+        """This rank's batches of positions `first` to `end` of a pass over the data, each as its samples' indices in
+        the dataset; None if only the loader knows."""
+        stream = self._trainer._data.stream
+        return None if stream is None else stream.indices(epoch, first, end)
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
+        that a listener may follow without asking the host; None if it is known that it did not."""
+        return self._trainer._optimizer_step.maybe_skipped if self._trainer._session.is_ready else None
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """Under fp16, what losses are multiplied by: a 0-dim device tensor that changes in place; else None."""
+        scale = self._trainer._accumulation.loss_scale if self._trainer._session.is_ready else None
+        return None if scale is None else scale.scale
+
+    @property
+    def losses(self) -> Sequence[Tensor]:
+        """What `backward` was given in the micro-batch, detached; empty unless `watch` was called."""
+        return (self._trainer._accumulation.losses or ()) if self._trainer._session.is_ready else ()
+
+    def watch(self, left_out: Callable[[Optimizer], None]) -> None:
+        """Keeps `losses` and tells of steps that are left out, from now on to the end of the run; from `pre_fit` on.
+
+        Args:
+            left_out: Called with each optimizer whose step the host leaves out since its gradients are not finite,
+                while they are there; `post_optimizer_step` does not come then.
+        """
+        accumulation = self._trainer._accumulation
+        if accumulation.losses is None:
+            accumulation.losses = []
+        self._trainer._optimizer_step.watch_left_out(left_out)
