@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach, to_device
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.errors import HookError
@@ -36,7 +37,7 @@ class EvalMixin(AbstractTrainer):
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.best: dict[str, float] = {}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_packages
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.loggers import media
 from dream_trainer.loggers.buffer import Reduction
 from dream_trainer.loggers.group import LoggerGroup, build_logger
@@ -44,11 +45,11 @@ class LoggerMixin(AbstractTrainer):
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        check_packages(config.logger_parameters.loggers)
+        check_packages(self.config.logger_parameters.loggers)
         self._run_log = RunLog(
-            config.logger_parameters,
+            self.config.logger_parameters,
             self.run_dir,
             (self.project, self.group, self.experiment),
             config=partial(to_dict, config),

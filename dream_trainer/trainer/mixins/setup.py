@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.config.device_parameters import SetupConfigMixin
+from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import HookError
 from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.realize import materialize, remember
@@ -90,7 +91,7 @@ class SetupMixin(AbstractTrainer):
     _config_class: ClassVar[type | None] = SetupConfigMixin
     _keeps_ranks_equal: ClassVar[bool] = True
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         refuse_unused_parallelism(type(self), config.device_parameters)
         self._build = _Build(Tape(config.seed))
