@@ -159,6 +159,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_mixin_knows_of_another() -> None:
+    mixins = "dream_trainer.trainer.mixins."
+    assert [found for found in IMPORTS if found.importer.startswith(mixins) and found.imported.startswith(mixins)] == []
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_is_short_enough_to_be_read_whole(module: str) -> None:
     assert len(MODULES[module].read_text().splitlines()) <= LONGEST_FILE

@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicated elements counted twice in the norm",
-        "dream_trainer/distributed/gradients.py",
+        "dream_trainer/trainer/step/gradients.py",
         ".square() / group.copies",
         ".square()",
         f"{PARITY} -k [2]",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "what no rank used decays in replicas",
-        "dream_trainer/distributed/gradients.py",
+        "dream_trainer/trainer/step/gradients.py",
         "if is_there:",
         "if True:",
         UNEVEN,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.distributed.gradients import copies_of
 from dream_trainer.events.callback import LoggingCallback
+from dream_trainer.trainer.step.gradients import copies_of
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks

@@ -6,13 +6,11 @@ The newest is always kept, and so are the best of those that a policy lets go, w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
-from typing import Any
 
+from dream_trainer.best_value import is_value
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
@@ -70,25 +68,6 @@ class Retention:
         return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
 
 
-def is_better(value: Any, best: float | None, mode: Mode) -> bool:
-    """Whether a metric's value beats the best so far; equal ones do not.
-
-    Args:
-        value: A number. None and NaN are no values, and never better; 0.0, negative and infinite ones are.
-        best: None if there is none yet.
-        mode: "min" or "max".
-    """
-    if not _is_value(value):
-        return False
-    if not _is_value(best):
-        return True
-    return bool(value < best if mode == "min" else value > best)
-
-
-def _is_value(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
 def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> Manifest | None:
     """The checkpoint whose `metric` is best; of equal ones that of the earlier step. None if none has a value."""
     best = _by_merit(manifests, metric, mode)
@@ -98,7 +77,7 @@ def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> M
 def _by_merit(manifests: Iterable[Manifest], metric: str, mode: Mode) -> list[Manifest]:
     """Those that have a value of `metric`, the best first."""
     sign = 1 if mode == "min" else -1
-    valued = [manifest for manifest in manifests if _is_value(manifest.metrics.get(metric))]
+    valued = [manifest for manifest in manifests if is_value(manifest.metrics.get(metric))]
     return sorted(valued, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))
 
 

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dream_trainer.best_value import is_better
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.branch import leave_branch
 from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.checkpoint.retention import is_better
 from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.checkpoint.snapshot import Snapshot

@@ -3,7 +3,7 @@
 A group reduces its gradients in its backward, and only those that are there: ranks that used other parameters would add
 up what does not belong together. So a sharded group brings zeros for what its rank did not use. A group of replicas
 reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
-gradients stay this rank's own until `step` averages them (`dream_trainer.distributed.gradients`).
+gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
 
 Private names live here beside pytorch.py; `tests/trainer/test_uneven_use.py` exercises them.
 """

@@ -281,11 +281,6 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
     )
 
 
-def changes_in_place(tensor: Tensor) -> bool:
-    """Whether something was ever written into `tensor`, so that it may be written into again."""
-    return write_count(tensor) > 0
-
-
 def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Sets how long collectives of `group` (None: the default group) may take from now on."""
     from torch.distributed.distributed_c10d import _set_pg_timeout

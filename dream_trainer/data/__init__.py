@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.validation_data import validation_batches as validation_batches
-    from dream_trainer.data.window_sizes import DataPosition as DataPosition
-    from dream_trainer.data.window_sizes import TrainStream as TrainStream
-    from dream_trainer.data.window_sizes import Window as Window
+    from dream_trainer.data.window import DataPosition as DataPosition
+    from dream_trainer.data.window import TrainStream as TrainStream
+    from dream_trainer.data.window import Window as Window
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "DataPosition": "data.window_sizes",
+            "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
             "PerRankLoader": "data.loader",
-            "TrainStream": "data.window_sizes",
-            "Window": "data.window_sizes",
+            "TrainStream": "data.window",
+            "Window": "data.window",
             "train_stream": "data.stream",
             "validation_batches": "data.validation_data",
         },

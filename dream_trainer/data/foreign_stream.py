@@ -19,7 +19,7 @@ from dream_trainer.data.foreign import (
     workers_outlive_signals,
 )
 from dream_trainer.data.loader import loader_batch_size
-from dream_trainer.data.window_sizes import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import DataError
 

@@ -17,11 +17,10 @@ from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
-from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.data.window_sizes import DataPosition, TrainStream, Window
+from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.errors import DataError
 
-__all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream", "validation_batches"]
+__all__ = ["DataPosition", "TrainStream", "Window", "loader_batch_size", "train_stream"]
 
 logger = logging.getLogger("dream_trainer")
 

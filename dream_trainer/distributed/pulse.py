@@ -1,8 +1,9 @@
-"""The pulse: how what one rank knows becomes what all ranks know, once before each accumulation window.
+"""The pulse: how what one rank knows becomes what all ranks know, before each accumulation window.
 
 A small tensor of flags and sums is all-reduced on a CPU group of its own, when a rank holds its data of the next window
-and before it enters any collective of the model's. So every rank decides alike from the same numbers, and no rank is
-held in the model while another waits for data or has to stop. At world size 1 nothing is sent.
+and before it enters any collective of the model's; likewise before each batch of a validation, when an epoch or a
+validation is done, and where training begins and ends. So every rank decides the same from the same numbers, and no
+rank is held in the model while another waits for data or has to stop. At world size 1 nothing is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Flags(NamedTuple):
         waiting: Ranks that speak from within their wait for data, and will once more when they have it.
         short: Ranks that cannot fill a window, or have no validation batch left.
         clocks: A bit for each callback that is due by rank 0's clock; from rank 0 alone.
-        samples: Samples of the next window.
+        samples: Samples of the next window that a rank counts; each counts all, where every window is of one size.
         order: What tells the collectives of sharded models, in their order; the same on ranks that ran alike.
         order_squared: Its square. The sums of both tell whether all ranks said the same.
     """

@@ -307,8 +307,8 @@ class AbstractTrainer(Hooks, Cooperation):
     def request_stop(self, reason: str = "requested") -> None:
         """Asks that training end, on all ranks at the same step. Any rank may call it, at any time.
 
-        One rank alone stops after the running window. Of several, the others hear of it with the next window's pulse,
-        which is then the last; asked for in a validation or at an epoch's end, all stop there.
+        All ranks stop after the running window: the others hear of it in the exchange before the next one, which is
+        not trained. Asked for in a validation or at an epoch's end, they stop there.
         """
         self._agreement.requests.stop_reason = reason
 

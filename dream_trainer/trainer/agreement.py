@@ -121,20 +121,21 @@ class Agreement:
         self.signals.wait_for_data(feed.fetch, self._save_while_waiting)
         if self.stopped:
             return None
-        self._count_samples(feed.window)
+        own = self._count_samples(feed.window)
         while True:
-            flags = state.flags = self.exchange(samples=state.samples, short=feed.is_short)
+            flags = state.flags = self.exchange(samples=own, short=feed.is_short)
             if self.stopped:
                 return None
             if flags.save:
                 self._save()
             if not flags.waiting:
                 break
+        total = flags.samples
         if flags.short:
             feed.agree()
-            self._count_samples(feed.window)
-            samples = self._trainer.world.all_reduce(torch.tensor([state.samples])).item()
-            state.flags = flags._replace(samples=int(samples))
+            own = self._count_samples(feed.window)
+            total = int(self._trainer.world.all_reduce(torch.tensor([own])).item())
+        state.samples = own if self._trainer._data.is_even else total
         return feed.take()
 
     def _save_while_waiting(self) -> bool:
@@ -148,18 +149,16 @@ class Agreement:
         self.requests.take_save()
         self._trainer._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
 
-    def _count_samples(self, window: Window | None) -> None:
-        """What this rank adds to the count of a window's samples; of all ranks, where the stream can tell."""
+    def _count_samples(self, window: Window | None) -> int:
+        """What this rank adds to the count of a window's samples; of all ranks, where every window is of one size."""
         state = self._trainer._window
-        state.sizes, state.samples = None, 0
+        state.sizes = None
         if window is None:
-            return
+            return 0
         if window.samples is not None:
-            state.samples = window.samples
-            return
+            return window.samples
         state.sizes = window.sizes
-        if state.sizes is not None and self._trainer.world.counts_data:
-            state.samples = sum(state.sizes)
+        return 0 if window.sizes is None or not self._trainer.world.counts_data else sum(window.sizes)
 
     def check_order(self) -> None:
         """Before what was trained is saved: whether all ranks ran the blocks of sharded models alike; a collective.

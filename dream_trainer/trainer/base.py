@@ -267,7 +267,7 @@ class BaseTrainer(AbstractTrainer):
         state = self._window
         before, after = self._events["pre_train_batch"], self._events["post_train_batch"]
         after_window, sizes = self._events["post_train_step"], state.sizes
-        training_step = state.step
+        training_step = state.training_step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         state.first_batch_idx = progress.batch_idx
         for index, batch in enumerate(window.batches, start=1):
@@ -291,7 +291,7 @@ class BaseTrainer(AbstractTrainer):
             state.local_batches += 1
             if is_last:
                 self._complete_window(window)
-            self._log_step("train", result, accumulation.batch_weight)
+            self._log_step(result, accumulation.batch_weight)
             if after:
                 result = detach(result)
                 for listener in after:
@@ -306,14 +306,13 @@ class BaseTrainer(AbstractTrainer):
         self._optimizer_step.settle_when_full()
         self._parallel.average_statistics()
         feed.trained(window)
-        samples = state.samples if self._data.is_even else state.flags.samples
-        self.progress.finish_window(stepped=stepped, samples=samples, end=window.end)
+        self.progress.finish_window(stepped=stepped, samples=state.samples, end=window.end)
         self.progress.is_pass_over = feed.is_pass_over
         self._note_what_follows(stepped=stepped)
+        if self._session.is_first_window:
+            self._session.is_first_window = False
+            self.world.first_step_is_done()
         if self._nothing_trained.is_looking:
-            if self._session.is_first_window:
-                self._session.is_first_window = False
-                self.world.first_step_is_done()
             self._nothing_trained.note_window(stepped=stepped, had_gradients=self._optimizer_step.had_gradients)
 
     def _note_what_follows(self, *, stepped: bool) -> None:

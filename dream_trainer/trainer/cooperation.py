@@ -42,7 +42,7 @@ class Cooperation:
         """What is called with each batch and its index in the place of `step`, a training or validation step."""
         return step
 
-    def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
+    def _log_step(self, result: dict[str, Any], weight: Any) -> None:
         """Takes the result of a training micro-batch."""
 
     def _window_started(self) -> None:
@@ -52,7 +52,8 @@ class Cooperation:
         """A window's gradients were not finite, and it runs again: forget what it told."""
 
     def _window_finished(self, *, is_last: bool) -> None:
-        """After each window and its events: loggers flush when due; `is_last` ends the run."""
+        """Loggers flush when due: after each window and its events, after a resume, and with `is_last` where the run
+        ends, which may be found out only after the window's validation."""
 
     def _land(self) -> None:
         """Loggers write what is on its way to them; a collective, between windows."""

@@ -1,4 +1,4 @@
-"""Counters: every counter of a run, in one dataclass that one place advances."""
+"""Counters: what a run has done so far, as checkpoints keep it; completed windows and epochs are counted here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Owed:
 
 @dataclass(slots=True)
 class Counters:
-    """Where a run stands. Only completed work counts; `BaseTrainer` advances it before anybody is told.
+    """Where a run stands. Windows and epochs are counted when they are complete, before anybody is told.
 
     Attributes:
         global_step: Accumulation windows completed with at least one `step()`.
@@ -34,7 +34,7 @@ class Counters:
         epoch_steps: Windows completed in the current epoch.
         samples_seen: Samples consumed by all ranks.
         skipped_steps: Optimizer steps skipped because the gradient norm was not finite or the total weight was zero.
-        elapsed_seconds: Seconds of training before this process started.
+        elapsed_seconds: Seconds of training, those of earlier processes included, at the last validation or save.
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
         loader_was_replaced: Whether `train_dataloader` was assigned anew since the run began.

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from dream_trainer.distributed.gradients import guards_itself
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.trainer.event_table import describe_events
+from dream_trainer.trainer.step.gradients import guards_itself
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

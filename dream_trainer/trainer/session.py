@@ -59,8 +59,8 @@ class Session:
                 self.has_failed = self._is_half_set_up = True
                 raise
         if not self.is_training:  # in a notebook a step may have been written anew since the last call
-            trainer._window.step = trainer._wrap_step(trainer.training_step)
-            trainer._validation.step = trainer._wrap_step(trainer.validation_step)
+            trainer._window.training_step = trainer._wrap_step(trainer.training_step)
+            trainer._validation.validation_step = trainer._wrap_step(trainer.validation_step)
 
     def _launch_and_set_up(self) -> None:
         trainer = self._trainer

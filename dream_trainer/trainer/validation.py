@@ -120,7 +120,7 @@ def _run_loader(
         for listener in before:
             listener(moved, batch_idx)
         trainer._validation.weight = trainer.batch_size(moved)
-        result = trainer._validation.step(moved, batch_idx)
+        result = trainer._validation.validation_step(moved, batch_idx)
         if not isinstance(result, dict):
             raise HookError(
                 f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
@@ -143,7 +143,7 @@ def _keep_company(
         with ExitStack() as contexts:
             for metrics in further:
                 contexts.enter_context(metrics.padding())
-            trainer._validation.step(batch, batch_idx)
+            trainer._validation.validation_step(batch, batch_idx)
     finally:
         trainer._validation.buffer, trainer.is_padding_batch = buffer, False
 

@@ -27,11 +27,11 @@ class WindowState:
     """The accumulation window that runs, or ran last.
 
     Attributes:
-        step: What is called with each batch and its index: `training_step`, wrapped by mixins.
+        training_step: What is called with each batch and its index: the user's, wrapped by mixins.
         batch: The running micro-batch, on the device.
         batch_samples: Its samples on this rank; None while nobody has counted them.
         sizes: Samples of each of this rank's batches; None where the stream counts by itself.
-        samples: This rank's share of the window's samples; of all ranks, where the stream can tell.
+        samples: The window's samples over all ranks.
         flags: What all ranks said before it.
         is_accumulating: Whether further batches of the window follow the running one.
         gradients_sync: Whether the next backward reduces gradients over ranks.
@@ -41,7 +41,7 @@ class WindowState:
         local_batches: Training batches processed since this process started.
     """
 
-    step: Callable[[Any, int], Any] = not_started
+    training_step: Callable[[Any, int], Any] = not_started
     batch: Any = None
     batch_samples: int | None = None
     sizes: list[int] | None = None
@@ -60,11 +60,11 @@ class ValidationState:
     """The validation that runs.
 
     Attributes:
-        step: What is called with each batch and its index: `validation_step`, wrapped by mixins.
+        validation_step: What is called with each batch and its index: the user's, wrapped by mixins.
         buffer: Where it is logged to; None outside.
         weight: Weight of the running batch: its samples.
     """
 
-    step: Callable[[Any, int], Any] = not_started
+    validation_step: Callable[[Any, int], Any] = not_started
     buffer: MetricBuffer | None = None
     weight: int = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dream_trainer import DreamTrainer
-from dream_trainer.trainer.mixins.setup import STAGES
+from dream_trainer.trainer.mixins.setup import CONFIGURE, SETUP
 from tests.docs.pages import PAGES, ROOT, links, name
 
 
@@ -39,7 +39,7 @@ def test_every_room_of_the_package_is_in_the_architecture() -> None:
 
 def test_the_architecture_shows_the_setup_order_as_it_is() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    assert "\n".join(f"| {stage} | {reason} |" for stage, reason in STAGES) in text
+    assert "\n".join(f"| {stage} | {reason} |" for stage, reason, _ in (*CONFIGURE, *SETUP)) in text
 
 
 def test_the_api_page_names_everything_public_of_a_trainer() -> None:

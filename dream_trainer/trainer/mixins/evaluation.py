@@ -6,13 +6,13 @@ saves the best values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from dream_trainer.best_value import is_better
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach, to_device
@@ -148,11 +148,8 @@ class EvalMixin(AbstractTrainer):
                 f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
             )
         for name, mode in parameters.best_metrics.items():
-            if name not in metrics or math.isnan(metrics[name]):
-                continue
-            value, best = metrics[name], self.best.get(name)
-            if best is None or (value < best if mode == "min" else value > best):
-                self.best[name] = value
+            if is_better(metrics.get(name), self.best.get(name), mode):
+                self.best[name] = metrics[name]
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"evaluation": {"best": dict(self.best)}}

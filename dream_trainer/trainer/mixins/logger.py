@@ -288,12 +288,12 @@ class LoggerMixin(AbstractTrainer):
     def _stamp(self) -> Stamp:
         return Stamp(self.global_step, self.current_epoch, self.samples_seen, time.time())
 
-    def _log_step(self, prefix: str, result: dict[str, Any], weight: Any) -> None:
-        super()._log_step(prefix, result, weight)
+    def _log_step(self, result: dict[str, Any], weight: Any) -> None:
+        super()._log_step(result, weight)
         run_log = self._run_log
         if result:
             own = self._samples_in_batch() if weight is None else weight
-            run_log.metrics.add_result(result, own, f"{prefix}/")
+            run_log.metrics.add_result(result, own, "train/")
         run_log.batch_finished(weight)
         # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
         if run_log.is_to_be_opened and not run_log.open_if_needed() and not self._events["post_train_batch"]:

@@ -1,15 +1,16 @@
 """SetupMixin: builds the models, parallelises and materialises them, then data, optimizers, schedulers and metrics.
 
-The order is one list, `STAGES`, with the reason for each place; `describe()` prints it. Models are built on the meta
-device: the constructor's computation runs for real, parameters do not exist until each rank cuts its own shard from a
-full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin replicates; FSDPMixin
-shards.
+The order is two lists, `CONFIGURE` and `SETUP`, with the reason for each place; `describe()` prints them. Models are
+built on the meta device: the constructor's computation runs for real, parameters do not exist until each rank cuts its
+own shard from a full tensor that is freed before the next (dream_trainer.meta). At world size > 1 this mixin
+replicates; FSDPMixin shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,7 @@ from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import HookError
 from dream_trainer.meta.initialise import default_init
-from dream_trainer.meta.realize import materialize, remember
+from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
@@ -44,37 +45,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-STAGES: tuple[tuple[str, str], ...] = (
-    ("configure_models", "first, so that every later stage has modules; parameters stay on the meta device"),
-    ("init_weights", "recorded while tensors are whole, so that initial weights do not depend on the mesh"),
-    ("tensor parallel", "first of what changes modules: it names layers as the model's author did"),
-    ("activation checkpointing", "inside compilation, so that the compiler sees what is computed twice"),
-    ("compile", "before sharding: a sharded block compiles to almost nothing"),
-    (
-        "fully_shard / replicate",
-        "before anything is real, so that no rank ever holds more than its shard and one tensor",
-    ),
-    ("materialise", "each rank replays one full tensor at a time and keeps its own part"),
-    ("load_pretrained", "over initialised weights, so that a partial load leaves nothing undefined"),
-    ("configure_dataloaders", "before optimizers and schedulers, which may need total_steps"),
-    ("configure_optimizers", "over real, sharded parameters, which they will update in place"),
-    ("configure_schedulers", "over the optimizers, with total_steps known"),
-    ("configure_metrics", "before a resume, which may restore them"),
-    ("resume", "last, over everything it restores"),
-)
-
-
 @dataclass
 class _Build:
-    """What `configure` leaves to `setup`.
+    """What one stage leaves to later ones.
 
     Attributes:
-        tape: The recorded initialisation.
+        tape: The recorded initialisation; None once the models are real.
         built_early: Models that were there before `configure_models`.
+        plan: How the models become real; made when they are complete.
     """
 
-    tape: Tape
+    tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 class SetupMixin(AbstractTrainer):
@@ -99,98 +82,20 @@ class SetupMixin(AbstractTrainer):
     def configure(self) -> None:
         """Builds the models and records their initialisation; nothing is on a device yet."""
         super().configure()
-        before = set(vars(self))
-        tape = self._build.tape
-        self._build.built_early = self.named_models()
-        with tape.recording():
-            refuse_returned("configure_models", "self.model", self.configure_models())  # type: ignore[func-returns-value]
-        refuse_private_models({name: value for name, value in vars(self).items() if name not in before})
-        models = self.named_models()
-        if not models:
-            raise HookError("configure_models assigned no module with parameters to self.")
-        if type(self).init_weights is Hooks.init_weights:
-            for model in models.values():
-                default_init(model, tape)
-        else:
-            with torch.no_grad(), tape.recording():
-                self.init_weights()
+        for stage in CONFIGURE:
+            stage.run(self)
 
     def setup(self) -> None:
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
         refuse_unsupported(models, self.world.world_size)
-        self._make_real_weights_equal()
-        plan = remember(models, self._build.tape)
-        devices = self.config.device_parameters
-        if devices.tensor_parallel > 1:
-            with keeping_tied_and_frozen(models):
-                self.apply_tensor_parallel(self._mesh["tp"])
-        if devices.activation_checkpointing != "none":
-            self.apply_activation_checkpointing()
-        if devices.compile:
-            self.apply_compile()
-        if self.world.world_size > 1:
-            for model in self._parameterised_models():
-                enter_by_methods(model, self.forward_methods(model), self.world.refuse_if_forbidden)
-                keep_recurrent_weights_in_place(model)
-                if half_dtype(devices) is not None:
-                    norms_in_float32(model, self.world.device)
-            self._shard_or_replicate()
-        materialize(models, plan, self.world.parameter_device)
-        del self._build  # its tape keeps what the constructors computed
-        if self.world.world_size > 1:
-            for model in models.values():
-                if self.world.parameter_device != self.world.device:
-                    move_what_is_whole(model, self.world.device)
-                enter_by_parts(model, self.forward_methods)
-            self._parallel.watch(models.values(), self.world, self.config.training_parameters.sync_policy)
-        self.load_pretrained()
-        connect_data(self)
-        self._parallel.reshard()
-        refuse_returned("configure_optimizers", "self.optimizer", self.configure_optimizers())  # type: ignore[func-returns-value]
-        if not self.named_optimizers():
-            raise HookError("configure_optimizers assigned no optimizer to self.")
-        refuse_strangers(self, plan.parameters)
-        for optimizer in self.named_optimizers().values():
-            refuse_unshardable(optimizer)
-        self.configure_schedulers()
-        refuse_different_optimizers(self)
-        self.configure_metrics()
-        for metric in self.named_metrics().values():
-            metric.to(self.world.device)
-            for part in parts(metric):
-                part.process_group = self.world.data_group
-
-    def _make_real_weights_equal(self) -> None:
-        """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
-        early = [f"self.{name}" for name, model in self._build.built_early.items() if real_tensors({"": model})]
-        differ = make_equal(real_tensors(self.named_models()), self.world)
-        taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
-        if early:
-            self.warn_once(
-                "built early",
-                f"{', '.join(early)} was built before configure_models, where no seed of the run's holds: unless its "
-                f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
-            )
-        elif differ:
-            self.warn_once(
-                "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
-            )
-
-    @property
-    def _mesh(self) -> DeviceMesh:
-        mesh = self.world.mesh
-        assert mesh is not None  # at world size > 1 there is one
-        return mesh
-
-    def _shard_or_replicate(self) -> None:
-        mesh, shape = self._mesh, self.world.mesh_shape
-        if shape.dp_shard == 1:
-            self.apply_replicate(mesh["dp_replicate", "dp_shard"])
-            return
-        dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
-        self.apply_fully_shard({"mesh": mesh[dims]} | self._sharding_policies())
+        _make_real_weights_equal(self)
+        assert self._build.tape is not None  # recorded by `configure`
+        self._build.plan = remember(models, self._build.tape)
+        for stage in SETUP:
+            stage.run(self)
+        del self._build
 
     def _sharding_policies(self) -> dict[str, Any]:
         """Keyword arguments of `fully_shard` beside the mesh."""
@@ -216,4 +121,186 @@ class SetupMixin(AbstractTrainer):
             shard_by_blocks(model, self.model_blocks(model), config, config)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
-        return [*super()._setup_stages(), *STAGES]
+        own = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
+        return [*super()._setup_stages(), *own, ("resume", "last, over everything it restores")]
+
+
+class Stage(NamedTuple):
+    """One step of the setup.
+
+    Attributes:
+        name: As `describe()` shows it.
+        why_here: Why it comes after the stages before it, and before those after it.
+        run: Does it.
+    """
+
+    name: str
+    why_here: str
+    run: Callable[[SetupMixin], None]
+
+
+def _configure_models(trainer: SetupMixin) -> None:
+    before, build = set(vars(trainer)), trainer._build
+    build.built_early = trainer.named_models()
+    assert build.tape is not None  # until the models are real
+    with build.tape.recording():
+        refuse_returned("configure_models", "self.model", trainer.configure_models())  # type: ignore[func-returns-value]
+    refuse_private_models({name: value for name, value in vars(trainer).items() if name not in before})
+    if not trainer.named_models():
+        raise HookError("configure_models assigned no module with parameters to self.")
+
+
+def _init_weights(trainer: SetupMixin) -> None:
+    tape = trainer._build.tape
+    assert tape is not None  # until the models are real
+    if type(trainer).init_weights is Hooks.init_weights:
+        for model in trainer.named_models().values():
+            default_init(model, tape)
+    else:
+        with torch.no_grad(), tape.recording():
+            trainer.init_weights()
+
+
+def _make_real_weights_equal(trainer: SetupMixin) -> None:
+    """What was built before `configure_models`, or is real otherwise, may differ by rank; rank 0's counts."""
+    early = [f"self.{name}" for name, model in trainer._build.built_early.items() if real_tensors({"": model})]
+    differ = make_equal(real_tensors(trainer.named_models()), trainer.world)
+    taken = f" Rank 0's values are taken on all ranks: {', '.join(differ[:3])} differed." if differ else ""
+    if early:
+        trainer.warn_once(
+            "built early",
+            f"{', '.join(early)} was built before configure_models, where no seed of the run's holds: unless its "
+            f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
+        )
+    elif differ:
+        trainer.warn_once(
+            "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
+        )
+
+
+def _apply_tensor_parallel(trainer: SetupMixin) -> None:
+    if trainer.config.device_parameters.tensor_parallel > 1:
+        with keeping_tied_and_frozen(trainer.named_models()):
+            trainer.apply_tensor_parallel(_mesh(trainer)["tp"])
+
+
+def _apply_activation_checkpointing(trainer: SetupMixin) -> None:
+    if trainer.config.device_parameters.activation_checkpointing != "none":
+        trainer.apply_activation_checkpointing()
+
+
+def _apply_compile(trainer: SetupMixin) -> None:
+    if trainer.config.device_parameters.compile:
+        trainer.apply_compile()
+
+
+def _shard_or_replicate(trainer: SetupMixin) -> None:
+    world = trainer.world
+    if world.world_size == 1:
+        return
+    for model in trainer._parameterised_models():
+        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
+        keep_recurrent_weights_in_place(model)
+        if half_dtype(trainer.config.device_parameters) is not None:
+            norms_in_float32(model, world.device)
+    mesh, shape = _mesh(trainer), world.mesh_shape
+    if shape.dp_shard == 1:
+        trainer.apply_replicate(mesh["dp_replicate", "dp_shard"])
+        return
+    dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
+    trainer.apply_fully_shard({"mesh": mesh[dims]} | trainer._sharding_policies())
+
+
+def _mesh(trainer: SetupMixin) -> DeviceMesh:
+    mesh = trainer.world.mesh
+    assert mesh is not None  # at world size > 1 there is one
+    return mesh
+
+
+def _materialise(trainer: SetupMixin) -> None:
+    build, models, world = trainer._build, trainer.named_models(), trainer.world
+    assert build.plan is not None  # made before the stages that change modules
+    materialize(models, build.plan, world.parameter_device)
+    build.tape = None  # it keeps what the constructors computed
+    if world.world_size == 1:
+        return
+    for model in models.values():
+        if world.parameter_device != world.device:
+            move_what_is_whole(model, world.device)
+        enter_by_parts(model, trainer.forward_methods)
+    trainer._parallel.watch(models.values(), world, trainer.config.training_parameters.sync_policy)
+
+
+def _load_pretrained(trainer: SetupMixin) -> None:
+    trainer.load_pretrained()
+
+
+def _configure_optimizers(trainer: SetupMixin) -> None:
+    trainer._parallel.reshard()
+    refuse_returned("configure_optimizers", "self.optimizer", trainer.configure_optimizers())  # type: ignore[func-returns-value]
+    optimizers, plan = trainer.named_optimizers(), trainer._build.plan
+    if not optimizers:
+        raise HookError("configure_optimizers assigned no optimizer to self.")
+    assert plan is not None  # the models are real
+    refuse_strangers(trainer, plan.parameters)
+    for optimizer in optimizers.values():
+        refuse_unshardable(optimizer)
+
+
+def _configure_schedulers(trainer: SetupMixin) -> None:
+    trainer.configure_schedulers()
+    refuse_different_optimizers(trainer)
+
+
+def _configure_metrics(trainer: SetupMixin) -> None:
+    trainer.configure_metrics()
+    for metric in trainer.named_metrics().values():
+        metric.to(trainer.world.device)
+        for part in parts(metric):
+            part.process_group = trainer.world.data_group
+
+
+CONFIGURE: tuple[Stage, ...] = (
+    Stage(
+        "configure_models",
+        "first, so that every later stage has modules; parameters stay on the meta device",
+        _configure_models,
+    ),
+    Stage(
+        "init_weights",
+        "recorded while tensors are whole, so that initial weights do not depend on the mesh",
+        _init_weights,
+    ),
+)
+SETUP: tuple[Stage, ...] = (
+    Stage(
+        "tensor parallel",
+        "first of what changes modules: it names layers as the model's author did",
+        _apply_tensor_parallel,
+    ),
+    Stage(
+        "activation checkpointing",
+        "inside compilation, so that the compiler sees what is computed twice",
+        _apply_activation_checkpointing,
+    ),
+    Stage("compile", "before sharding: a sharded block compiles to almost nothing", _apply_compile),
+    Stage(
+        "fully_shard / replicate",
+        "before anything is real, so that no rank ever holds more than its shard and one tensor",
+        _shard_or_replicate,
+    ),
+    Stage("materialise", "each rank replays one full tensor at a time and keeps its own part", _materialise),
+    Stage(
+        "load_pretrained",
+        "over initialised weights, so that a partial load leaves nothing undefined",
+        _load_pretrained,
+    ),
+    Stage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", connect_data),
+    Stage(
+        "configure_optimizers",
+        "over real, sharded parameters, which they will update in place",
+        _configure_optimizers,
+    ),
+    Stage("configure_schedulers", "over the optimizers, with total_steps known", _configure_schedulers),
+    Stage("configure_metrics", "before a resume, which may restore them", _configure_metrics),
+)

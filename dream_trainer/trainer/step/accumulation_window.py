@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from dream_trainer.data.window_sizes import Window
+    from dream_trainer.data.window import Window
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 

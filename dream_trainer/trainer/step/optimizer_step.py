@@ -17,7 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
-from dream_trainer.distributed.gradients import (
+from dream_trainer.errors import StepError
+from dream_trainer.modules.precision import without_autocast
+from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.step.gradients import (
     StepPlan,
     average,
     global_norm,
@@ -27,9 +30,6 @@ from dream_trainer.distributed.gradients import (
     plan_step,
     scale_gradients,
 )
-from dream_trainer.errors import StepError
-from dream_trainer.modules.precision import without_autocast
-from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ class OptimizerStep:
 
     Args:
         trainer: Whose world, config and events are used.
-        window: The running window.
+        accumulation: The running window's gradients.
 
     Attributes:
         had_gradients: Whether any step so far had a gradient.
     """
 
-    def __init__(self, trainer: AbstractTrainer, window: Accumulation) -> None:
+    def __init__(self, trainer: AbstractTrainer, accumulation: Accumulation) -> None:
         parameters = trainer.config.training_parameters
         self._trainer = trainer
-        self._window = window
-        self._loss_scale = window.loss_scale
-        self._turns = window.turns
+        self._accumulation = accumulation
+        self._loss_scale = accumulation.loss_scale
+        self._turns = accumulation.turns
         self._world = trainer.world
         self._device = trainer.world.parameter_device
         # MPS has no float64.
@@ -63,7 +63,7 @@ class OptimizerStep:
         self._clip_norm = parameters.gradient_clip_val
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
-        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, window.loss_scale)
+        self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
         self._parallel = trainer._parallel
         self._own = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
@@ -82,14 +82,14 @@ class OptimizerStep:
             return self._step(model, optimizers, schedulers)
 
     def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        can_rerun = self._window.begin_step()
+        can_rerun = self._accumulation.begin_step()
         for scheduler in schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise StepError(
                     "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
                 )
         plan = self._plan(optimizers)
-        if self._window.counted_batches == 0:
+        if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
         self._own.let_graphs_go()
         self._parallel.reshard()
@@ -124,11 +124,11 @@ class OptimizerStep:
             self._parallel.reduce_what_waits(plan.parameters)
         for bucket in plan.buckets:
             average(bucket, self._world)
-        weight = self._window.spend_weight(model)
+        weight = self._accumulation.spend_weight(model)
         grads = gradients_of(plan)
         norm, total = self._norm(plan, grads, weight, self._lacking(plan))
         # A second turn in the window is made of its last micro-batch alone.
-        n_batches = 1 if self._turns.has_stepped(optimizers) else self._window.counted_batches
+        n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)
         if self._loss_scale is not None:
             inverse = self._loss_scale.inverse(is_weighted=weight is not None)
