@@ -262,7 +262,7 @@ MUTANTS = [
     Mutant(
         "optimizers of ranks are not compared",
         "dream_trainer/trainer/mixins/setup.py",
-        "        refuse_different_optimizers(self)\n",
+        "    refuse_different_optimizers(trainer)\n",
         "",
         "tests/trainer/test_rank_differences.py",
     ),
@@ -415,7 +415,7 @@ MUTANTS = [
     ),
     Mutant(
         "a NaN metric is best",
-        "dream_trainer/checkpoint/retention.py",
+        "dream_trainer/best_value.py",
         "not isinstance(value, bool) and not math.isnan(value)",
         "not isinstance(value, bool)",
         "tests/checkpoint/test_retention.py",
@@ -514,7 +514,7 @@ MUTANTS = [
     Mutant(
         "parts of a sharded model are called past it",
         "dream_trainer/trainer/mixins/setup.py",
-        "                enter_by_parts(model, self.forward_methods)\n",
+        "        enter_by_parts(model, trainer.forward_methods)\n",
         "",
         "tests/trainer/test_precision.py",
     ),
