@@ -6,9 +6,11 @@ short world costs. Forked ranks share one order of hashing, which `torchrun`'s d
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -24,10 +26,15 @@ start_method = "forkserver"
 
 
 def free_port() -> int:
-    """A TCP port on localhost that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on localhost that nothing listens on at this moment.
+
+    Not one of those that the system gives to outgoing connections: other ranks' would take it before it is listened on.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
