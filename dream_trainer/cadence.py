@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Cadence:
     """Every so many steps, epochs or minutes, whichever comes first; with none of them, never.
 
-    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: where ranks have to act alike,
+    Steps and epochs are counted by the caller and equal on all ranks. Clocks are not: where all ranks must do the same,
     one of them is asked, and tells the others.
 
     Args:
@@ -40,7 +40,7 @@ class Cadence:
         self.goes_by_the_clock = minutes is not None
 
     def is_due(self, step: int | None = None, epoch: int | None = None) -> bool:
-        """Whether steps or epochs say so.
+        """Whether it is due by steps or epochs.
 
         Args:
             step: Optimizer steps completed, where one just was; None where none was.
@@ -55,5 +55,5 @@ class Cadence:
         return self._seconds is not None and self._clock() - self._since >= self._seconds
 
     def restart(self) -> None:
-        """It is done now: the minutes begin anew."""
+        """Called when it was done: the minutes start again."""
         self._since = self._clock()

@@ -51,7 +51,7 @@ def check_choice(name: str, value: object, choices: Iterable[str | None]) -> Non
 def check_name(name: str, value: object, *, example: str) -> None:
     """Raises ConfigError unless `value` is a string with something in it."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name}={value!r} is no name. Use a string, such as {name}={example!r}.")
+        raise ConfigError(f"{name}={value!r} is not a name. Use a string, such as {name}={example!r}.")
 
 
 def check_names(name: str, value: object, *, example: str) -> None:
@@ -59,7 +59,7 @@ def check_names(name: str, value: object, *, example: str) -> None:
     if isinstance(value, str):
         raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).")
     if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{name}={value!r} is no tuple of strings. Use such as {name}=({example!r},).")
+        raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).")
 
 
 def spell(values: Iterable[object]) -> str:

@@ -1,4 +1,4 @@
-"""Closing: each owner lets go of what it holds, although another one failed."""
+"""Closing: each owner releases its resources, even if another one failed."""
 
 from __future__ import annotations
 

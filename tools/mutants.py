@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         "a sharded block that one rank left out is no error",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "not in self._own.ran",
+        "not in self._local_gradients.ran",
         "is None",
         UNEVEN,
     ),
@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "data that ranks split already are split again",
         "dream_trainer/trainer/rank_differences.py",
-        "    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in every])\n",
+        "    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in data_of_ranks])\n",
         "",
         "tests/trainer/test_rank_differences.py",
     ),
@@ -311,7 +311,7 @@ MUTANTS = [
     Mutant(
         "another optimizer goes on with the last one's options",
         "dream_trainer/checkpoint/optimizer_state.py",
-        "if saved not in (None, here):",
+        "if saved not in (None, current):",
         "if False:",
         "tests/trainer/test_training_metrics.py",
     ),
@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
         "dream_trainer/data/foreign.py",
-        "    loader.worker_init_fn = WorkerInit(own)\n",
+        "    loader.worker_init_fn = WorkerInit(worker_init_fn)\n",
         "",
         "tests/faults/test_foreign_workers.py",
     ),
@@ -374,7 +374,7 @@ MUTANTS = [
     Mutant(
         "truncated files pass for whole",
         "dream_trainer/checkpoint/files.py",
-        "if found != size:",
+        "if size_on_disk != size:",
         "if False:",
         "tests/checkpoint",
     ),
@@ -479,14 +479,14 @@ MUTANTS = [
     Mutant(
         "tied weights come apart under a tensor-parallel plan",
         "dream_trainer/modules/sharding.py",
-        "            module.register_parameter(alias, kept)\n",
+        "            module.register_parameter(alias, parameter_now)\n",
         "",
         "tests/trainer/test_tensor_parallel.py",
     ),
     Mutant(
         "a tensor-parallel plan trains what was frozen",
         "dream_trainer/modules/sharding.py",
-        "            kept.requires_grad_(False)\n",
+        "            parameter_now.requires_grad_(False)\n",
         "            pass\n",
         "tests/trainer/test_tensor_parallel.py -k written_by_hand",
     ),
@@ -584,7 +584,7 @@ MUTANTS = [
     Mutant(
         "the weights do not come back after a validation on averages",
         "dream_trainer/callbacks/weight_average.py",
-        "                    average.set_weights(own)\n",
+        "                    average.set_weights(former_weights)\n",
         "                    pass\n",
         "tests/callbacks/test_ema.py",
     ),
@@ -732,8 +732,8 @@ MUTANTS = [
     Mutant(
         "groups of a mesh keep the long time-out",
         "dream_trainer/distributed/world.py",
-        "for group in (None, self.cpu_group, *own, *self.mesh.get_all_groups()):",
-        "for group in (None, self.cpu_group, *own):",
+        "for group in (None, self.cpu_group, *data_groups, *self.mesh.get_all_groups()):",
+        "for group in (None, self.cpu_group, *data_groups):",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
@@ -774,7 +774,7 @@ MUTANTS = [
     Mutant(
         "a dead rank is not looked for",
         "dream_trainer/distributed/lost_ranks.py",
-        "if host == here and not _is_alive(int(number))",
+        "if host == this_host and not _is_alive(int(number))",
         "if not host",
         "tests/trainer/test_failures.py -k killed",
     ),

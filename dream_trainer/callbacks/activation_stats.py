@@ -35,7 +35,7 @@ class ActivationStats(LoggingCallback):
     `max` and `zeros`.
 
     They are over all elements that a module put out in the accumulation window, in all its calls, micro-batches and
-    ranks; what activation checkpointing computes again counts once. Of an output that is no tensor, the first
+    ranks; what activation checkpointing computes again counts once. Of an output that is not a tensor, the first
     floating-point tensor in it counts. A step that is due reads the outputs, runs one collective and waits for nothing;
     in the others the modules have no hook.
 
@@ -107,8 +107,8 @@ class ActivationStats(LoggingCallback):
             return
         self._remove_hooks()
         squares, largest, zeros, elements = _over_ranks(self._sums, trainer.world.world_size).unbind(1)
-        found = {"rms": (squares / elements).sqrt(), "max": largest, "zeros": zeros / elements}
-        for kind, values in found.items():
+        statistics = {"rms": (squares / elements).sqrt(), "max": largest, "zeros": zeros / elements}
+        for kind, values in statistics.items():
             for module, value, weight in zip(self._modules, values, elements, strict=True):
                 # A module that put out nothing weighs nothing, and so is left out.
                 trainer.log(f"{self.name}/{module}/{kind}", value, weight=weight, reduce="last")
@@ -136,11 +136,11 @@ def _by_pattern(trainer: AbstractTrainer, patterns: Sequence[str]) -> Iterator[t
         for name, module in model.named_modules(prefix=model_name)
     }
     for pattern in patterns:
-        found = [name for name in named if re.search(pattern, name)]
-        if not found:
+        matching = [name for name in named if re.search(pattern, name)]
+        if not matching:
             some = ", ".join(list(named)[:5])
             raise ConfigError(f"modules: {pattern!r} is found in no module's name. They begin with {some}.")
-        yield from ((name, named[name]) for name in found)
+        yield from ((name, named[name]) for name in matching)
 
 
 def _adds_to(row: Tensor) -> Callable[[nn.Module, Any, Any], None]:
@@ -174,7 +174,7 @@ def _over_ranks(sums: Tensor, world_size: int) -> Tensor:
 
     ranks = [torch.empty_like(sums) for _ in range(world_size)]
     dist.all_gather(ranks, sums)
-    every = torch.stack(ranks)
-    total = every.sum(0)
-    total[:, 1] = every[:, :, 1].amax(0)
+    stacked = torch.stack(ranks)
+    total = stacked.sum(0)
+    total[:, 1] = stacked[:, :, 1].amax(0)
     return total

@@ -48,29 +48,29 @@ class CompileReport(Callback):
     def __init__(self, *, file: TextIO | None = None) -> None:
         self._file = file
         self._listening = ExitStack()
-        self._found: list[Finding] = []
+        self._findings: list[Finding] = []
         self._last_us = 0
         self._graphs = 0
-        self._has_told = False
+        self._has_printed = False
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
         """Begins to listen."""
         self._look()
-        self._found, self._graphs = [], compiled_graphs()  # those of others before
-        self._has_told = False
+        self._findings, self._graphs = [], compiled_graphs()  # not those of others before
+        self._has_printed = False
         self._listening.close()  # an earlier trainer may not have been closed
-        self._listening.enter_context(told_of_graph_breaks(lambda text: self._found.append(graph_break(text))))
+        self._listening.enter_context(told_of_graph_breaks(lambda text: self._findings.append(graph_break(text))))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Prints what is new, as soon as nothing more comes."""
+        """Prints what is new, as soon as a step compiles nothing more."""
         if not self._look() and self._has_news():
-            self._tell(trainer.global_step)
+            self._print(trainer.global_step)
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
         """Prints what is left."""
         self._look()
         if self._has_news():
-            self._tell(trainer.global_step)
+            self._print(trainer.global_step)
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         """Stops listening."""
@@ -86,7 +86,7 @@ class CompileReport(Callback):
         if not new:
             return False
         self._last_us = max(one.start_us for one in new)
-        self._found += [
+        self._findings += [
             Finding("recompilation", one.where, _short(one.again_because, runs_eagerly=one.is_last))
             for one in new
             if one.again_because
@@ -94,19 +94,19 @@ class CompileReport(Callback):
         return True
 
     def _has_news(self) -> bool:
-        return not self._has_told or bool(self._found) or compiled_graphs() > self._graphs
+        return not self._has_printed or bool(self._findings) or compiled_graphs() > self._graphs
 
-    def _tell(self, step: int) -> None:
-        graphs, counts = compiled_graphs() - self._graphs, Counter(self._found)
-        self._found, self._graphs = [], self._graphs + graphs
+    def _print(self, step: int) -> None:
+        graphs, counts = compiled_graphs() - self._graphs, Counter(self._findings)
+        self._findings, self._graphs = [], self._graphs + graphs
         if not graphs and not counts:
             title = "nothing was compiled. device_parameters.compile=True compiles the blocks of the models"
         else:
             kinds = Counter(finding.kind for finding in counts.elements())
-            title = f"{'more ' if self._has_told else ''}compiled until step {step}: {_count(graphs, 'graph')}, " + (
+            title = f"{'more ' if self._has_printed else ''}compiled until step {step}: {_count(graphs, 'graph')}, " + (
                 ", ".join(_count(kinds[kind], kind) for kind in ("graph break", "recompilation"))
             )
-        self._has_told = True
+        self._has_printed = True
         rows = [(kind, f"{n}x", where, why) for (kind, where, why), n in counts.items()]
         if rows:
             print_table(title, ("what", "times", "where", "why"), rows, self._file)

@@ -28,7 +28,7 @@ class Every(TimedCallback):
     | `"epochs"` | epochs completed | after each epoch |
     | `"validations"` | validations in training; sanity validations and `evaluate` are none | after each validation |
 
-    A window that completes several multiples of `n` calls it once. Counts go on after a resume; seconds start anew.
+    A window that completes several multiples of `n` calls it once. Counts continue after a resume; seconds start again.
 
     Args:
         n: How many; for seconds any positive number.

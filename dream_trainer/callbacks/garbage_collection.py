@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Turns automatic garbage collection off while training and collects at chosen steps, on all ranks alike.
+    """Turns automatic garbage collection off while training and collects at chosen steps, the same on all ranks.
 
     Python collects when a process has made enough objects, so each rank pauses at a step of its own and all the others
     wait for it there. On a schedule they pause together. What exists when training starts, or is still there after the

@@ -50,11 +50,11 @@ class GradientStats(TensorStats):
     ) -> None:
         super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
-        self._found: dict[Optimizer, dict[str, Tensor]] = {}
+        self._sums: dict[Optimizer, dict[str, Tensor]] = {}
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Forgets a window that an exception broke off."""
-        self._found.clear()
+        """Forgets a window that an exception interrupted."""
+        self._sums.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""
@@ -71,15 +71,15 @@ class GradientStats(TensorStats):
                 if self.histograms:
                     trainer.log_histogram(f"{self.name}/{name}", parameter.grad)
         sums = local_sums(groups, trainer.world.world_size, trainer.world.parameter_device)
-        self._found[optimizer] = dict(zip(groups, sums, strict=True))
+        self._sums[optimizer] = dict(zip(groups, sums, strict=True))
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs what the window's optimizers found."""
-        if not self._found:
+        """Logs the statistics of the window's optimizers."""
+        if not self._sums:
             return
         rows: dict[str, Tensor] = {}
-        for part in self._found.values():
+        for part in self._sums.values():
             for name, row in part.items():
                 rows[name] = together(rows[name], row) if name in rows else row
-        self._found.clear()
+        self._sums.clear()
         log_stats(trainer, self.name, combined(rows, torch.stack(list(rows.values())), trainer.world))

@@ -78,14 +78,14 @@ class ImageFiles(Callback):
         from dream_trainer.loggers.encode import png
         from dream_trainer.loggers.media import Image, gathered, pixels
 
-        found = gathered(self.key, result[self.key])
+        batch = gathered(self.key, result[self.key])
         if not trainer.world.is_main:
             return
-        if found.dim() != 4:
+        if batch.dim() != 4:
             raise ValueError(
-                f"{self.key!r} has shape {tuple(found.shape)}. Return [batch, channels, height, width] under it."
+                f"{self.key!r} has shape {tuple(batch.shape)}. Return [batch, channels, height, width] under it."
             )
-        images, _ = pixels(self.key, found[: self.max_images])
+        images, _ = pixels(self.key, batch[: self.max_images])
         path = trainer.run_dir / "images" / folder / self.key / f"step_{trainer.global_step:08d}.png"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

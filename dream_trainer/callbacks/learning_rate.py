@@ -44,7 +44,7 @@ class LearningRate(LoggingCallback):
         self._curves: dict[Optimizer, _Curves] = {}
 
     def post_setup(self, trainer: AbstractTrainer) -> None:
-        """Lets go of an earlier trainer's optimizers."""
+        """Releases an earlier trainer's optimizers."""
         self._curves.clear()
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
@@ -58,20 +58,20 @@ class LearningRate(LoggingCallback):
 
     def _named(self, trainer: AbstractTrainer, optimizer: Optimizer, before: _Curves | None) -> _Curves:
         optimizers, groups = trainer.named_optimizers(), optimizer.param_groups
-        own = next((name for name, one in optimizers.items() if one is optimizer), None)
-        if own is None:
+        name_of_optimizer = next((name for name, one in optimizers.items() if one is optimizer), None)
+        if name_of_optimizer is None:
             raise HookError(
-                f"an optimizer of type {type(optimizer).__name__} stepped that is no public attribute of the trainer, "
-                "so it has no name and is not saved either. Give it a public name, such as self.optimizer."
+                f"an optimizer of type {type(optimizer).__name__} stepped that is not a public attribute of the "
+                "trainer, so it has no name and is not saved either. Give it a public name, such as self.optimizer."
             )
         have_parted = before is not None and len(before.names) > 1
         if _have_one_rate(groups) and not have_parted:
-            name = self.name if len(optimizers) == 1 else f"{self.name}/{own}"
+            name = self.name if len(optimizers) == 1 else f"{self.name}/{name_of_optimizer}"
             return _Curves(len(groups), [name], is_shared=len(groups) > 1)
         labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
         if len(set(labels)) < len(labels):
             labels = [f"{label}.{index}" for index, label in enumerate(labels)]
-        return _Curves(len(groups), [f"{self.name}/{own}/{label}" for label in labels], is_shared=False)
+        return _Curves(len(groups), [f"{self.name}/{name_of_optimizer}/{label}" for label in labels], is_shared=False)
 
 
 def _have_one_rate(groups: list[dict[str, Any]]) -> bool:

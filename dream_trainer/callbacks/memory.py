@@ -128,11 +128,11 @@ class Memory(LoggingCallback):
             record_memory_history(0)
 
 
-def _print_beside(trainer: AbstractTrainer, expected: Mapping[str, Bytes | None], found: Mapping[str, Bytes]) -> None:
-    rows = [(part, in_words(expected[part]), in_words(own)) for part, own in found.items()]
+def _print_beside(trainer: AbstractTrainer, expected: Mapping[str, Bytes | None], actual: Mapping[str, Bytes]) -> None:
+    rows = [(part, in_words(expected[part]), in_words(n_bytes)) for part, n_bytes in actual.items()]
     world = trainer.world
     if world.device.type == "cuda" and world.parameter_device == world.device:
-        rest = torch.cuda.max_memory_allocated(world.device) - sum(own.total() for own in found.values())
+        rest = torch.cuda.max_memory_allocated(world.device) - sum(n_bytes.total() for n_bytes in actual.values())
         rows.append(("all else at the peak", "", format_bytes(rest)))
     print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "expected", "measured"), rows)
 
@@ -146,18 +146,18 @@ def _is_out_of_memory(exc: BaseException) -> bool:
 
 def memory_numbers(device: torch.device) -> dict[str, float]:
     """This process's memory now, by the names that `Memory` logs; GiB, but for shares and counts."""
-    found = host_memory()
+    numbers = host_memory()
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         reserved = stats.get("reserved_bytes.all.current", 0)
-        found["peak_allocated"] = stats.get("allocated_bytes.all.peak", 0) / GIB
-        found["peak_reserved"] = stats.get("reserved_bytes.all.peak", 0) / GIB
-        found["fragmentation"] = stats.get("inactive_split_bytes.all.current", 0) / reserved if reserved else 0.0
-        found["alloc_retries"] = float(stats.get("num_alloc_retries", 0))
+        numbers["peak_allocated"] = stats.get("allocated_bytes.all.peak", 0) / GIB
+        numbers["peak_reserved"] = stats.get("reserved_bytes.all.peak", 0) / GIB
+        numbers["fragmentation"] = stats.get("inactive_split_bytes.all.current", 0) / reserved if reserved else 0.0
+        numbers["alloc_retries"] = float(stats.get("num_alloc_retries", 0))
     elif device.type == "mps":
-        found["allocated"] = torch.mps.current_allocated_memory() / GIB
-        found["reserved"] = torch.mps.driver_allocated_memory() / GIB
-    return found
+        numbers["allocated"] = torch.mps.current_allocated_memory() / GIB
+        numbers["reserved"] = torch.mps.driver_allocated_memory() / GIB
+    return numbers
 
 
 def host_memory() -> dict[str, float]:
@@ -166,10 +166,10 @@ def host_memory() -> dict[str, float]:
         return {}
     import resource
 
-    found = {}
+    numbers = {}
     if sys.platform == "linux":
         with open("/proc/self/statm", "rb", buffering=0) as statm:
-            found["resident"] = int(statm.read().split()[1]) * resource.getpagesize() / GIB
+            numbers["resident"] = int(statm.read().split()[1]) * resource.getpagesize() / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
-    found["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
-    return found
+    numbers["peak_resident"] = peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    return numbers

@@ -29,10 +29,10 @@ Bytes = Counter[torch.dtype]
 def bytes_of(values: Iterable[Any]) -> Bytes:
     """What this rank holds of the tensors in `values`, however nested; each tensor once."""
     tensors = {id(leaf): leaf for value in values for leaf in leaves(value) if isinstance(leaf, Tensor)}
-    found: Bytes = Counter()
+    n_bytes: Bytes = Counter()
     for tensor in tensors.values():
-        found[tensor.dtype] += local_tensor(tensor).numel() * tensor.element_size()
-    return found
+        n_bytes[tensor.dtype] += local_tensor(tensor).numel() * tensor.element_size()
+    return n_bytes
 
 
 def parameter_bytes(trainer: AbstractTrainer) -> Bytes:
@@ -61,13 +61,13 @@ def state_bytes(optimizers: Iterable[Optimizer]) -> Bytes | None:
         None if one of them cannot be told: it is not PyTorch's (whose step may communicate), reads numbers from its
         tensors (Adafactor, ASGD), or needs a closure (LBFGS).
     """
-    found: Bytes = Counter()
+    total: Bytes = Counter()
     for optimizer in optimizers:
-        own = held_state_bytes(optimizer) if optimizer.state else _state_after_a_step(optimizer)
-        if own is None:
+        of_optimizer = held_state_bytes(optimizer) if optimizer.state else _state_after_a_step(optimizer)
+        if of_optimizer is None:
             return None
-        found += own
-    return found
+        total += of_optimizer
+    return total
 
 
 def held_state_bytes(optimizer: Optimizer) -> Bytes:
@@ -86,8 +86,8 @@ def _state_after_a_step(optimizer: Optimizer) -> Bytes | None:
     counts: Counter[Tensor] = Counter()
     groups = []
     for group in optimizer.param_groups:
-        alike = Counter((local_tensor(p).shape, p.dtype) for p in group["params"] if p.requires_grad)
-        twins = {_on_meta(shape, dtype): count for (shape, dtype), count in alike.items()}
+        counts_of_kind = Counter((local_tensor(p).shape, p.dtype) for p in group["params"] if p.requires_grad)
+        twins = {_on_meta(shape, dtype): count for (shape, dtype), count in counts_of_kind.items()}
         counts.update(twins)
         # Other ways to the same state, which the meta device does not have.
         ways: dict[str, Any] = {way: False for way in ("fused", "foreach", "capturable") if way in group}
@@ -98,11 +98,11 @@ def _state_after_a_step(optimizer: Optimizer) -> Bytes | None:
         twin.step()
     except Exception:  # an estimate stops no run
         return None
-    found: Bytes = Counter()
+    total: Bytes = Counter()
     for parameter, count in counts.items():
-        for dtype, own in bytes_of([twin.state[parameter]]).items():
-            found[dtype] += own * count
-    return found
+        for dtype, n_bytes in bytes_of([twin.state[parameter]]).items():
+            total[dtype] += n_bytes * count
+    return total
 
 
 def _on_meta(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

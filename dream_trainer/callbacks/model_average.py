@@ -21,10 +21,10 @@ class ModelAverage:
 
     Args:
         parameters: By name; DTensors where they are sharded.
-        averages: Tensors of the same names, sharded alike, to keep the averages in; None makes them.
+        averages: Tensors of the same names and layouts, to keep the averages in; None makes them.
 
     Attributes:
-        averages: By the same names, sharded alike.
+        averages: By the same names, with the same layouts.
         has_stepped: Whether the model has changed since the averages last moved.
     """
 
@@ -129,19 +129,19 @@ def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
 
 def _move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
     """`average += share * (weight - average)`, in place."""
-    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(averages, weights, strict=True):
         if average.dtype == weight.dtype:
-            own_averages, own_weights = alike.setdefault(average.dtype, ([], []))
-            own_averages.append(average)
-            own_weights.append(weight)
+            same_averages, same_weights = by_dtype.setdefault(average.dtype, ([], []))
+            same_averages.append(average)
+            same_weights.append(weight)
         else:  # one at a time, so that only one is ever held in both widths
             average.lerp_(weight.to(average.dtype), share.to(average.dtype) if isinstance(share, Tensor) else share)
-    for dtype, (own_averages, own_weights) in alike.items():
+    for dtype, (same_averages, same_weights) in by_dtype.items():
         if isinstance(share, Tensor):
-            foreach_lerp_(own_averages, own_weights, [share.to(dtype)] * len(own_averages))
+            foreach_lerp_(same_averages, same_weights, [share.to(dtype)] * len(same_averages))
         else:
-            foreach_lerp_(own_averages, own_weights, share)
+            foreach_lerp_(same_averages, same_weights, share)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

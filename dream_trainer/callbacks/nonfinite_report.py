@@ -72,8 +72,8 @@ class _Window:
         """Everything that should be finite and is on a device, as vectors."""
         for _, values in self.batches:
             yield from (value.reshape(1) for value in values.values() if isinstance(value, Tensor))
-        for found in self.gradients:
-            yield found.norms
+        for gradients in self.gradients:
+            yield gradients.norms
 
 
 class NonFiniteReport(Callback):
@@ -117,7 +117,7 @@ class NonFiniteReport(Callback):
         self._n_reports, self._has_said = 0, False
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Begins anew, from where the run resumes."""
+        """Starts again, from where the run resumes."""
         self._names = parameter_fqns(trainer.named_models())
         self._window, self._windows, self._samples_seen = _Window(), [], trainer.samples_seen
         if trainer is not self._watched:
@@ -129,11 +129,11 @@ class NonFiniteReport(Callback):
         self._take_norms(trainer, optimizer)
 
     def _take_norms(self, trainer: AbstractTrainer, optimizer: Optimizer) -> None:
-        found = self._gradients(optimizer)
-        if found is not None:
+        gradients = self._gradients(optimizer)
+        if gradients is not None:
             scale = trainer.accumulation_window.loss_scale
-            found.loss_scale = None if scale is None else scale.clone()
-            self._window.gradients.append(found)
+            gradients.loss_scale = None if scale is None else scale.clone()
+            self._window.gradients.append(gradients)
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         """Keeps what the training step returned."""
@@ -174,10 +174,10 @@ class NonFiniteReport(Callback):
         reports = self._look(trainer)
         if not trainer.world.all_reduce(torch.tensor([len(reports)]), "max").item():
             return
-        found = [report for own in trainer.world.all_gather_object(reports[:1]) for report in own]
+        all_reports = [report for of_rank in trainer.world.all_gather_object(reports[:1]) for report in of_rank]
         if trainer.world.is_main and not self._has_said:
             self._has_said = True
-            _say(next((report for report in found if report["has_bad_values"]), found[0]))
+            _say(next((report for report in all_reports if report["has_bad_values"]), all_reports[0]))
         trainer.settle()  # under "raise" the guard would notice up to 25 steps later
 
     def _look(self, trainer: AbstractTrainer) -> list[dict[str, Any]]:
@@ -207,8 +207,8 @@ class NonFiniteReport(Callback):
             f"loss {number}" if len(losses) > 1 else "loss": local_tensor(loss) for number, loss in enumerate(losses)
         }
         window.batches.append((trainer.batch_idx - (not running.is_open), values))
-        found = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
-        window.gradients += [gradients for gradients in found if gradients is not None]
+        taken_now = [self._gradients(optimizer) for optimizer in trainer.named_optimizers().values()]
+        window.gradients += [gradients for gradients in taken_now if gradients is not None]
         data = running.data
         if data is not None and data.samples is not None:
             window.end, window.samples = data.end, data.samples
@@ -218,11 +218,11 @@ class NonFiniteReport(Callback):
         return [self._written(trainer, report | self._what_is_here(trainer))]
 
     def _gradients(self, optimizer: Optimizer) -> _Gradients | None:
-        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not own:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
             return None
-        norms = torch.stack(foreach_norm(local_tensors([p.grad for p in own if p.grad is not None])))
-        return _Gradients([self._names.get(p, "(no model's)") for p in own], norms, None)
+        norms = torch.stack(foreach_norm(local_tensors([p.grad for p in parameters if p.grad is not None])))
+        return _Gradients([self._names.get(p, "(no model's)") for p in parameters], norms, None)
 
     # -- reports
 
@@ -253,9 +253,9 @@ class NonFiniteReport(Callback):
 def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
     """What is wrong with a window; None if nothing is."""
     gradients: dict[str, str] = {}
-    for found in window.gradients:
-        if found.loss_scale is None or float(found.loss_scale) < 1:
-            norms = zip(found.names, found.norms.tolist(), strict=True)
+    for of_optimizer in window.gradients:
+        if of_optimizer.loss_scale is None or float(of_optimizer.loss_scale) < 1:
+            norms = zip(of_optimizer.names, of_optimizer.norms.tolist(), strict=True)
             gradients |= {name: str(norm) for name, norm in norms if not math.isfinite(norm)}
     bad = [[name for name, value in values.items() if not _is_finite(value)] for _, values in window.batches]
     if not gradients and not any("loss" in name for names in bad for name in names):
@@ -273,7 +273,7 @@ def _report(trainer: AbstractTrainer, window: _Window) -> dict[str, Any] | None:
         "has_bad_values": any(bad),
         "batches": [batch for batch, names in zip(batches, bad, strict=True) if names or not any(bad)],
         "gradients": gradients,
-        "n_gradients": sum(len(found.names) for found in window.gradients),
+        "n_gradients": sum(len(of_optimizer.names) for of_optimizer in window.gradients),
     }
 
 
@@ -300,7 +300,7 @@ def _all_finite(tensors: list[Tensor]) -> bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
-    return all(bool(torch.isfinite(torch.cat(own)).all()) for own in by_device.values())
+    return all(bool(torch.isfinite(torch.cat(flat)).all()) for flat in by_device.values())
 
 
 def _is_finite(value: Tensor | float) -> bool:

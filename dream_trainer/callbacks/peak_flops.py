@@ -81,6 +81,6 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
                 torch.bfloat16: peaks.bf16,
                 torch.float32: (peaks.tf32 or peaks.fp32) if tf32 else peaks.fp32,
             }
-            found = by_dtype.get(dtype)
-            return None if found is None else found * 1e12
+            peak = by_dtype.get(dtype)
+            return None if peak is None else peak * 1e12
     return None

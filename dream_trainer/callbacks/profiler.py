@@ -60,7 +60,7 @@ class Profiler(Callback):
         if ranks is not None and not (
             isinstance(ranks, Sequence) and all(isinstance(rank, int) and rank >= 0 for rank in ranks)
         ):
-            raise ConfigError(f"ranks={ranks!r} is no list of ranks. Use ranks=[0], or None for all.")
+            raise ConfigError(f"ranks={ranks!r} is not a list of ranks. Use ranks=[0], or None for all.")
         self.first_step = first_step
         self.n_steps = n_steps
         self.warm_up_steps = min(warm_up_steps, first_step - 1)
@@ -111,7 +111,7 @@ class Profiler(Callback):
         self._stop()
 
     def _start_if_due(self, trainer: AbstractTrainer) -> None:
-        # A run may resume in the midst of the warm-up, but not of what is recorded.
+        # A run may resume in the middle of the warm-up, but not of what is recorded.
         warm_up_steps = self.first_step - 1 - trainer.global_step
         if not 0 <= warm_up_steps <= self.warm_up_steps:
             return

@@ -49,7 +49,7 @@ class Pace:
         self._first_step = step
         self._origin: tuple[float, int] | None = None
         self.is_warming_up = True
-        # (seconds of training, step, samples, seconds waited for data); the first one serves until warm-up is through.
+        # (seconds of training, step, samples, seconds waited for data); the first is used until warm-up is finished.
         self._looks = deque([(now - idle, step, samples, 0.0)], maxlen=remembered)
 
     def look(self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0) -> None:
@@ -156,7 +156,7 @@ class Progress(Callback):
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Starts the bar."""
         now = self._clock()
-        self._shown, self._running = {}, {}  # a signal may have ended a validation in its midst
+        self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
         self._pace = Pace(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now))
         self._start_bar(trainer)
         # The first line comes with the first step, so that one sees that it runs.
@@ -179,7 +179,7 @@ class Progress(Callback):
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
         """Notes that training pauses."""
-        # It is there if a signal made one begin anew, with a save in between.
+        # It is there if a signal interrupted a validation, which then started again after a save.
         self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description="validating", refresh=True)
@@ -190,8 +190,8 @@ class Progress(Callback):
         seconds = now - self._running.pop(kind, now)
         if not self._running:  # else it was evaluated within a validation
             self._validating += seconds
-        found = format_metrics(metrics) or "no metrics"
-        self._print(f"{kind} | step {trainer.global_step} | {found} | took {seconds:.1f} s")
+        text = format_metrics(metrics) or "no metrics"
+        self._print(f"{kind} | step {trainer.global_step} | {text} | took {seconds:.1f} s")
 
     def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
         """Says where the checkpoint is."""

@@ -38,12 +38,12 @@ class Size(NamedTuple):
 
 def size_of(module: nn.Module) -> Size:
     """Sizes of all parameters in `module`; works on meta and sharded ones."""
-    found = list(module.parameters())
+    parameters_of_module = list(module.parameters())
     return Size(
-        parameters=sum(p.numel() for p in found),
-        trainable=sum(p.numel() for p in found if p.requires_grad),
-        num_bytes=sum(p.numel() * p.element_size() for p in found),
-        local_bytes=sum(local_tensor(p).numel() * p.element_size() for p in found),
+        parameters=sum(p.numel() for p in parameters_of_module),
+        trainable=sum(p.numel() for p in parameters_of_module if p.requires_grad),
+        num_bytes=sum(p.numel() * p.element_size() for p in parameters_of_module),
+        local_bytes=sum(local_tensor(p).numel() * p.element_size() for p in parameters_of_module),
     )
 
 
@@ -81,7 +81,7 @@ class ModelSummary(Callback):
         """Prints one table for each model."""
         unknown = sorted(self._inputs.keys() - trainer.named_models().keys())
         if unknown:
-            raise ConfigError(f"inputs has {unknown}, which are no models. There are {list(trainer.named_models())}.")
+            raise ConfigError(f"inputs has {unknown}, which are not models. There are {list(trainer.named_models())}.")
         self._count_flops(trainer)  # of what `setup` assigned, without SetupMixin
         for name, model in trainer.named_models().items():
             size = size_of(model)
@@ -131,8 +131,8 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
     from torch.func import functional_call
     from torch.utils.flop_counter import FlopCounterMode
 
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         functional_call(model, on_meta, tuple(map_tensors(lambda tensor: tensor.to("meta"), list(inputs))))
     return int(counter.get_total_flops())
@@ -140,8 +140,8 @@ def forward_flops(model: nn.Module, inputs: Sequence[Any]) -> int:
 
 def _module_rows(name: str, module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, ...]]:
     size = size_of(module)
-    own = dict(module.named_parameters(recurse=False))
-    shapes = ", ".join(f"{key} {_shape(p)}" for key, p in own.items())
+    direct = dict(module.named_parameters(recurse=False))
+    shapes = ", ".join(f"{key} {_shape(p)}" for key, p in direct.items())
     yield (
         "  " * level + name,
         own_class(module).__name__,
@@ -196,17 +196,17 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         *_data_rows(trainer),
         ("limits", ", ".join(set_limits) or "one epoch"),
         ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
-        ("memory of rank 0", " + ".join(f"{part} {in_words(own)}" for part, own in estimate(trainer).items())),
+        ("memory of rank 0", " + ".join(f"{part} {in_words(n_bytes)}" for part, n_bytes in estimate(trainer).items())),
     ]
     if trainer.global_step:
         rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))
-    # Each capability brings one nested class of parameters; these two are told above.
-    told = (type(parameters), type(trainer.config.device_parameters))
+    # Each capability brings one nested class of parameters; these two are shown above.
+    shown_above = (type(parameters), type(trainer.config.device_parameters))
     rows += [
         (field.name.removesuffix("_parameters"), spelled)
         for field in fields(trainer.config)
         if _is_nested(value := vars(trainer.config)[field.name])
-        and not isinstance(value, told)
+        and not isinstance(value, shown_above)
         and (spelled := ", ".join(_spelled("", value)))
     ]
     return rows
@@ -239,9 +239,9 @@ def _spelled(name: str, value: Any) -> Iterator[str]:
     if _is_nested(value):
         is_ours = type(value).__module__.startswith("dream_trainer.")
         for field in fields(value):
-            own = vars(value)[field.name]
-            if not is_ours or own != _default(field) or (field.name == "name" and own is not None):
-                yield from _spelled(f"{prefix}{field.name}", own)
+            field_value = vars(value)[field.name]
+            if not is_ours or field_value != _default(field) or (field.name == "name" and field_value is not None):
+                yield from _spelled(f"{prefix}{field.name}", field_value)
     elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
         for index, item in enumerate(value):
             yield from _spelled(f"{prefix}{index}", item)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class SWA(WeightAverage):
     """Keeps the mean of the weights after `start` steps or epochs and every `every` from there on.
 
-    Until `start` the averages are the weights of now, for validations, checkpoints and exports alike. What is averaged,
+    Until `start` the averages are the current weights, also for validations, checkpoints and exports. What is averaged,
     and the rest, is as for `EMA`: sharded as the weights are, saved, resumed at any world size, swapped in for
     validations. A time to take weights at which the model has not changed since the last one is passed over.
 
-    BatchNorm's statistics belong to the weights that trained: take them anew with `update_batch_norm`. The paper's
+    BatchNorm's statistics belong to the weights that trained: compute them again by `update_batch_norm`. The paper's
     constant or cyclic learning rate is the scheduler's business; `torch.optim.swa_utils.SWALR` is one.
 
     Args:

@@ -96,7 +96,7 @@ def add_sums(row: Tensor, tensor: Tensor, copies: int = 1) -> None:
     """Adds a plain tensor's sums to a group's, in place; each of its elements counts `1 / copies`."""
     if not tensor.numel():  # a rank may hold nothing of a small tensor
         return
-    # A norm of half-precision values is no half-precision number.
+    # A norm of half-precision values is not a half-precision number.
     norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
     row[0] += norm.to(row.dtype).square() / copies
     row[1] = torch.maximum(row[1], torch.linalg.vector_norm(tensor, math.inf).to(row.dtype))

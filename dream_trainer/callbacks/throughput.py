@@ -115,7 +115,7 @@ class Throughput(LoggingCallback):
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Begins to warm up."""
-        self._validates_since = None  # a signal may have ended a sanity validation in its midst
+        self._validates_since = None  # a signal may have ended a sanity validation in the middle of it
         self._window_tokens.clear()  # an exception may have broken a window off
         self._due, self._start = trainer.global_step + self.warm_up_steps, None
         peak = None if self.flops_per_sample is self.flops_per_token is None else self._peak(trainer)
@@ -143,7 +143,7 @@ class Throughput(LoggingCallback):
         self._begin(trainer, now)
 
     def pre_val_epoch(self, trainer: AbstractTrainer) -> None:
-        """Training pauses, unless this validation only begins anew; the device has done what it was given."""
+        """Training pauses, unless this validation only starts again; the device has finished its work."""
         if self._validates_since is None:
             self._validates_since = self._now(trainer)
 
@@ -172,7 +172,7 @@ class Throughput(LoggingCallback):
         if seconds <= 0:
             return
         samples = (end.samples - start.samples) / seconds
-        found: dict[str, Tensor | float] = {
+        rates: dict[str, Tensor | float] = {
             "samples_per_second": samples,
             "samples_per_second_per_device": samples / world.world_size,
             "data_wait": (end.waiting - start.waiting) / seconds,
@@ -184,13 +184,13 @@ class Throughput(LoggingCallback):
             # This rank's tokens; the mean over the data-parallel ranks is logged, so each stands for all of them.
             tokens = self._tokens * world.dp_size / seconds
         if tokens is not None:
-            found["tokens_per_second"] = tokens
-            found["tokens_per_second_per_device"] = tokens / world.world_size
+            rates["tokens_per_second"] = tokens
+            rates["tokens_per_second_per_device"] = tokens / world.world_size
         if self._use_per_sample is not None:
-            found["mfu"] = samples / world.world_size * self._use_per_sample
+            rates["mfu"] = samples / world.world_size * self._use_per_sample
         elif self._use_per_token is not None and tokens is not None:
-            found["mfu"] = tokens / world.world_size * self._use_per_token
-        for name, value in found.items():
+            rates["mfu"] = tokens / world.world_size * self._use_per_token
+        for name, value in rates.items():
             trainer.log(f"{self.name}/{name}", value, weight=seconds)
 
     def _peak(self, trainer: AbstractTrainer) -> float | None:
@@ -201,13 +201,13 @@ class Throughput(LoggingCallback):
         if device.type != "cuda":
             return None
         name, dtype = torch.cuda.get_device_name(device), dtype_at_work(trainer)
-        found = peak_flops(name, dtype, tf32=tf32_is_allowed())
-        if found is None:
+        peak = peak_flops(name, dtype, tf32=tf32_is_allowed())
+        if peak is None:
             trainer.warn_once(
                 f"peak {name}",
                 f"the peak of {name} in {dtype} is not known: no MFU. Pass Throughput(device_flops=...).",
             )
-        return found
+        return peak
 
 
 def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:

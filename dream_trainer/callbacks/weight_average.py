@@ -71,7 +71,7 @@ class WeightAverage(AveragingCallback):
             updates: How often they have moved: an int, or a 0-dim tensor where only the device knows.
 
         Returns:
-            Between 0 and 1, a number or a tensor alike.
+            Between 0 and 1, as a number or a tensor.
         """
 
     @abstractmethod
@@ -117,7 +117,7 @@ class WeightAverage(AveragingCallback):
             yield
 
     def update_batch_norm(self, batches: Iterable[Any]) -> None:
-        """Inside `averaged_weights`: takes BatchNorm's statistics anew, over `batches`, until the `with` ends.
+        """Inside `averaged_weights`: computes BatchNorm's statistics again over `batches`, until the `with` ends.
 
         The statistics that the model gathered in training are those of other weights. Every rank calls this with as
         many batches; each takes the statistics of its own.
@@ -192,8 +192,8 @@ class WeightAverage(AveragingCallback):
         """The averages stand in for the weights, except in models whose averages somebody chose by hand."""
         if not self.validate:
             return nullcontext()
-        taken = {name for other in averages_of(trainer) for name in other._in_use}
-        return self._standing_in(trainer, self._averages.keys() - taken)
+        in_use = {name for other in averages_of(trainer) for name in other._in_use}
+        return self._standing_in(trainer, self._averages.keys() - in_use)
 
     # -- state
 
@@ -208,9 +208,13 @@ class WeightAverage(AveragingCallback):
                 "a checkpoint would hold the averages as the model's weights here. Save and load it outside of "
                 "averaged_weights() and of validations."
             )
-        # Where they are to be saved, state_dict brings them up before they are copied. A resume asks for them too, and
-        # would find what it has loaded moved on.
-        return {f"{name}.{fqn}": tensor for name, own in self._averages.items() for fqn, tensor in own.averages.items()}
+        # Not brought up to date here: for a save, state_dict has done so before they are copied. A resume asks for
+        # them too, and must not change what it has just loaded.
+        return {
+            f"{name}.{fqn}": tensor
+            for name, average in self._averages.items()
+            for fqn, tensor in average.averages.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """How often each model's averages have moved, and which are to move when it is time."""
@@ -231,7 +235,7 @@ class WeightAverage(AveragingCallback):
             self._has_started = self._was_given_back = True
 
     def on_load(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Starts anew from the loaded weights if the checkpoint had no averages."""
+        """Starts again from the loaded weights if the checkpoint had no averages."""
         if not self._was_given_back:
             self._has_started = False
         self._was_given_back = False
@@ -275,15 +279,15 @@ class WeightAverage(AveragingCallback):
             yield
         finally:
             with trainer.changing_weights():
-                for average, own in zip(chosen, weights, strict=True):
-                    average.set_weights(own)
+                for average, former_weights in zip(chosen, weights, strict=True):
+                    average.set_weights(former_weights)
             self._in_use -= names
             self._give_statistics_back()
 
     def _give_statistics_back(self) -> None:
         if not self._in_use:
-            for buffer, own in self._statistics.items():
-                buffer.copy_(own)
+            for buffer, former in self._statistics.items():
+                buffer.copy_(former)
             self._statistics.clear()
 
     def _owned_by(self, trainer: AbstractTrainer, optimizer: Optimizer) -> list[ModelAverage]:

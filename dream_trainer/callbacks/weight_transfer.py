@@ -130,14 +130,14 @@ class WeightTransfer(Callback):
                 self._pairs.start()
             else:
                 self._pairs.update(lambda _: 1.0 - self.decay)
-            for own, followed in self._counters:
-                local_tensor(own).copy_(local_tensor(followed))
+            for counter, followed in self._counters:
+                local_tensor(counter).copy_(local_tensor(followed))
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters, and buffers if they count, by name."""
-        found = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
+        tensors = {fqn.removeprefix("model."): tensor for tensor, fqn in parameter_fqns({"model": model}).items()}
         buffers = model_buffers({"model": model}) if self.buffers else {}
-        return found | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}
+        return tensors | {name.removeprefix("models.model."): tensor for name, tensor in buffers.items()}
 
 
 def _model(trainer: AbstractTrainer, name: str) -> nn.Module:
@@ -154,7 +154,7 @@ def _check_pairs(source: str, followed: dict[str, Tensor], target: str, followin
     if alone:
         raise ConfigError(
             f"WeightTransfer: {source!r} and {target!r} do not have tensors of the same names; only one has "
-            f"{', '.join(alone[:5])}{', ...' if len(alone) > 5 else ''}. Build both alike."
+            f"{', '.join(alone[:5])}{', ...' if len(alone) > 5 else ''}. Build both the same way."
         )
     for name, tensor in followed.items():
         other = following[name]

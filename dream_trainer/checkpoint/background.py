@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs a task in a thread that ends with it. The interpreter does not exit before.
+    """Runs a task in a thread that ends with the task. The interpreter waits for it before it exits.
 
     Args:
         name: Name of the thread.
@@ -29,7 +29,7 @@ class Background(Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last task is over, raised, and nobody has collected that."""
+        """Whether the last task has ended with an exception that nobody has collected."""
         return not self.is_busy and self._error is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Branches: a run that goes on from an older checkpoint writes the later steps anew, and keeps those of before."""
+"""Branches: a run that continues from an older checkpoint writes the later steps again, and keeps the former ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger("dream_trainer")
 
 def leave_branch(root: Path, step: int, world: Ranks) -> None:
     """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
-    found = on_all_ranks(
+    set_aside = on_all_ranks(
         world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
     )
-    if found:
-        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in found))
+    if set_aside:
+        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))

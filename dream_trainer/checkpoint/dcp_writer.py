@@ -1,10 +1,10 @@
 """Writing tensors by DCP: one shard file per rank, and `.metadata` by rank 0.
 
-`dcp.save` would do it in one call, but changes the process's warning filters on the way, keeps what the file system
-said to itself, and needs each file to be read again for its checksum. So its steps are taken here one by one, over
-DCP's public planner and writer: each rank plans, all plans become one, each rank writes. The ranks exchange what the
-steps return (`store.write_checkpoint`); nothing here communicates, so it may run in any thread. What is written is
-DCP's own format, which `torch.distributed.checkpoint.load` reads.
+`dcp.save` would do it in one call, but it changes the process's warning filters, hides the error of the file system,
+and each file would have to be read again for its checksum. So its steps are done here one by one, with DCP's public
+planner and writer: each rank plans, the plans are merged, each rank writes. The ranks exchange what the steps return
+(`store.write_checkpoint`). Nothing here communicates, so it may run in any thread. What is written is DCP's own format,
+which `torch.distributed.checkpoint.load` reads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class TensorWriter:
-    """One rank's part in writing a DCP directory. The steps are called in the order in which they stand.
+    """One rank's part in writing a DCP directory. The methods are called in the order in which they are written here.
 
     Args:
         directory: An empty directory.
@@ -62,8 +62,8 @@ class TensorWriter:
 
     def __init__(self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
         self._files = _HashingFileSystem()
-        # Files are synced by `NewFile`: DCP syncs them before Python's buffer is flushed. Without copying ahead, no
-        # stream of the thread's default device is touched, which need not be this rank's.
+        # `NewFile` syncs the files, since DCP does so before Python's buffer is flushed. Copying ahead would use a
+        # stream of the thread's default device, which may be another rank's.
         self._writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
         self._writer.fs = self._files
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -82,7 +82,7 @@ class TensorWriter:
         """Writes this rank's shard; the result is for rank 0.
 
         Args:
-            plans: Those of all ranks, in order. Each rank makes the same whole of them.
+            plans: Those of all ranks, in order. Each rank merges them into the same global plan.
 
         Raises:
             OSError: The file system refused.
@@ -114,8 +114,8 @@ class TensorWriter:
 def _said_by_file_system(error: BaseException) -> OSError | None:
     """The OSError that led to `error`.
 
-    A full disk surfaces as "unexpected pos 704 vs 598": `torch.save` cannot close its archive then, and that error
-    covers the one that caused it.
+    A full disk is reported as "unexpected pos 704 vs 598": `torch.save` then fails to close its archive, and that error
+    hides the one that caused it.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

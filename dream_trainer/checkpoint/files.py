@@ -20,7 +20,7 @@ from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 if TYPE_CHECKING:
     from xxhash import xxh3_128 as Xxh3
 
-_CHUNK = 1 << 20  # what is read is hashed out of the processor's cache
+_CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache when it is hashed
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.tmp-[0-9a-f]{16}")
 _REPLACED_NAME = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]{16}")
@@ -30,15 +30,15 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_path(path: str | Path) -> Path:
-    """`path`, if it is one of this machine's file systems.
+    """`path`, if it lies in a file system of this machine.
 
     Raises:
         CheckpointError: It names an object store or a server, such as `s3://bucket/run`.
     """
     if _URL.match(str(path)):
         raise CheckpointError(
-            f"{path} is no path of a file system, and object stores are neither read nor written. Copy it to or from a "
-            "local or mounted directory."
+            f"{path} is not a path of a file system, and object stores are neither read nor written. Copy it to or "
+            "from a local or mounted directory."
         )
     return Path(path)
 
@@ -49,7 +49,7 @@ def step_name(step: int) -> str:
 
 
 def named_step(path: Path) -> int | None:
-    """The step that a checkpoint directory's name states; None if it is named otherwise."""
+    """The step in the name of a checkpoint directory; None if the directory is named otherwise."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -76,7 +76,7 @@ def set_newer_aside(root: Path, step: int) -> list[Path]:
 
 
 class NewFile(io.BufferedWriter):
-    """A file that is written once from its begin to its end, hashed on the way, and on the disk once it is closed.
+    """A file that is written once, from its beginning to its end. It is hashed meanwhile, and on the disk once closed.
 
     Args:
         path: Where; nothing may be there.
@@ -197,11 +197,11 @@ def discard(path: Path) -> None:
     Killed in between, it leaves a temporary directory, which the next save removes, and never half a checkpoint.
 
     Args:
-        path: A directory whose name has a step's in it.
+        path: A directory whose name contains that of a step.
 
     Raises:
-        ValueError: The name has none.
-        OSError: The file system refused the rename; the checkpoint is whole.
+        ValueError: The name does not contain one.
+        OSError: The file system refused the rename; the checkpoint is unchanged.
     """
     named = _STEP_NAME.search(path.name)
     if named is None:
@@ -215,8 +215,8 @@ def discard(path: Path) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Makes a complete temporary directory visible as `final`, by one atomic rename.
 
-    A directory that has the name is replaced: it is set aside first and discarded last. Killed in between, the step is
-    there under the one name or the other; `recover_replaced` gives it its own back.
+    A directory that has the name already is replaced: it is set aside first and discarded last. If the process is
+    killed in between, the step is there under one of the two names; `recover_replaced` gives it back its own name.
 
     Raises:
         OSError: The file system refused; `final` is as it was.
@@ -238,10 +238,10 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def recover_replaced(root: Path) -> list[Path]:
-    """Ends what a job began that was killed while it replaced a checkpoint; returns the checkpoints brought back.
+    """Repairs what a job left that was killed while it replaced a checkpoint; returns the checkpoints brought back.
 
-    A checkpoint that was set aside gets its name back if none of its step is there, and is discarded otherwise. Only
-    one process may call this, and none may be writing to `root`.
+    A checkpoint that was set aside gets its name back if there is no other of its step, and is discarded otherwise.
+    Only one process may call this, and none may be writing to `root`.
 
     Raises:
         OSError: The file system refused.
@@ -265,20 +265,20 @@ def recover_replaced(root: Path) -> list[Path]:
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """What to raise for a file of a checkpoint that cannot be read.
 
-    Missing files and bad disks are damage. The rest, such as a permission or a time-out, is not the checkpoint's fault:
-    a run must not go back to an older one for it.
+    Missing files and bad disks are damage. Anything else, such as a permission or a time-out, is not the checkpoint's
+    fault: a run must not go back to an older checkpoint because of it.
     """
     is_damage = isinstance(error, FileNotFoundError | IsADirectoryError) or error.errno == errno.EIO
     if is_damage:
         return DamagedCheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.")
-    return CheckpointError(f"{path} cannot be read: {error}. Mend that, or resume from another checkpoint.")
+    return CheckpointError(f"{path} cannot be read: {error}. Correct that, or resume from another checkpoint.")
 
 
 def read_file(path: Path, size: int, xxh3: str) -> bytes:
-    """A small file's content, once it is known to be what was written.
+    """A small file's content, after its size and checksum were compared with what was written.
 
     Raises:
-        DamagedCheckpointError: The file is missing, or its size or checksum is another.
+        DamagedCheckpointError: The file is missing, or its size or checksum differs.
         CheckpointError: The file system refused.
     """
     try:
@@ -290,17 +290,17 @@ def read_file(path: Path, size: int, xxh3: str) -> bytes:
 
 
 def verify_file(path: Path, size: int, xxh3: str) -> None:
-    """Reads a file through and compares it with what was written.
+    """Reads a complete file and compares it with what was written.
 
     Raises:
-        DamagedCheckpointError: The file is missing, or its size or checksum is another.
+        DamagedCheckpointError: The file is missing, or its size or checksum differs.
         CheckpointError: The file system refused.
     """
     try:
-        found = checksum(path)
+        actual = checksum(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    _compare(path, found, (size, xxh3))
+    _compare(path, actual, (size, xxh3))
 
 
 def compare_size(path: Path, size: int) -> None:
@@ -311,21 +311,21 @@ def compare_size(path: Path, size: int) -> None:
         CheckpointError: The file system refused.
     """
     try:
-        found = path.stat().st_size
+        size_on_disk = path.stat().st_size
     except OSError as error:
         raise unreadable(path, error) from error
-    if found != size:
+    if size_on_disk != size:
         raise DamagedCheckpointError(
-            f"{path} has {found} bytes where {size} were written. Resume from another checkpoint."
+            f"{path} has {size_on_disk} bytes where {size} were written. Resume from another checkpoint."
         )
 
 
-def _compare(path: Path, found: tuple[int, str], written: tuple[int, str]) -> None:
-    if found[0] != written[0]:
+def _compare(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:
+    if actual[0] != written[0]:
         raise DamagedCheckpointError(
-            f"{path} has {found[0]} bytes where {written[0]} were written. Resume from another checkpoint."
+            f"{path} has {actual[0]} bytes where {written[0]} were written. Resume from another checkpoint."
         )
-    if found[1] != written[1]:
+    if actual[1] != written[1]:
         raise DamagedCheckpointError(
-            f"{path} is damaged: its checksum is {found[1]}, {written[1]} was written. Resume from another checkpoint."
+            f"{path} is damaged: its checksum is {actual[1]}, {written[1]} was written. Resume from another checkpoint."
         )

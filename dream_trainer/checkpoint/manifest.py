@@ -27,7 +27,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
-"""Raised with every change that an older reader would misread."""
+"""Incremented with every change that an older reader would misread."""
 
 MANIFEST_NAME = "manifest.json"
 
@@ -47,7 +47,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where it comes from."""
+    """What a checkpoint contains and where it comes from."""
 
     path: Path
     """The checkpoint's directory; not stored, so that a checkpoint may be moved."""
@@ -58,9 +58,9 @@ class Manifest:
     samples_seen: int
     """Samples consumed by all ranks since the run began."""
     world_size: int
-    """Number of ranks that wrote it; each has its own rank files."""
+    """Number of ranks that wrote it; each has rank files of its own."""
     mesh_shape: dict[str, int]
-    """Size of each mesh dimension at that time."""
+    """Size of each dimension of the device mesh at that time."""
     config: dict[str, Any]
     """The run's config as plain values."""
     metrics: dict[str, Any]
@@ -72,11 +72,11 @@ class Manifest:
     files: dict[str, FileEntry]
     """Every file but the manifest itself."""
     schema_version: int = SCHEMA_VERSION
-    """Form of the whole directory."""
+    """Version of the directory's layout."""
 
     @property
     def shards(self) -> list[str]:
-        """The files that hold tensors, by rank and number."""
+        """The files that contain tensors, by rank and number."""
         return sorted((name for name in self.files if name.endswith(SHARD_ENDING)), key=lambda name: (len(name), name))
 
     def entry(self, name: str) -> FileEntry:
@@ -99,7 +99,7 @@ class Manifest:
         return read_file(self.path / name, entry.size, entry.xxh3)
 
     def verify(self, name: str) -> None:
-        """Reads the file `name` through and compares its checksum.
+        """Reads the complete file `name` and compares its checksum.
 
         Raises:
             DamagedCheckpointError: The file is missing or damaged.
@@ -116,7 +116,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
-    """The one text that a manifest of these fields has."""
+    """The text of a manifest with these fields: there is only one, so that its checksum can be compared."""
     text = typed_json.dumps(body, name="manifest")
     return typed_json.dumps({**body, "xxh3": content_checksum(text.encode())}).encode()
 
@@ -128,8 +128,8 @@ def read_manifest(path: Path) -> Manifest:
         path: The checkpoint's directory.
 
     Raises:
-        DamagedCheckpointError: The manifest is missing, empty, damaged or another step's, or a file is missing or has
-            another size. The message names the file and the fault.
+        DamagedCheckpointError: The manifest is missing, empty, damaged or belongs to another step, or a file is missing
+            or has another size. The message names the file and the fault.
         CheckpointError: There is no such directory, or its schema is newer than this reader.
     """
     path = Path(path)
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
     if named_step(path) not in (None, manifest.step):
         raise DamagedCheckpointError(
             f"{path / MANIFEST_NAME} is of step {manifest.step}, which is not the directory's. "
-            "Give the directory its own name back."
+            "Give the directory its original name back."
         )
     for name, entry in manifest.files.items():
         compare_size(path / name, entry.size)
@@ -148,17 +148,17 @@ def read_manifest(path: Path) -> Manifest:
 
 def _body(file: Path) -> dict[str, Any]:
     """The parsed manifest, its schema version and checksum verified."""
-    other = "Resume from another checkpoint."
+    advice = "Resume from another checkpoint."
     try:
         text = file.read_bytes()
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{file} is missing, so {file.parent} is no checkpoint. {other}") from error
+        raise DamagedCheckpointError(f"{file} is missing, so {file.parent} is not a checkpoint. {advice}") from error
     except OSError as error:
         raise unreadable(file, error) from error
     if not text:
-        raise DamagedCheckpointError(f"{file} is empty. {other}")
+        raise DamagedCheckpointError(f"{file} is empty. {advice}")
     try:
-        # The version is read as plain JSON: a newer schema may hold types that this reader does not know.
+        # The version is read as plain JSON: a newer schema may use types that this reader does not know.
         plain = json.loads(text)
         version = plain.get("schema_version") if isinstance(plain, dict) else None
         if type(version) is not int:
@@ -170,10 +170,10 @@ def _body(file: Path) -> dict[str, Any]:
             )
         body: dict[str, Any] = typed_json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{file} is damaged: {error}. {other}") from error
+        raise DamagedCheckpointError(f"{file} is damaged: {error}. {advice}") from error
     body.pop("xxh3", None)
     if _sealed(body) != text:
-        raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not fit. {other}")
+        raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not match. {advice}")
     return body
 
 
@@ -191,28 +191,28 @@ def _parse(path: Path, body: dict[str, Any]) -> Manifest:
 
 
 def _plain_name(name: str) -> str:
-    # A manifest is a stranger's file too: it must not lead a reader out of its directory.
+    # A manifest may come from a stranger: it must not lead a reader out of its directory.
     if Path(name).name != name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is not a file of its directory")
     return name
 
 
 def list_checkpoints(root: Path) -> list[Manifest]:
-    """The checkpoints under `root` by step: those with a valid manifest whose files have their sizes.
+    """The checkpoints under `root` by step: those with a valid manifest whose files have the sizes it lists.
 
     Temporary, incomplete and damaged directories are left out. Contents are not read; `verify_checkpoint` does that.
     """
-    found = []
+    manifests = []
     for _, path in step_directories(Path(root)):
         try:
-            found.append(read_manifest(path))
+            manifests.append(read_manifest(path))
         except CheckpointError:
             continue
-    return found
+    return manifests
 
 
 def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
-    """Reads every file of a checkpoint through and compares checksums, the files shared out over the ranks.
+    """Reads every file of a checkpoint and compares its checksum; the files are divided among the ranks.
 
     Args:
         path: The checkpoint's directory.
@@ -228,7 +228,7 @@ def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
 def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
     """As `verify_checkpoint`, but of the shards, which are most of the bytes, only the sizes are compared.
 
-    `load_tensors` compares their checksums while it reads them.
+    Their checksums are compared by `load_tensors` while it reads them.
     """
     return _verify(Path(path), world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
 

@@ -1,7 +1,7 @@
-"""State of torchmetrics' objects that training updates, in checkpoints: each rank keeps its own.
+"""The state of torchmetrics' metrics that training updates, in checkpoints: each rank saves its own.
 
-What a rank has not is made up for when a metric computes, over all ranks. So at another number of ranks every former
-rank's state goes to one of the new ones, and where one gets several they are joined as the metric itself would.
+A metric combines the states of all ranks when it computes. So when the number of ranks has changed, each former rank's
+state goes to one of the new ranks. A rank that gets several combines them as the metric itself would.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 from dream_trainer.modules.metrics import parts
 
 PREFIX = "metrics."
-"""Tensors are named `metrics.<metric>.<number of the part>.<state>`, entries of a list `....<state>.<number>`."""
+"""Tensors are named `metrics.<metric>.<number of the part>.<state>`; entries of a list state `....<state>.<number>`."""
 
 State = tuple[dict[str, Any], Mapping[str, Tensor]]
 
 
 def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """What this rank's metrics hold.
+    """The state of this rank's metrics.
 
     Args:
-        metrics: Of torchmetrics, by name.
+        metrics: Metrics of torchmetrics, by name.
 
     Returns:
         `{name: [{"updates": n, "states": {state: None, or length of a list}}]}` with an entry for each part of a
-        metric, copies of the tensors, and the names of metrics that hold something else than tensors and are left out.
+        metric; copies of the tensors; and the names of metrics that are left out, since their state is not of tensors.
     """
     described: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     left_out = []
     for name, metric in metrics.items():
         if isinstance(metric, sys.modules["torchmetrics"].MetricCollection):
-            list(metric.values(copy_state=False))  # members that share a state have it only when asked for
-        own = [part.metric_state for part in parts(metric)]
-        entries = [entry for state in own for value in state.values() for entry in _entries(value)]
+            list(metric.values(copy_state=False))  # members that share a state get it only when asked for
+        states = [part.metric_state for part in parts(metric)]
+        entries = [entry for state in states for value in state.values() for entry in _entries(value)]
         if not all(isinstance(entry, Tensor) for entry in entries):
             left_out.append(name)
             continue
@@ -47,9 +47,9 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
                 "updates": part.update_count,
                 "states": {key: len(value) if isinstance(value, list) else None for key, value in state.items()},
             }
-            for part, state in zip(parts(metric), own, strict=True)
+            for part, state in zip(parts(metric), states, strict=True)
         ]
-        for number, state in enumerate(own):
+        for number, state in enumerate(states):
             for key, value in state.items():
                 prefix = f"{PREFIX}{name}.{number}.{key}"
                 names = [f"{prefix}.{index}" for index in range(len(value))] if isinstance(value, list) else [prefix]
@@ -59,27 +59,28 @@ def metric_state(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def load_metric_state(metrics: Mapping[str, Any], saved: list[State]) -> list[str]:
-    """Gives metrics the state of one former rank, or of several joined; of none, that of a new metric.
+    """Loads into metrics the state of one former rank, or the combined state of several; without any, a new metric's.
 
     Args:
-        metrics: Of torchmetrics, by name.
-        saved: What `metric_state` gave on former ranks, in their order.
+        metrics: Metrics of torchmetrics, by name.
+        saved: What `metric_state` returned on former ranks, in their order.
 
     Returns:
-        Names of metrics that are no longer there, are others, or whose states cannot be joined; these start anew.
+        Names of metrics that no longer exist, have other states, or whose states cannot be combined. These start from
+        zero.
     """
     lost = {name for described, _ in saved for name in described} - metrics.keys()
     for name, metric in metrics.items():
         states = [(described[name], tensors) for described, tensors in saved if name in described]
-        found = parts(metric)
+        metric_parts = parts(metric)
         fits = all(
-            [entry["states"].keys() for entry in described] == [part.metric_state.keys() for part in found]
+            [entry["states"].keys() for entry in described] == [part.metric_state.keys() for part in metric_parts]
             for described, _ in states
         )
-        if states and not (fits and all(len(states) == 1 or _joins(part) for part in found)):
+        if states and not (fits and all(len(states) == 1 or _joins(part) for part in metric_parts)):
             lost.add(name)
             continue
-        for number, part in enumerate(found if states else ()):
+        for number, part in enumerate(metric_parts if states else ()):
             _load_part(part, f"{PREFIX}{name}.{number}.", [(entry[number], tensors) for entry, tensors in states])
     return sorted(lost)
 
@@ -106,7 +107,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _ways(utilities: Any) -> dict[Any, Callable[[Any, Any], Any]]:
-    """How two ranks' states become one, by what a metric reduces them with."""
+    """How two ranks' states are combined, by the function with which a metric reduces them."""
     return {
         utilities.dim_zero_sum: torch.add,
         utilities.dim_zero_max: torch.maximum,

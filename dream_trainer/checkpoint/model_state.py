@@ -35,7 +35,7 @@ def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         `models.<name>.<fqn>` to the tensor: a DTensor where the parameter is one.
 
     Raises:
-        CheckpointError: A model's `state_dict()` makes tensors anew, so nothing could be loaded into them in place.
+        CheckpointError: A model's `state_dict()` creates new tensors, so nothing could be loaded into them in place.
     """
     return {name: tensor.detach() for name, tensor in _stored(models)}
 
@@ -51,15 +51,15 @@ def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 continue
             if id(value) not in owned:
                 raise CheckpointError(
-                    f"state_dict() of model {model_name!r} gives {fqn!r}, which is none of its parameters or buffers; "
-                    "it could not be loaded in place. Return such values from get_extra_state() instead."
+                    f"state_dict() of model {model_name!r} gives {fqn!r}, which is not one of its parameters or "
+                    "buffers; it could not be loaded in place. Return such values from get_extra_state() instead."
                 )
             seen.add(id(value))
             yield f"models.{model_name}.{fqn}", value
 
 
 def model_buffers(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Those of `model_tensors` that are no parameters, so that a forward may change them."""
+    """Those of `model_tensors` that are not parameters, so that a forward may change them."""
     return {name: tensor for name, tensor in _stored(models) if not isinstance(tensor, nn.Parameter)}
 
 
@@ -76,8 +76,8 @@ class _AsDict(Protocol):
 
 
 def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """What each model's `config` says, where it is a dataclass or has a `to_dict()`: kept for exports."""
-    found: dict[str, dict[str, Any]] = {}
+    """Each model's `config` as a dict, where it is a dataclass or has a `to_dict()`: saved for exports."""
+    configs: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
         config = model.config if isinstance(model, _Configured) else None
         try:
@@ -88,10 +88,10 @@ def model_configs(models: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
             else:
                 continue
             json.dumps(values)
-        except (TypeError, ValueError):  # a config of some other kind, which an export does without
+        except (TypeError, ValueError):  # a config of some other kind: exports are made without it
             continue
-        found[name] = values
-    return found
+        configs[name] = values
+    return configs
 
 
 def parameter_fqns(models: Mapping[str, nn.Module]) -> dict[Tensor, str]:
@@ -121,12 +121,12 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
     Raises:
         CheckpointError: The modules with extra state are not those of the checkpoint; nothing was set.
     """
-    here = {(name, fqn) for name, values in model_extra_state(models).items() for fqn in values}
+    current = {(name, fqn) for name, values in model_extra_state(models).items() for fqn in values}
     saved = {(name, fqn) for name, values in extra_state.items() for fqn in values}
-    if here != saved:
+    if current != saved:
         raise CheckpointError(
-            f"Modules with extra state differ: only in the checkpoint {sorted(saved - here)}, only here "
-            f"{sorted(here - saved)}. Was a layer added, removed or renamed since?"
+            f"Modules with extra state differ: only in the checkpoint {sorted(saved - current)}, only here "
+            f"{sorted(current - saved)}. Was a layer added, removed or renamed since?"
         )
     for name, values in extra_state.items():
         for fqn, value in values.items():
@@ -134,11 +134,11 @@ def load_model_extra_state(models: Mapping[str, nn.Module], extra_state: Mapping
 
 
 def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, Tensor]:
-    """The unsharded tensors that this rank holds with other values than rank 0: BatchNorm statistics, for instance.
+    """The unsharded tensors whose values on this rank differ from rank 0's: BatchNorm statistics, for instance.
 
-    `model_tensors` stores one rank's value of a plain tensor. Those that differ go with the rank's own state instead
-    and are given back by `load_rank_buffers` at the same layout. Compared are all persistent plain buffers, and plain
-    parameters of models that are sharded otherwise (FSDP2's `ignored_params` are synchronised by nobody).
+    `model_tensors` stores one rank's value of a plain tensor. Those that differ are saved with the rank's own state
+    instead, and `load_rank_buffers` restores them if the layout is the same. All persistent plain buffers are compared,
+    and the plain parameters of sharded models (nothing synchronises FSDP2's `ignored_params`).
 
     Every rank calls this; one collective of checksums.
     """
@@ -150,22 +150,22 @@ def rank_buffers(models: Mapping[str, nn.Module], *, world: Ranks) -> dict[str, 
 def _unsharded(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     from torch.distributed.tensor import DTensor
 
-    found = {}
+    unsharded = {}
     for name, model in models.items():
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         for key, tensor in _stored({name: model}):
             if not isinstance(tensor, DTensor) and (sharded or not isinstance(tensor, nn.Parameter)):
-                found[key] = tensor.detach()
-    return found
+                unsharded[key] = tensor.detach()
+    return unsharded
 
 
 def differing_names(tensors: Mapping[str, Tensor], *, world: Ranks) -> set[str]:
-    """Names of plain tensors whose values on this rank are not rank 0's. Every rank calls this; one collective."""
+    """Names of plain tensors whose values on this rank differ from rank 0's. Every rank calls this; one collective."""
     if world.world_size == 1:
         return set()
-    mine = {name: _value_checksum(tensor) for name, tensor in tensors.items()}
-    first = world.all_gather_object(mine if world.is_main else None)[0]
-    return {name for name, value in mine.items() if first.get(name) not in (None, value)}
+    checksums = {name: _value_checksum(tensor) for name, tensor in tensors.items()}
+    checksums_of_rank_0 = world.all_gather_object(checksums if world.is_main else None)[0]
+    return {name for name, value in checksums.items() if checksums_of_rank_0.get(name) not in (None, value)}
 
 
 def _value_checksum(tensor: Tensor) -> str:
@@ -175,22 +175,22 @@ def _value_checksum(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def load_rank_buffers(models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor]) -> None:
-    """Gives this rank back what `rank_buffers` took, after the common values were loaded.
+    """Restores on this rank what `rank_buffers` returned, after the common values were loaded.
 
     Args:
         models: The models by name.
-        buffers: From this rank's part of the checkpoint; other names than models' are passed over.
+        buffers: From this rank's part of the checkpoint; names that are not of models are ignored.
 
     Raises:
         CheckpointError: A name is not among the models', or a shape or dtype differs; nothing was written.
     """
-    here = _unsharded(models)
-    mine = {name: value for name, value in buffers.items() if name.startswith("models.")}
-    for name, value in mine.items():
-        if name not in here or here[name].shape != value.shape or here[name].dtype != value.dtype:
+    targets = _unsharded(models)
+    saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
+    for name, value in saved.items():
+        if name not in targets or targets[name].shape != value.shape or targets[name].dtype != value.dtype:
             raise CheckpointError(
                 f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model. "
                 "Was the layer removed, renamed or changed since?"
             )
-    for name, value in mine.items():
-        here[name].copy_(value)
+    for name, value in saved.items():
+        targets[name].copy_(value)

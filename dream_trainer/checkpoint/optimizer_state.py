@@ -1,8 +1,9 @@
 """Optimizers' state, keyed by the names of the parameters it belongs to.
 
-Keyed by position, as in `optimizer.state_dict()`, one parameter more shifts every state onto its neighbour. DCP's own
-`get_optimizer_state_dict` has names, but steps an optimizer that never stepped, which leaves Adam's bias correction one
-step off. Here nothing is stepped: tensors are read where they are, and allocated from the checkpoint's metadata.
+With keys by position, as in `optimizer.state_dict()`, one added parameter would shift every state to its neighbour.
+DCP's `get_optimizer_state_dict` uses names, but it steps an optimizer that never stepped, which leaves Adam's bias
+correction one step off. Here nothing is stepped: tensors are read where they are, and allocated from the checkpoint's
+metadata.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
-# The parameters themselves, the names that an optimizer built from named parameters keeps for them, and which
-# implementation runs: that is chosen by the machine of today, and the state is the same under each.
+# The parameters themselves; the names that an optimizer built from named parameters keeps for them; and which
+# implementation runs: that depends on the machine, and the state is the same under each.
 _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_state(
     name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What an optimizer holds: its tensors as they are, and everything else for typed JSON.
+    """An optimizer's state: its tensors as they are, and everything else for typed JSON.
 
     An optimizer that never stepped has no tensors and is restored as one that never stepped. Every rank calls this.
 
     Args:
         name: The optimizer's name.
-        optimizer: Any whose state belongs to single parameters: all of PyTorch's but LBFGS.
+        optimizer: Any optimizer whose state belongs to single parameters: all of PyTorch's except LBFGS.
         fqns: Names of the parameters, from `parameter_fqns`.
-        world: The ranks; state of sharded parameters that is no DTensor is compared between them.
+        world: The ranks; state of sharded parameters that is not a DTensor is compared between them.
 
     Returns:
         `optimizers.<name>.<parameter>.<key>` to the state tensor, and
         `{"class", "groups": [{"parameters", "options"}], "state": {parameter: {"tensors", "values"}}}`.
 
     Raises:
-        CheckpointError: A parameter has no name, the state does not belong to parameters, is of a type that cannot be
-            kept, or is a plain tensor that differs between ranks; the same on every rank.
+        CheckpointError: A parameter has no name, or the state does not belong to parameters, is of a type that cannot
+            be saved, or is a plain tensor that differs between ranks; the same on every rank.
     """
     task = f"save optimizer {name!r}"
     tensors, values = on_all_ranks(world, task, lambda: _collect(name, optimizer, fqns))
@@ -58,13 +59,13 @@ def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tup
     _check(optimizer, fqns)
     tensors: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    for parameter, held in optimizer.state.items():
+    for parameter, parameter_state in optimizer.state.items():
         fqn = fqns[parameter]
-        mine = {key: value for key, value in held.items() if isinstance(value, Tensor)}
-        tensors |= {_tensor_name(name, fqn, key): value.detach() for key, value in mine.items()}
+        state_tensors = {key: value for key, value in parameter_state.items() if isinstance(value, Tensor)}
+        tensors |= {_tensor_name(name, fqn, key): value.detach() for key, value in state_tensors.items()}
         state[fqn] = {
-            "tensors": sorted(mine),
-            "values": {key: value for key, value in held.items() if key not in mine},
+            "tensors": sorted(state_tensors),
+            "values": {key: value for key, value in parameter_state.items() if key not in state_tensors},
         }
     groups = [
         {
@@ -74,7 +75,7 @@ def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tup
         for group in optimizer.param_groups
     ]
     values = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-    # Written and read once more, so that it is a snapshot (schedulers change `lr` tensors in place) and known to fit.
+    # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
     return tensors, typed_json.loads(typed_json.dumps(values, name=f"optimizers.{name}"))
 
 
@@ -99,7 +100,7 @@ def _check(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
     strangers = [key for key in optimizer.state if key not in fqns]
     if strangers:
         raise CheckpointError(
-            f"{type(optimizer).__name__} holds state under {type(strangers[0]).__name__} keys that are no parameters. "
+            f"{type(optimizer).__name__} holds state under {type(strangers[0]).__name__} keys that are not parameters. "
             "Keep state per parameter, so that it can be restored by name."
         )
 
@@ -109,9 +110,9 @@ def _plain_state_of_sharded(name: str, optimizer: Optimizer, fqns: Mapping[Tenso
 
     return {
         _tensor_name(name, fqns[parameter], key): value
-        for parameter, held in optimizer.state.items()
+        for parameter, parameter_state in optimizer.state.items()
         if isinstance(parameter, DTensor)
-        for key, value in held.items()
+        for key, value in parameter_state.items()
         if isinstance(value, Tensor) and not isinstance(value, DTensor)
     }
 
@@ -133,22 +134,22 @@ def prepare_optimizer_state(
 ) -> dict[str, Tensor]:
     """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
 
-    State that the optimizer holds already is dropped. State of the parameter's shape takes its layout (DTensor) and
-    device; other state is a plain tensor, placed as PyTorch's own `load_state_dict` would.
+    State the optimizer already has is dropped. State of the parameter's shape gets its layout (DTensor) and device;
+    other state is a plain tensor, placed as PyTorch's own `load_state_dict` would.
 
     Args:
         name: The optimizer's name when it was saved.
-        optimizer: A fresh one, over parameters of any layout.
+        optimizer: A new one, over parameters of any layout.
         fqns: Names of its parameters.
         values: The second result of `optimizer_state`.
         metadata: From `tensor_metadata`.
 
     Returns:
-        The allocated tensors by name, to be handed to `load_tensors`.
+        The allocated tensors by name, to be passed to `load_tensors`.
 
     Raises:
         CheckpointError: The optimizer's class, parameters or their grouping are not those of the checkpoint, listed by
-            name, or a state tensor is not in it; nothing was changed.
+            name, or the checkpoint lacks a state tensor; nothing was changed.
     """
     _check(optimizer, fqns)
     _refuse_other_class(name, optimizer, values)
@@ -156,8 +157,8 @@ def prepare_optimizer_state(
     by_name = {fqns[parameter]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]}
     absent = [
         tensor_name
-        for fqn, held in values["state"].items()
-        for key in held["tensors"]
+        for fqn, saved_state in values["state"].items()
+        for key in saved_state["tensors"]
         if (tensor_name := _tensor_name(name, fqn, key)) not in metadata
     ]
     if absent:
@@ -166,10 +167,10 @@ def prepare_optimizer_state(
         _restore_options(group, saved)
     optimizer.state.clear()
     tensors: dict[str, Tensor] = {}
-    for fqn, held in values["state"].items():
+    for fqn, saved_state in values["state"].items():
         parameter, group = by_name[fqn]
-        state = dict(held["values"])
-        for key in held["tensors"]:
+        state = dict(saved_state["values"])
+        for key in saved_state["tensors"]:
             tensor_name = _tensor_name(name, fqn, key)
             state[key] = tensors[tensor_name] = _allocate(parameter, group, key, *metadata[tensor_name])
         optimizer.state[parameter] = state
@@ -177,11 +178,11 @@ def prepare_optimizer_state(
 
 
 def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Options and state mean something else to another optimizer, though they may have the same names."""
-    saved, here = values.get("class"), type(optimizer).__name__
-    if saved not in (None, here):
+    """Options and state mean something else to an optimizer of another class, even under the same names."""
+    saved, current = values.get("class"), type(optimizer).__name__
+    if saved not in (None, current):
         raise CheckpointError(
-            f"Optimizer {name!r} was of class {saved} and is {here} now: it would go on with the other's learning "
+            f"Optimizer {name!r} was of class {saved} and is {current} now: it would go on with the other's learning "
             f"rate, decay and state. Use {saved} again, or start another experiment from the checkpoint's weights with "
             "CheckpointParameters(init_from=<its path>)."
         )
@@ -192,18 +193,18 @@ def _options_by_group(
 ) -> list[dict[str, Any]]:
     """For each group of `optimizer`, the saved options of its parameters' group; none for a group without any."""
     owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
-    here = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    known = {fqn for group in here for fqn in group}
+    current_groups = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    known = {fqn for group in current_groups for fqn in group}
     only_saved, only_here = sorted(set(owner) - known), sorted(known - set(owner))
     if only_saved or only_here:
-        told = [f"only in the checkpoint: {', '.join(only_saved[:20])}"] if only_saved else []
-        told += [f"only here: {', '.join(only_here[:20])}"] if only_here else []
+        differences = [f"only in the checkpoint: {', '.join(only_saved[:20])}"] if only_saved else []
+        differences += [f"only here: {', '.join(only_here[:20])}"] if only_here else []
         raise CheckpointError(
-            f"Optimizer {name!r} has other parameters than the checkpoint's ({'; '.join(told)}). "
+            f"Optimizer {name!r} has other parameters than the checkpoint's ({'; '.join(differences)}). "
             "Was a layer added, removed, renamed or frozen since?"
         )
     chosen = []
-    for index, group in enumerate(here):
+    for index, group in enumerate(current_groups):
         owners = {owner[fqn] for fqn in group}
         if len(owners) > 1:
             raise CheckpointError(
@@ -217,9 +218,9 @@ def _options_by_group(
 @torch.no_grad()
 def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        held = group.get(key)
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
-            held.copy_(value)  # a scheduler or a compiled step may hold this very tensor
+        current = group.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+            current.copy_(value)  # a scheduler or a compiled step may refer to this tensor
         else:
             group[key] = value.clone() if isinstance(value, Tensor) else value
 

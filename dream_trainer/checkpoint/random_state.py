@@ -18,13 +18,13 @@ _PREFIX = "random."
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads the global generators without drawing from them: the training process's own, also while data is loaded.
+    """Reads the training process's global generators without drawing from them, also while data is being loaded.
 
     Args:
-        device: Where this rank computes. An accelerator's generator is read beside the CPU's.
+        device: Where this rank computes. An accelerator's generator is read in addition to the CPU's.
 
     Returns:
-        State for typed JSON, and byte tensors by name (`random.cpu`, and `random.cuda` or such).
+        State for typed JSON, and byte tensors by name (`random.cpu`, and for example `random.cuda`).
     """
     torch_state, python_state, numpy_state = undisturbed_cpu_state()
     tensors = {f"{_PREFIX}{kind}": generator.get_state() for kind, generator in _generators(device).items()}
@@ -33,11 +33,11 @@ def random_state(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def set_random_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts the global generators where `random_state` found them: the next draws are the same.
+    """Sets the global generators to what `random_state` returned: the next draws are the same.
 
     Args:
         state: Its first result.
-        tensors: Its second; names of others are passed over.
+        tensors: Its second; other names are ignored.
         device: Where this rank computes now.
 
     Raises:

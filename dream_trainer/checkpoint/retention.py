@@ -1,7 +1,7 @@
 """Retention: which checkpoints of a run stay once a newer one is on the disk.
 
 Only valid checkpoints count and only valid ones are removed; a damaged or unfinished directory is evidence and stays.
-The newest is always kept, and so are the best of those that a policy lets go, whichever of them is resumed from.
+The newest is always kept, whatever the policy.
 """
 
 from __future__ import annotations

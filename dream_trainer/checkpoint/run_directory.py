@@ -35,13 +35,13 @@ def claim(run_dir: Path, world: Ranks) -> None:
         CheckpointError: Another live job has it, or some rank sees another directory; the same on every rank.
     """
     task = f"claim the run directory {run_dir}"
-    mine = on_all_ranks(world, task, lambda: _lock(run_dir) if world.is_main else None)
-    token = world.all_gather_object(mine)[0]
-    on_all_ranks(world, task, lambda: _expect(run_dir, token))
+    token = on_all_ranks(world, task, lambda: _lock(run_dir) if world.is_main else None)
+    token_of_rank_0 = world.all_gather_object(token)[0]
+    on_all_ranks(world, task, lambda: _expect(run_dir, token_of_rank_0))
 
 
 def release(run_dir: Path) -> None:
-    """Gives the claim back, on rank 0 where it is held; elsewhere nothing happens."""
+    """Releases the claim on rank 0, which holds it; on other ranks nothing happens."""
     path = (run_dir / LOCK_NAME).resolve()
     if path not in _held:
         return

@@ -1,9 +1,10 @@
 """Reading DCP's files without running anybody's code.
 
-DCP pickles its `.metadata` and, for values that are no tensors, its shards; a plain reader runs whatever a stranger put
-there. Here `.metadata` is unpickled by a reader that knows a short list of record types and refuses the rest by name;
-only tensors are stored, so a shard that claims anything else is refused before it is opened, and PyTorch reads tensors
-with `weights_only=True`. Each shard's checksum is compared in full, before its first byte is used or beside reading.
+DCP pickles its `.metadata`, and in its shards the values that are not tensors; an ordinary reader would run whatever
+code a stranger put there. Here `.metadata` is unpickled by a reader that knows a short list of record types, and
+refuses everything else with an error that names it. Only tensors are stored, so a shard with anything else is refused
+before it is opened, and PyTorch reads tensors with `weights_only=True`. The checksum of each complete shard is
+compared, before its first byte is used or while it is read.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
 
     Raises:
         DamagedCheckpointError: It refers to something that metadata does not consist of, is damaged, or lists entries
-            that are no tensors.
+            that are not tensors.
     """
     try:
         metadata = MetadataUnpickler(content, file).load()
@@ -72,14 +73,14 @@ def parse_metadata(content: bytes, file: Path) -> Metadata:
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
         raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise DamagedCheckpointError(f"{file} holds no DCP metadata. Resume from another checkpoint.")
+        raise DamagedCheckpointError(f"{file} contains no DCP metadata. Resume from another checkpoint.")
     for name, record in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(record, TensorStorageMetadata):
             raise DamagedCheckpointError(
-                f"{file} lists {name!r}, which is no tensor. Only tensors are read from DCP files."
+                f"{file} lists {name!r}, which is not a tensor. Only tensors are read from DCP files."
             )
     if not isinstance(metadata.storage_data, dict):
-        raise DamagedCheckpointError(f"{file} does not say where its tensors lie. Resume from another checkpoint.")
+        raise DamagedCheckpointError(f"{file} does not say where its tensors are. Resume from another checkpoint.")
     return metadata
 
 
@@ -127,19 +128,19 @@ class SafeReader(FileSystemReader):
             raise unreadable(file, error) from error
         except pickle.UnpicklingError as error:
             raise DamagedCheckpointError(f"{file} cannot be read: {error}. Do not use this checkpoint.") from error
-        except Exception as error:  # PyTorch's reader fails in many ways on what is no archive of a tensor
+        except Exception as error:  # PyTorch's reader fails in many ways on what is not an archive of a tensor
             raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
 
     def _location(self, index: MetadataIndex) -> Any:
         if index not in self.storage_data:
             raise DamagedCheckpointError(
-                f"{self._manifest.path / METADATA_NAME} does not say where {index.fqn!r} lies. It is damaged."
+                f"{self._manifest.path / METADATA_NAME} does not say where {index.fqn!r} is. It is damaged."
             )
         location = self.storage_data[index]
         if location.transform_descriptors:
             raise DamagedCheckpointError(
                 f"{self._manifest.path / METADATA_NAME} names stream transforms for {index.fqn!r}. "
-                "Nothing here writes such; do not use this checkpoint."
+                "dream_trainer never writes those; do not use this checkpoint."
             )
         return location
 
@@ -147,7 +148,7 @@ class SafeReader(FileSystemReader):
 class VerifyingReader(SafeReader):
     """A `SafeReader` that compares a file's checksum before it reads from it for the first time.
 
-    For tools that read tensors one by one and use each at once; `read_and_verify` is quicker.
+    For tools that read tensors one by one and use each at once. `read_and_verify` is faster.
     """
 
     def __init__(self, manifest: Manifest, metadata: Metadata) -> None:
@@ -189,8 +190,8 @@ def read_tensors(
         manifest: The checkpoint.
         metadata: Its parsed DCP metadata.
         tensors: Where to read to, by name.
-        reader: One of this checkpoint to go on with, if it is read in several calls: a `VerifyingReader` compares each
-            file once. None makes one.
+        reader: A reader of this checkpoint to use again, if the checkpoint is read in several calls: a
+            `VerifyingReader` compares each file once. None creates one.
 
     Raises:
         DamagedCheckpointError: A shard is missing, damaged or asks for code.
@@ -206,9 +207,9 @@ def read_tensors(
 def read_and_verify(
     manifest: Manifest, metadata: Metadata, tensors: Mapping[str, Tensor], shards: Sequence[str]
 ) -> None:
-    """As `read_tensors`, but hashes `shards` in a thread meanwhile, which costs no time of its own.
+    """As `read_tensors`, but hashes `shards` in a thread meanwhile, so that this takes no extra time.
 
-    What PyTorch says of damaged bytes is raised only if all checksums fit.
+    An error of PyTorch about damaged bytes is raised only if all checksums match.
 
     Args:
         manifest: The checkpoint.
@@ -217,7 +218,7 @@ def read_and_verify(
         shards: The files whose checksums are compared here: all of them, or this rank's share.
 
     Raises:
-        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors hold anything by then.
+        DamagedCheckpointError: A shard is missing, damaged or asks for code. The tensors' values are undefined then.
         CheckpointError: A shard cannot be read.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") as thread:

@@ -1,9 +1,9 @@
-"""Saver: when a run is saved, one save at a time, and what becomes of one that fails.
+"""Saver: when a run is saved, one save at a time, and what happens to one that fails.
 
-    due, or asked for -> (the last save is through) -> settle -> snapshot -> a thread writes it -> collected
+    due, or asked for -> (the last save is finished) -> settle -> snapshot -> a thread writes it -> collected
 
-It acts between windows, on all ranks at the same step. What one rank alone knows, its clock and its thread, goes
-through the pulse (`flags`, `heard`), so that all of them collect an outcome at the same step too.
+It acts between windows, on all ranks at the same step. What only one rank knows, its clock and its thread, is exchanged
+with the pulse (`flags`, `heard`), so that all ranks collect an outcome at the same step too.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = logging.getLogger("dream_trainer")
 
 
 class Moment(NamedTuple):
-    """Where a run stands between two windows."""
+    """How far a run is, between two windows."""
 
     step: int
     """Optimizer steps completed."""
-    owes: bool
+    has_pending_work: bool
     """Whether something is still to be done after its last window: a validation, or the end of an epoch."""
 
 
@@ -46,18 +46,18 @@ class Saver(Saving):
 
     Args:
         parameters: When to save, and what to do where that fails.
-        world: The ranks, as the training thread speaks with them.
-        writer: What takes snapshots to the disk.
-        settle: Waits until the state is that of a finished step, and says of which; a collective.
-        snapshot: The state at this moment, given the metrics of a validation of this step and where tensors are to be
-            copied to, if they are; a collective. CheckpointError where it cannot be kept.
-        warm: What to run in a thread after the first step, so that the first save costs no more than later ones.
-        on_save: Called with the directory of each checkpoint that is whole.
-        on_lost: Called where the state that a save began with did not get to the disk.
-        patience: Wraps a wait for the disk, which may take long.
-        say_once: Says a message once for a key.
+        world: The ranks, on the process group of the training thread.
+        writer: What writes snapshots to the disk.
+        settle: Waits until the state is that of a finished step, and returns which step that is; a collective.
+        snapshot: Returns the state at this moment; a collective. It gets the metrics of a validation of this step, and
+            where to copy tensors to (None: they are not copied). CheckpointError if the state cannot be saved.
+        warm: What to run in a thread after the first step, so that the first save takes no longer than later ones.
+        on_save: Called with the directory of each complete checkpoint.
+        on_lost: Called when a save that was begun could not be written.
+        patience: A context for waits for the disk, which may take long.
+        say_once: Logs a message, once per key.
         clock: Seconds from any origin.
-        only_when_called: Whether nothing is saved but by `save`.
+        only_when_called: Whether only `save` saves.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Saver(Saving):
         )
         self._is_to_warm = writer.copies is not None and parameters.saves
         self._ranks_writing = 0
-        self._saved: Moment | None = None  # what was saved last, or is being
+        self._saved: Moment | None = None  # of the last save, which may still be written
         self._validation: tuple[int, dict[str, float]] = (-1, {})
         self._best_value: float | None = None
         self._is_best = False
-        # The step of another run's checkpoint that this run goes on from: its own from there on are of another branch.
+        # The step of another run's checkpoint that this run continues. Its own later checkpoints are of another branch.
         self._branched_at: int | None = None
         self._claimed: Path | None = None
 
@@ -123,10 +123,10 @@ class Saver(Saving):
             run_dir, self._claimed = self._claimed, None
             release(run_dir)
 
-    # -- when
+    # -- when to save
 
     def window_finished(self) -> None:
-        # After the first step, since optimizers make their state in it.
+        # After the first step, since optimizers create their state in it.
         if self._is_to_warm and self._writer.copies is not None:
             self._is_to_warm = False
             self._writer.warm(self._warm(self._writer.copies))
@@ -153,7 +153,7 @@ class Saver(Saving):
         self._is_best = False
         if not (must or due or is_last):
             return
-        # With nothing left to go on with, a state that is not on the disk is lost.
+        # At the end of a run nobody saves again, so a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips(step)):
             self._finish(parameters.on_save_error)
@@ -163,7 +163,7 @@ class Saver(Saving):
             self._writer.wait_until_warm()
 
     def _skips(self, step: int | None) -> bool:
-        """Whether the last save still runs on some rank, and this one is left out: the same on all ranks."""
+        """Whether this save is skipped, since some rank still writes the last one; the same on all ranks."""
         skips = self._ranks_writing > 0 and self._parameters.when_busy == "skip"
         if skips and self._world.is_main:
             what = "this epoch's end" if step is None else f"step {step}"
@@ -198,7 +198,7 @@ class Saver(Saving):
             self._on_lost()
             self._say_once(in_a_line(error), f"step {step} could not be saved: {in_a_line(error)}")
 
-    # -- how
+    # -- how to save
 
     def save(self) -> None:
         self._finish("raise")
@@ -212,16 +212,16 @@ class Saver(Saving):
         self._writer.before_update()
 
     def _begin(self, on_error: OnSaveError) -> None:
-        """Takes a snapshot, and writes it or begins to; no save may be running."""
+        """Takes a snapshot, and writes it or begins to write it; no save may be running."""
         self._writer.wait_until_warm()
         now = self._settle()
         self._cadence.restart()
-        started = self._clock()  # the device has done its work: what follows is the save's
-        if self._saved in (Moment(now.step, owes=False), now):
+        started = self._clock()  # the device has finished the step: the time from here on is the save's
+        if self._saved in (Moment(now.step, has_pending_work=False), now):
             return
-        replace = self._saved == Moment(now.step, owes=True)
+        replace = self._saved == Moment(now.step, has_pending_work=True)
         try:
-            if self._branched_at is not None:  # they would be taken for what is saved now
+            if self._branched_at is not None:  # checkpoints of the other branch would be taken for this one's
                 leave_branch(self._writer.directory, self._branched_at - 1, self._world)
                 self._branched_at = None
             validated_at, metrics = self._validation
@@ -238,7 +238,7 @@ class Saver(Saving):
             self._finish(on_error)
 
     def _finish(self, on_error: OnSaveError) -> None:
-        """Waits for the save that is running, if there is one, and tells of it; on all ranks at the same step."""
+        """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
         if self._writer.is_collected:
             return
         started = self._clock()
@@ -265,13 +265,13 @@ class Saver(Saving):
         with followed_by(partial(self._finish, "raise")):
             self._writer.wait_until_warm()
 
-    # -- where a run goes on from
+    # -- resuming
 
-    def goes_on_from(self, manifest: Manifest, *, owes: bool) -> None:
+    def goes_on_from(self, manifest: Manifest, *, has_pending_work: bool) -> None:
         self.lacks_checkpoint = False
         if manifest.path.parent.resolve() == self._writer.directory.resolve():
             leave_branch(self._writer.directory, manifest.step, self._world)
-            self._saved, self._branched_at = Moment(manifest.step, owes), None
+            self._saved, self._branched_at = Moment(manifest.step, has_pending_work), None
         else:
             self._saved, self._branched_at = None, manifest.step
         self._validation = manifest.step, dict(manifest.metrics)

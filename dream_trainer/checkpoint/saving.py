@@ -1,4 +1,4 @@
-"""What a trainer's loop asks of what saves it."""
+"""What a trainer's loop asks of the object that saves it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """What the loop tells and asks between windows, on all ranks at the same step. This one never saves; `Saver` does.
+    """What the loop calls between windows, on all ranks at the same step. This class never saves; `Saver` does.
 
     Attributes:
-        seconds: Seconds for which saves have held training up, in this process.
-        lacks_checkpoint: Whether a resume found none where there could have been one, so that the weights are as setup
-            left them.
+        seconds: Seconds for which training waited for saves, in this process.
+        lacks_checkpoint: Whether a resume found no checkpoint where one was possible, so that the weights are those
+            that setup left.
     """
 
     seconds: float = 0.0
@@ -27,7 +27,7 @@ class Saving:
         return False
 
     def window_finished(self) -> None:
-        """A window is through, and optimizers have made their state."""
+        """A window is finished, and optimizers have created their state."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation after `step` gave `metrics`."""
@@ -43,18 +43,18 @@ class Saving:
         """
 
     def flags(self) -> tuple[bool, bool, bool]:
-        """For the pulse: whether a save is due by rank 0's clock, whether one is being written on this rank, and
-        whether that failed."""
+        """For the pulse: whether a save is due by rank 0's clock, whether this rank is writing one, and whether that
+        failed."""
         return False, False, False
 
     def heard(self, saving: int, failed: int) -> None:
-        """Takes on how many ranks a save is being written, and on how many it failed."""
+        """Receives the number of ranks that are writing a save, and of those on which it failed."""
 
     def before_update(self) -> None:
         """Right before parameters are changed in place."""
 
     def save_after_exception(self, step: int) -> None:
-        """Training broke off in a world of one, after `step`, whose state is still whole: saves that."""
+        """Saves `step`, after which training raised, in a world of one: that step's state is still complete."""
 
     def save(self) -> None:
         """Saves now, and waits until that is on the disk.
@@ -70,27 +70,27 @@ class Saving:
             CheckpointError: Some rank could not write; the same on every rank.
         """
 
-    def goes_on_from(self, manifest: Manifest, *, owes: bool) -> None:
-        """A checkpoint was loaded: what this run has saved after it belongs to a branch that it leaves; a collective.
+    def goes_on_from(self, manifest: Manifest, *, has_pending_work: bool) -> None:
+        """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves now; a collective.
 
         Args:
             manifest: The checkpoint's.
-            owes: Whether something was still to be done after its last window.
+            has_pending_work: Whether something was still to be done after its last window.
         """
 
     def close(self) -> None:
-        """Waits for all that threads are doing.
+        """Waits for everything that threads are doing.
 
         Raises:
             CheckpointError: It could not be written; the same on every rank.
         """
 
     def release(self) -> None:
-        """Lets go of the run directory, when nobody writes to it any more."""
+        """Releases the run directory, when nobody writes to it any more."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint saves of this object."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
+        """Restores what `state` returned."""

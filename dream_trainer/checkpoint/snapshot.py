@@ -11,19 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of a checkpoint. What is no tensor is serialised already, so that nobody can change it."""
+    """One rank's part of a checkpoint. What is not a tensor is serialised already, so that nobody can change it."""
 
     step: int
     """Optimizer steps completed."""
     tensors: Mapping[str, Tensor]
-    """State that is sharded (DTensor) or the same on all ranks (plain), by name. Ranks may hold different names. Of a
-    plain tensor any one rank's value is kept."""
+    """State that is sharded (DTensor) or the same on all ranks (plain), by name. Ranks may have different names. Of a
+    plain tensor any one rank's value is saved."""
     shared: bytes
-    """What all ranks hold alike, as typed JSON; rank 0's is written."""
+    """State that is the same on all ranks, as typed JSON; rank 0's is written."""
     rank_state: bytes
-    """What this rank alone holds, as typed JSON."""
+    """State that only this rank has, as typed JSON."""
     rank_tensors: Mapping[str, Tensor]
-    """Plain tensors that this rank alone holds; also those that it holds with another value than rank 0, under their
-    name in `tensors`."""
+    """Plain tensors that only this rank has; also those whose value differs from rank 0's, under their name in
+    `tensors`."""
     description: Mapping[str, Any]
     """The fields `epoch`, `samples_seen`, `mesh_shape`, `config` and `metrics` of the manifest."""

@@ -1,4 +1,4 @@
-"""SnapshotWriter: a snapshot's way to the disk, in a thread of each rank, while training goes on."""
+"""SnapshotWriter: writes a snapshot to the disk, in a thread of each rank, while training continues."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class SnapshotWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write, and nobody has collected that."""
+        """Whether this rank could not write, and nobody has collected the error."""
         return self._writing.has_failed
 
     @property
     def is_collected(self) -> bool:
-        """Whether there is neither a snapshot on its way nor an outcome."""
+        """Whether no snapshot is being written, and no outcome waits to be collected."""
         return self._writing.is_collected
 
     def warm(self, work: Callable[[], None]) -> None:
-        """Runs in a thread what makes the first save as cheap as later ones."""
+        """Runs `work` in a thread, so that the first save takes no longer than later ones."""
         self._warming.start(work)
 
     def wait_until_warm(self) -> None:
@@ -68,7 +68,7 @@ class SnapshotWriter:
 
         Args:
             snapshot: This rank's part.
-            replace: Whether a whole checkpoint of its step is written anew.
+            replace: Whether to replace a complete checkpoint of the same step.
         """
         self._copies_are_pending = self.copies is not None
         self._writing.start(partial(self._write, snapshot, replace=replace))
@@ -88,13 +88,13 @@ class SnapshotWriter:
             self.copies.wait_before_update()
 
     def _write(self, snapshot: Snapshot, *, replace: bool) -> Path:
-        """In the thread."""
+        """Runs in the thread."""
         if self.copies is not None:
             self.copies.wait()
         path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace)
         if self._world.is_main and not self._retention.keeps_all:
             try:
                 retire(self.directory, self._retention)
-            except OSError as error:  # the new one is whole, and a later save tries again
+            except OSError as error:  # the new checkpoint is complete, and a later save tries again
                 logger.warning("old checkpoints could not be removed: %s", error)
         return path

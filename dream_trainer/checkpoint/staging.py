@@ -1,7 +1,7 @@
 """Host copies of a snapshot's tensors, so that training goes on while the snapshot is written.
 
-Asynchronous checkpointing in two phases, as PyTorch's `async_save` has it: a short copy off the device, and a long
-write that nobody waits for. The memory is allocated once, pinned where there is an accelerator.
+Asynchronous checkpointing has two phases, as in PyTorch's `async_save`: a short copy from the device to the host, and a
+long write that nobody waits for. The memory is allocated once, pinned where there is an accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HostCopies:
 
     Args:
         device: Where this rank computes. On the CPU the copies are made at once; elsewhere on a stream of their own,
-            beside the next forward and backward.
+            while the next forward and backward run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,14 +31,14 @@ class HostCopies:
         self._copied: torch.Event | None = None
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocates memory for tensors of these shapes, so that the first save costs no more than later ones."""
+        """Allocates memory for tensors of these shapes, so that the first save takes no longer than later ones."""
         for name, tensor in tensors.items():
             self._memory_for(name, local_tensor(tensor)).zero_()
 
     def copy(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str]) -> dict[str, Tensor]:
         """Copies this rank's part of `tensors`, and returns the copies with the same layout.
 
-        Until `wait_before_update` nothing may change the originals, those in `at_once` excepted.
+        Until `wait_before_update` nothing may change the originals, except those in `at_once`.
 
         Args:
             tensors: Plain ones and DTensors, on any device.
@@ -63,7 +63,7 @@ class HostCopies:
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Waits until the copies hold what they shall; in the writing thread."""
+        """Waits until the copies are made; called in the writing thread."""
         if self._copied is not None:
             self._copied.synchronize()
 

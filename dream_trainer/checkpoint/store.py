@@ -1,19 +1,19 @@
-"""Writing a checkpoint so that it exists as a whole or not at all, and reading it back.
+"""Writing a checkpoint so that it is either complete or does not exist, and reading it back.
 
     <run_dir>/checkpoints/
       step_00001000/
         .metadata, __0_0.distcp, __1_0.distcp     tensors, by DCP: one shard file per rank
-        shared.json                               what all ranks hold alike
-        rank_00000.json, rank_00000.safetensors   what one rank holds: random states, loader position, ...
+        shared.json                               state that is the same on all ranks
+        rank_00000.json, rank_00000.safetensors   state of one rank: random states, loader position, ...
         manifest.json                             written last: step, config, sizes and checksums
       .step_00002000.tmp-5f3a...                  being written, or left by a killed job
 
       .step_00001000.replaced-8d2c...             for a moment, while another takes its place
 
-Everything is written and fsynced in a hidden temporary directory beside the others, and hashed on the way. When every
-rank has reported its files' sizes and checksums, rank 0 writes the manifest and renames the directory: one atomic
-operation, before which the checkpoint does not exist and after which it is whole. Nothing of an earlier checkpoint is
-touched.
+Everything is written to a hidden temporary directory beside the others, fsynced, and hashed meanwhile. When every rank
+has reported its files' sizes and checksums, rank 0 writes the manifest and renames the directory. That is one atomic
+operation: before it the checkpoint does not exist, and after it the checkpoint is complete. Nothing of an earlier
+checkpoint is touched.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
 
     It may run in a thread of its own: it changes no global state, and communicates over `world` only.
 
-    What killed jobs left under `root` is tidied up, so no two jobs may write to one `root`. If the step has a whole
-    checkpoint already, checksums included, that one is returned and nothing is written; a damaged one is replaced.
+    What killed jobs left under `root` is removed, so no two jobs may write to one `root`. If there is a checkpoint of
+    the step already and its checksums match, its path is returned and nothing is written; a damaged one is replaced.
 
     Args:
         root: Directory of the run's checkpoints; created if missing. The same file system on every rank.
         snapshot: This rank's part. Nobody may change its tensors meanwhile.
         world: The ranks.
-        replace: Whether a whole checkpoint of the step is replaced too.
+        replace: Whether an undamaged checkpoint of the step is replaced too.
 
     Returns:
         The checkpoint's directory, `<root>/step_<step>`.
 
     Raises:
-        CheckpointError: Some rank could not write, or was given what cannot be written, or a newer dream_trainer wrote
-            a checkpoint of that step; the same on every rank. The temporary directory is gone by then, and earlier
-            checkpoints are as they were.
+        CheckpointError: Some rank could not write, or has state that cannot be written, or a newer dream_trainer wrote
+            a checkpoint of that step; the same on every rank. The temporary directory was removed, and earlier
+            checkpoints are unchanged.
     """
     # Imported where used: DCP loads a good part of torch.distributed.
     from dream_trainer.checkpoint.dcp_writer import TensorWriter
@@ -94,7 +94,7 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
         return final
     temporary = from_main_rank(world, task, lambda: make_temporary(final.parent, snapshot.step))
     try:
-        # DCP keeps the value of whichever rank has least to write, so a rank with another one must not offer it.
+        # DCP saves the value of the rank that has the least to write, so a rank with another value must not offer it.
         common = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rank_tensors}
         writer = TensorWriter(temporary, common, rank=world.rank)
         plans = from_all_ranks(world, task, writer.plan)
@@ -116,7 +116,7 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
 
         on_all_ranks(world, task, commit)
     except CheckpointError:
-        # All ranks are here, so none writes any more. A rank that was killed is no CheckpointError: then the others
+        # All ranks get here, so none writes any more. A killed rank does not raise CheckpointError: the others then
         # cannot know who still writes, and the next save removes what is left.
         if world.is_main:
             remove_tree(temporary)
@@ -126,14 +126,14 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
 
 
 def _tidy(final: Path) -> bool:
-    """Ends what killed jobs left in the directory of checkpoints; returns whether `final` exists."""
+    """Repairs or removes what killed jobs left in the directory of checkpoints; returns whether `final` exists."""
     recover_replaced(final.parent)
     remove_temporaries(final.parent)
     return final.exists()
 
 
 def _is_whole(final: Path, world: Ranks) -> bool:
-    """Whether a checkpoint of the step is there, checksums included. One of a newer schema is an error."""
+    """Whether there is an undamaged checkpoint of the step, checksums included. One of a newer schema is an error."""
     try:
         verify_checkpoint(final, world=world)
     except DamagedCheckpointError:
@@ -144,7 +144,7 @@ def _is_whole(final: Path, world: Ranks) -> bool:
 def _write_small_files(directory: Path, snapshot: Snapshot, world: Ranks) -> dict[str, FileEntry]:
     from safetensors.torch import save
 
-    copies = {  # since safetensors takes no views and no shared memory
+    copies = {  # safetensors accepts neither views nor shared memory
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, tensor in snapshot.rank_tensors.items()
     }
@@ -197,18 +197,18 @@ def load_tensors(
     """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
 
     Names, shapes and dtypes are compared on all ranks before anything is written. Each rank reads the shard files that
-    its own pieces overlap. Beside that every shard is hashed in full, by one of the ranks.
+    its own shards overlap. In addition one of the ranks hashes each complete shard file.
 
     Args:
         path: The checkpoint's directory.
-        tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must hold every name of
+        tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
             the checkpoint and no other.
         world: The ranks.
-        optional_prefix: Names of the checkpoint that begin with it may be left.
+        optional_prefix: Names of the checkpoint that begin with it may be left out.
 
     Raises:
         DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
-            the tensors hold anything by then: load another checkpoint into them, or stop.
+            the tensors' values are undefined: load another checkpoint into them, or stop.
         CheckpointError: Names are missing on either side, or shapes or dtypes differ (none is cast), listed by name;
             the same on every rank, and nothing was written.
     """
@@ -217,13 +217,13 @@ def load_tensors(
     task = f"load {path}"
     manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
     unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
-    # Under a pipeline no rank holds all names: left over is only what no rank asks for.
+    # Under a pipeline no rank has all names: only what no rank asks for is left over.
     left_over = {
         name for name in set.intersection(*unused) if optional_prefix is None or not name.startswith(optional_prefix)
     }
     if left_over:
         raise CheckpointError(
-            f"Could not {task}: it holds {_listed(left_over)}, which this run does not have. "
+            f"Could not {task}: it contains {_listed(left_over)}, which this run does not have. "
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = manifest.shards[world.rank :: world.world_size]
@@ -231,7 +231,7 @@ def load_tensors(
 
 
 def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Compares what is saved with where it is to go; returns the names that nobody asks for here."""
+    """Compares what was saved with the tensors to load it into; returns the saved names that are not among them."""
     records = metadata.state_dict_metadata
     missing = set(tensors) - set(records)
     if missing:
@@ -255,7 +255,7 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
 
 
 def read_shared(path: Path) -> dict[str, Any]:
-    """What all ranks held alike.
+    """The state that was the same on all ranks.
 
     Raises:
         DamagedCheckpointError: The manifest or the file is missing or damaged.
@@ -264,7 +264,7 @@ def read_shared(path: Path) -> dict[str, Any]:
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What rank `rank` alone held: its JSON state and its tensors, on the CPU.
+    """The state that only rank `rank` had: its JSON state and its tensors, on the CPU.
 
     Raises:
         DamagedCheckpointError: The manifest or a file is missing or damaged.
@@ -284,7 +284,7 @@ def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     try:
         return state, load(manifest.read(name))
     except (SafetensorError, KeyError) as error:
-        raise DamagedCheckpointError(f"{manifest.path / name} is no safetensors file: {error}.") from error
+        raise DamagedCheckpointError(f"{manifest.path / name} is not a safetensors file: {error}.") from error
 
 
 def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
     try:
         state = typed_json.loads(content)
         if not isinstance(state, dict):
-            raise ValueError(f"it holds an object of type {type(state).__name__} where a dict was written")
+            raise ValueError(f"it contains an object of type {type(state).__name__} where a dict was written")
     except ValueError as error:
         raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
     return state

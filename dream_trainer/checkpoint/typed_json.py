@@ -1,15 +1,15 @@
-"""JSON that gives back exactly what it was given: the types that optimizers, schedulers, callbacks and generators hold.
+"""JSON that restores exactly what was written: the types in the state of optimizers, schedulers, callbacks, generators.
 
-Plain JSON turns integer keys into strings, tuples into lists and NaN into something no reader agrees on. A restored
-`MultiStepLR` then holds `{"1": 1}` and its decay never fires again, silently. Here every value that plain JSON would
-change is written as an object with one key that names its type:
+Plain JSON turns integer keys into strings, tuples into lists and NaN into something that readers disagree on. A
+restored `MultiStepLR` then has `{"1": 1}`, and its learning rate silently never decays again. Here every value that
+plain JSON would change is written as an object with one key that names its type:
 
     {0: (1, nan)}  ->  {"$dict": [[0, {"$tuple": [1, {"$float": "nan"}]}]]}
 
-Kept: None, bool, int, float (also nan and infinities), complex, str, bytes, list, tuple, set, frozenset, dict with any
+Supported: None, bool, int, float (nan, inf), complex, str, bytes, list, tuple, set, frozenset, dict with any
 of these as keys, Counter, OrderedDict, defaultdict of a built-in type, paths, datetime and timedelta, numpy scalars and
 arrays, tensors (returned on the CPU), torch dtypes and devices. Any other type, subclasses included, is a TypeError
-that names where it sits. Reading builds these types and nothing else: no pickle, no eval, no import by name.
+that names its path. Reading builds these types and nothing else: no pickle, no eval, no import by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 MAX_ARRAY_BYTES = 1 << 20
-"""Largest tensor or array kept in JSON; larger ones belong among the tensors."""
+"""Size of the largest tensor or array that is written in JSON; larger ones belong among the tensors."""
 
 _TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -45,7 +45,7 @@ def dumps(obj: Any, *, name: str = "") -> str:
         name: What error messages call it; the path inside follows, as in `callbacks.ema.model`.
 
     Raises:
-        TypeError: A value's type is not among those kept; the message names its path.
+        TypeError: A value's type is not supported; the message names its path.
     """
     return json.dumps(_encode(obj, name), allow_nan=False, ensure_ascii=False)
 
@@ -131,14 +131,14 @@ def _tensor(obj: torch.Tensor, path: str) -> dict[str, Any]:
     if obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
         raise TypeError(f"{path or 'the value'}: only dense tensors with values can be kept in a checkpoint's JSON.")
     _small(obj.nbytes, path)
-    # Conjugate and negative views are resolved: what is stored is the bits that the values have.
+    # Conjugate and negative views are lazy: resolved, so that the bits stored are those of the values.
     values = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
     return {"dtype": str(obj.dtype), "shape": list(obj.shape), "data": _bytes(content)}
 
 
 def _unordered(tag: str) -> Callable[[Any, str], dict[str, Any]]:
-    # Sorted, because a set of strings has another order in each process and equal states are to give equal text.
+    # Sorted: a set of strings has another order in each process, and equal states must give equal text.
     return lambda obj, path: {tag: sorted((_encode(value, f"{path}<item>") for value in obj), key=json.dumps)}
 
 

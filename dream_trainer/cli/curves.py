@@ -112,20 +112,22 @@ def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) 
     for pattern in chosen:
         if not any(fnmatchcase(name, pattern) for name in metrics):
             raise ConfigError(f"--metrics {pattern}: no such metric. There are {', '.join(sorted(metrics))}.")
-    found: dict[str, list[Curve]] = {}
+    curves_of_panel: dict[str, list[Curve]] = {}
     order = [title for title, _ in _KINDS]
     titled = [(_title(name), name) for name in _wanted(metrics, chosen)]
     # What has no place of its own, the rest of the validation, comes after the losses.
     for title, name in sorted(titled, key=lambda item: order.index(item[0]) if item[0] in order else 0.5):
-        found.setdefault(title, []).extend(_curves(runs, name, x))
+        curves_of_panel.setdefault(title, []).extend(_curves(runs, name, x))
     if not chosen:
-        told = {curve.run for title, curves in found.items() if title.endswith("per second") for curve in curves}
-        rates = [_rate(run, records, x) for run, records in runs.items() if run not in told]
-        found.setdefault("samples per second", []).extend(curve for curve in rates if curve.x)
-    found = {title: curves for title, curves in found.items() if curves}
-    if not found:
+        runs_with_rate = {
+            curve.run for title, curves in curves_of_panel.items() if title.endswith("per second") for curve in curves
+        }
+        rates = [_rate(run, records, x) for run, records in runs.items() if run not in runs_with_rate]
+        curves_of_panel.setdefault("samples per second", []).extend(curve for curve in rates if curve.x)
+    curves_of_panel = {title: curves for title, curves in curves_of_panel.items() if curves}
+    if not curves_of_panel:
         raise ConfigError(f"none of the usual metrics was logged. Choose with --metrics: {', '.join(sorted(metrics))}.")
-    return found
+    return curves_of_panel
 
 
 def _wanted(metrics: Sequence[str], chosen: Sequence[str]) -> Iterator[str]:

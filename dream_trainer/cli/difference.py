@@ -24,7 +24,7 @@ _CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 def diff(a: Path, b: Path, *, values: bool, as_json: bool) -> int:
     """Compares two checkpoints; returns the exit code."""
     first, second = (StoredTensors(find_checkpoint(path)) for path in (a, b))
-    found = {
+    differences = {
         "a": first.manifest.path,
         "b": second.manifest.path,
         "manifest": _manifest_difference(first, second),
@@ -33,9 +33,9 @@ def diff(a: Path, b: Path, *, values: bool, as_json: bool) -> int:
         "tensors": _tensor_difference(first, second, values=values),
     }
     if as_json:
-        print_json(found)
+        print_json(differences)
     else:
-        _print(found)
+        _print(differences)
     return 0
 
 

@@ -55,12 +55,12 @@ def plot(
         raise ConfigError(
             "plot draws with matplotlib, which is not installed. pip install 'dream-trainer[plot]'."
         ) from error
-    found = panels(dict(zip(names_of(runs), map(read_run, runs), strict=True)), metrics, x)
+    chosen_panels = panels(dict(zip(names_of(runs), map(read_run, runs), strict=True)), metrics, x)
     with rc_context(_SETTINGS):
-        figure = draw(found, x=x, smooth=smooth, log_y=log_y)
+        figure = draw(chosen_panels, x=x, smooth=smooth, log_y=log_y)
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=150)
-    print(f"drew {', '.join(found)}: {output}")
+    print(f"drew {', '.join(chosen_panels)}: {output}")
 
 
 def draw(found: dict[str, list[Curve]], *, x: str, smooth: float = 0.0, log_y: bool = False) -> Figure:

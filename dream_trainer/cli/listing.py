@@ -16,16 +16,16 @@ from dream_trainer.loggers.formatting import format_bytes
 def ls(run: Path, *, as_json: bool) -> int:
     """Lists a run's checkpoints; returns the exit code."""
     root = checkpoints_root(run)
-    found = entries(root)
+    checkpoints = entries(root)
     if as_json:
-        print_json({"root": root, "checkpoints": [_record(entry) for entry in found]})
+        print_json({"root": root, "checkpoints": [_record(entry) for entry in checkpoints]})
         return 0
-    if not found:
+    if not checkpoints:
         print(f"{root} has no checkpoints yet.")
         return 0
     header = ["step", "epoch", "samples", "metrics", "size", "ranks", "mesh", "age", "state"]
-    print_table(str(root), header, [_row(entry) for entry in found])
-    for entry in found:
+    print_table(str(root), header, [_row(entry) for entry in checkpoints])
+    for entry in checkpoints:
         if entry.fault:
             print(f"{entry.path.name}: {entry.fault}")
     return 0
@@ -63,8 +63,8 @@ def verify(path: Path, *, as_json: bool) -> int:
             raise CheckpointError(f"{path} has no checkpoints to verify.")
     verdicts = {checkpoint: _faults(checkpoint) for checkpoint in paths}
     if as_json:
-        told = [{"path": at, "whole": not faults, "faults": faults} for at, faults in verdicts.items()]
-        print_json({"whole": not any(verdicts.values()), "checkpoints": told})
+        reports = [{"path": at, "whole": not faults, "faults": faults} for at, faults in verdicts.items()]
+        print_json({"whole": not any(verdicts.values()), "checkpoints": reports})
     else:
         for checkpoint, faults in verdicts.items():
             print(f"{checkpoint}: {'; '.join(faults) or 'whole'}")

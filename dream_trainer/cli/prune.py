@@ -38,24 +38,24 @@ def prune(run: Path, retention: Retention, *, damaged: bool, aside: bool, dry_ru
         )
     root = checkpoints_root(run)
     with nullcontext() if dry_run else _claimed(root):
-        found = entries(root)
-        going = _chosen(found, retention, damaged=damaged, aside=aside)
+        checkpoints = entries(root)
+        going = _chosen(checkpoints, retention, damaged=damaged, aside=aside)
         sizes = [entry.size for entry in going]
         for entry in [] if dry_run else going:
             discard(entry.path)
-    left = [entry for entry in found if entry not in going and entry.state != "whole"]
+    left = [entry for entry in checkpoints if entry not in going and entry.state != "whole"]
     if as_json:
         print_json(
             {
                 "dry_run": dry_run,
                 "removed": [entry.path for entry in going],
-                "kept": [entry.path for entry in found if entry.state == "whole" and entry not in going],
+                "kept": [entry.path for entry in checkpoints if entry.state == "whole" and entry not in going],
                 "left_alone": [{"path": entry.path, "state": entry.state} for entry in left],
                 "freed_bytes": sum(sizes),
             }
         )
         return 0
-    _print(root, found, going, left, sizes, dry_run=dry_run)
+    _print(root, checkpoints, going, left, sizes, dry_run=dry_run)
     return 0
 
 

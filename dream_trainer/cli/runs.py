@@ -49,12 +49,12 @@ def directory_size(path: Path) -> int:
 
 def entries(root: Path) -> list[Entry]:
     """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
-    found = [_visible(step, path) for step, path in step_directories(root)]
+    checkpoints = [_visible(step, path) for step, path in step_directories(root)]
     for path in root.iterdir():
         for state, pattern in _HIDDEN.items():
             if (match := pattern.fullmatch(path.name)) and path.is_dir():
-                found.append(_hidden(int(match[1]), path, state))
-    return sorted(found, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
+                checkpoints.append(_hidden(int(match[1]), path, state))
+    return sorted(checkpoints, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
 
 
 def _visible(step: int, path: Path) -> Entry:
@@ -110,10 +110,10 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
             raise ConfigError(f"--step {step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
         return path
     root = checkpoints_root(path)
-    found = {manifest.step: manifest.path for manifest in list_checkpoints(root)}
-    if step is None and found:
-        return found[max(found)]
-    if step not in found:
+    path_of_step = {manifest.step: manifest.path for manifest in list_checkpoints(root)}
+    if step is None and path_of_step:
+        return path_of_step[max(path_of_step)]
+    if step not in path_of_step:
         asked = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-        raise CheckpointError(f"{root} has {asked}. There are steps {sorted(found)}.")
-    return found[step]
+        raise CheckpointError(f"{root} has {asked}. There are steps {sorted(path_of_step)}.")
+    return path_of_step[step]

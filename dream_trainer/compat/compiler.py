@@ -16,7 +16,7 @@ import torch
 
 
 def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside `torch.compile(module)`, or None if `module` is no such wrapper. Imports no compiler."""
+    """The module inside `torch.compile(module)`, or None if `module` is not such a wrapper. Imports no compiler."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return None

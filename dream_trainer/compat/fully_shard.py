@@ -1,11 +1,11 @@
-"""How the parameter groups of `fully_shard` end a backward, when ranks do not use the same parameters in it.
+"""How the parameter groups of `fully_shard` end a backward when ranks do not use the same parameters in it.
 
 A group reduces its gradients in its backward, and only those that are there: ranks that used other parameters would add
 up what does not belong together. So a sharded group brings zeros for what its rank did not use. A group of replicas
 reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
 gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
 
-Private names live here beside pytorch.py; `tests/trainer/test_uneven_use.py` exercises them.
+This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py` exercises them.
 """
 
 from __future__ import annotations
@@ -27,75 +27,75 @@ if TYPE_CHECKING:
 class DifferentiableGroup(FSDPParamGroup):
     """A group whose gradients may be differentiated again, as penalties on gradients are.
 
-    The graph of such a gradient refers to the gathered parameters, which are to stay until the step.
+    The graph of such a gradient refers to the gathered parameters, so these stay gathered until the step.
     """
 
-    _own: LocalGradients
+    _local_gradients: LocalGradients
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
-        """The group's own, noting a backward that keeps its graph."""
-        if torch.is_grad_enabled():  # in a backward that is so under `create_graph=True`
-            self._own.graphs[self] = None
+        """As in PyTorch; also notes a backward that keeps its graph."""
+        if torch.is_grad_enabled():  # in a backward, only under `create_graph=True`
+            self._local_gradients.graphs[self] = None
             self.reshard_after_backward = False
         super().pre_backward(*args, **kwargs)
 
     def hold(self) -> None:
-        """Gathers what a forward let go of since; a collective."""
+        """Gathers what a forward has released since; a collective."""
         self.unshard()
         self.wait_for_unshard()
 
     def let_go(self) -> None:
-        """The graphs are used up."""
+        """Reshards after backwards again: the graphs are not used any more."""
         self.reshard_after_backward = True
 
 
 class SharedGroup(DifferentiableGroup):
-    """A group whose ranks each keep a share of its parameters."""
+    """A group whose parameters are sharded over ranks."""
 
     _number: int  # among the groups
 
     def unshard(self, async_op: bool = False) -> None:
-        """The group's own, noted if it gathers."""
+        """As in PyTorch; also notes the all-gather, if there is one."""
         if self._all_gather_result is None and not self.is_unsharded:
-            self._own.note_collective(2 * self._number)
+            self._local_gradients.note_collective(2 * self._number)
         super().unshard(async_op)
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The group's own, noted."""
-        self._own.ran.add(id(self))
+        """As in PyTorch; also notes that the group ran."""
+        self._local_gradients.ran.add(id(self))
         return super().pre_forward(*args, **kwargs)
 
     def post_backward(self, *unused: Any) -> None:
-        """The group's own, with zeros for the parameters that this rank's loss does not depend on."""
+        """As in PyTorch, with zeros for the parameters that this rank's loss does not depend on."""
         if self.reduce_grads and not any(p.requires_grad for p in self._gathered()):
-            # Somebody else's turn: what was kept of an earlier micro-batch goes out with the group's own.
+            # Another optimizer's turn: gradients of an earlier micro-batch are reduced in this group's own turn.
             if self.keeps_gradients():
-                self._own.waiting.add(self)
+                self._local_gradients.waiting.add(self)
             self._training_state = TrainingState.POST_BACKWARD
             self.reshard()
             return
         if self.reduce_grads:
             self._bring_zeros()
-            self._own.note_collective(2 * self._number + 1)
+            self._local_gradients.note_collective(2 * self._number + 1)
         if self.reduce_grads and self.all_reduce_grads:
-            self._own.waiting.discard(self)
+            self._local_gradients.waiting.discard(self)
         else:
-            self._own.waiting.add(self)
+            self._local_gradients.waiting.add(self)
         super().post_backward()
 
     def _gathered(self) -> list[torch.nn.Parameter]:
-        """The parameters as a forward saw them; those of a group that never ran do not exist."""
+        """The gathered parameters that a forward used; a group that never ran has none."""
         return [p._unsharded_param for p in self.fsdp_params if "_unsharded_param" in vars(p)]
 
     def _bring_zeros(self) -> None:
-        # Kept sums are of another type than gradients under mixed precision, and one type must go out.
+        # Under mixed precision accumulated sums have another dtype than gradients; a reduction needs one dtype.
         has_sums = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
         for parameter in self.fsdp_params:
             gathered = vars(parameter).get("_unsharded_param")
             if gathered is None:
                 continue
             if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
-                self._own.used.add(id(parameter.sharded_param))
+                self._local_gradients.used.add(id(parameter.sharded_param))
             elif gathered.requires_grad:
                 gathered.grad = torch.zeros_like(gathered)
             if has_sums and gathered.grad is not None and parameter.unsharded_accumulated_grad is None:
@@ -104,11 +104,13 @@ class SharedGroup(DifferentiableGroup):
 
     def keeps_gradients(self) -> bool:
         """Whether gradients of this rank wait for their reduction."""
-        kept = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
-        return kept or self._partial_reduce_output is not None or any(p.grad is not None for p in self._gathered())
+        accumulated = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
+        return (
+            accumulated or self._partial_reduce_output is not None or any(p.grad is not None for p in self._gathered())
+        )
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients that wait for their reduction."""
+        """Drops the gradients that wait for their reduction."""
         self._partial_reduce_output = None
         for parameter in self.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -117,10 +119,10 @@ class SharedGroup(DifferentiableGroup):
 
 
 class WholeGroup(DifferentiableGroup):
-    """A group that every rank keeps whole. Gradients go from the gathered parameters to the optimizer's, unreduced."""
+    """A group of replicated parameters. Gradients go from the gathered parameters to the optimizer's, unreduced."""
 
     def post_backward(self, *unused: Any) -> None:
-        """Keeps the gradients, in the parameters' own type, and lets the gathered parameters go."""
+        """Keeps the gradients, in the dtype of the parameters, and releases the gathered parameters."""
         self._training_state = TrainingState.POST_BACKWARD
         with torch.no_grad():
             for parameter in self.fsdp_params:
@@ -129,46 +131,46 @@ class WholeGroup(DifferentiableGroup):
             self.reshard()
 
     def _keep(self, parameter: Any) -> None:
-        gathered, own = vars(parameter).get("_unsharded_param"), parameter.sharded_param
+        gathered, sharded = vars(parameter).get("_unsharded_param"), parameter.sharded_param
         if gathered is None or gathered.grad is None:
             return
-        grad = parameter.unsharded_grad_data.detach().to(own.device, own.dtype)
+        grad = parameter.unsharded_grad_data.detach().to(sharded.device, sharded.dtype)
         gathered.grad = None
-        if own.grad is None:
-            own.grad = parameter.to_sharded_dtensor(grad)
+        if sharded.grad is None:
+            sharded.grad = parameter.to_sharded_dtensor(grad)
         else:
-            local_tensor(own.grad).add_(grad)
+            local_tensor(sharded.grad).add_(grad)
 
 
-def watch_gradients(module: FSDPModule, own: LocalGradients) -> None:
-    """Makes the group of `fully_shard(module)` end its backwards as above, and tell `own` of its parameters."""
+def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None:
+    """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
     is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
-    shared._own, shared._number = own, len(set(own.shared.values()))
+    shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
     for parameter in group.fsdp_params:
         if is_whole:
-            own.whole[id(parameter.sharded_param)] = group.mp_policy.reduce_dtype
+            local_gradients.whole[id(parameter.sharded_param)] = group.mp_policy.reduce_dtype
         else:
-            own.shared[id(parameter.sharded_param)] = group
+            local_gradients.shared[id(parameter.sharded_param)] = group
 
 
 def is_shared(module: FSDPModule) -> bool:
-    """Whether each rank keeps a share of what `fully_shard(module)` manages."""
+    """Whether the parameters that `fully_shard(module)` manages are sharded over ranks."""
     return isinstance(module._get_fsdp_state()._fsdp_param_group, SharedGroup)
 
 
 def reduce_what_waits(
-    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], own: LocalGradients
+    modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: LocalGradients
 ) -> None:
     """Reduces now the gradients among `parameters` that no backward has reduced; a collective, if there are any.
 
-    That is so where a model had no part in the window's last micro-batch, in which gradients cross ranks.
+    There are some if a model had no part in the window's last micro-batch, in which gradients are reduced.
     """
-    groups = {own.shared.get(id(p)) for p in parameters} & own.waiting
+    groups = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
     if not groups:
         return
     for module in modules:

@@ -1,4 +1,4 @@
-"""What the parameter groups of `fully_shard` tell the trainer of this rank's gradients (fully_shard.py fills it in)."""
+"""What the trainer knows of this rank's gradients from the parameter groups of `fully_shard` (see fully_shard.py)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch.nn as nn
 
 @dataclass
 class LocalGradients:
-    """What this rank knows of the gradients of sharded and replicated models; empty in one process.
+    """The state of gradients of sharded and replicated models on this rank; empty in one process.
 
     Attributes:
-        shared: The `fully_shard` group of each parameter, by id, of which each rank keeps a share.
-        whole: By id of each parameter that replicas keep whole, the type its gradient is reduced in; None for its own.
-        used: Ids of shared parameters that this rank's own backwards gave a gradient, since their last step.
+        shared: The `fully_shard` group of each sharded parameter, by the parameter's id.
+        whole: For each replicated parameter, by id, the dtype its gradient is reduced in; None for its own.
+        used: Ids of sharded parameters that a backward on this rank gave a gradient, since their last step.
         ran: Ids of the groups that ran a forward in the window.
-        waiting: Groups that ended a backward whose gradients have not crossed ranks yet.
+        waiting: Groups that ended a backward whose gradients are not reduced over ranks yet.
         graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
-        order: A number made of all that groups gathered and reduced so far, in order; equal ranks have equal ones.
+        order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
@@ -33,28 +33,28 @@ class LocalGradients:
     order: int = 0
 
     def note_collective(self, number: int) -> None:
-        """A group begins a collective; `number` says which. Ranks that ran others would mix what they send."""
-        self.order = (self.order * 1_000_003 + number + 1) & 0xFF_FFFF  # whose square fits where ranks add theirs up
+        """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""
+        self.order = (self.order * 1_000_003 + number + 1) & 0xFF_FFFF  # small, since its squares are summed over ranks
 
     def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether this rank's backwards gave one of `parameters` a gradient that is still there."""
-        kept = set()
+        """Whether one of `parameters` has a gradient from a backward on this rank."""
+        waiting_groups = set()
         for p in parameters:
             group = self.shared.get(id(p))
             if p.grad is not None and (group is None or id(p) in self.used):
                 return True
             if group is not None and group in self.waiting:
-                kept.add(group)
-        return any(group.keeps_gradients() for group in kept)
+                waiting_groups.add(group)
+        return any(group.keeps_gradients() for group in waiting_groups)
 
     def let_graphs_go(self) -> None:
-        """No graph of a gradient is used any more."""
+        """Releases what graphs of gradients refer to: none of them is used any more."""
         for group in self.graphs:
             group.let_go()
         self.graphs.clear()
 
     def drop_what_waits(self) -> None:
-        """Forgets gradients that have not crossed ranks."""
+        """Drops gradients that are not reduced over ranks yet."""
         for group in self.waiting:
             group.drop_gradients()
         self.waiting.clear()

@@ -1,4 +1,4 @@
-"""PyTorch's operations by name: which of them activation checkpointing keeps, as the names are in this version."""
+"""PyTorch's operations by name: those whose results activation checkpointing keeps, named as in this version."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def operation(name: str) -> torch._ops.OpOverload | None:
     """
     try:
         namespace, packet, overload = name.split(".")
-        found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        return found
+        operation_of_name: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        return operation_of_name
     except (ValueError, AttributeError, RuntimeError):
         if name in EXPENSIVE_OPERATIONS:
             return None

@@ -87,7 +87,7 @@ def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.n
 
 @contextmanager
 def whole_parameters(module: FSDPModule) -> Iterator[None]:
-    """Puts plain, whole copies in full precision in the place of what `fully_shard(module)` manages; a collective.
+    """Replaces what `fully_shard(module)` manages by plain, unsharded copies in full precision; a collective.
 
     Inside, forwards gather nothing and cast nothing, and `state_dict()` has the copies. Over a tensor-parallel
     dimension the parameters stay split, as its plan computes with them.
@@ -126,10 +126,10 @@ def _whole(parameter: Any) -> Tensor:
     mesh = parameter.device_mesh
     if "tp" not in (mesh.mesh_dim_names or ()):
         return cast(Tensor, parameter.full_tensor())
-    kept = parameter.placements[-1]
-    local = parameter.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), kept]).to_local()
+    tp_placement = parameter.placements[-1]
+    local = parameter.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), tp_placement]).to_local()
     return DTensor.from_local(
-        local, mesh["tp"], [kept], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local, mesh["tp"], [tp_placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
 
 
@@ -183,13 +183,13 @@ def tf32_is_allowed() -> bool:
 
 @contextmanager
 def with_parameters(module: torch.nn.Module, replaced: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, `module` computes with the given tensors in the place of its own parameters of those names."""
-    own = dict(module._parameters)
+    """Inside, `module` computes with the given tensors instead of its own parameters of those names."""
+    originals = dict(module._parameters)
     module._parameters.update(replaced)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(originals)
 
 
 def begin_root(module: FSDPModule) -> None:
@@ -350,7 +350,7 @@ def file_window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` in the place of this rank's shard of `tensor`: a DTensor of its layout, or `local` itself if it is plain.
+    """`local` instead of this rank's shard of `tensor`: a DTensor of its layout, or `local` itself if it is plain.
 
     `DTensor.from_local` would move it to the mesh's device.
     """

@@ -56,9 +56,9 @@ class CheckpointParameters:
     """Whether the smallest or the largest value is best."""
 
     resume: int | str | None = "auto"
-    """"auto": the newest whole checkpoint of this run if there is one; "latest": that one, an error if there is none;
-    "best": the best by `best_metric`; a step; a checkpoint's path; None: start anew, an error if the run directory has
-    checkpoints already."""
+    """"auto": the newest complete checkpoint of this run if there is one; "latest": that one, an error if there is
+    none; "best": the best by `best_metric`; a step; a checkpoint's path; None: start from step 0, an error if the run
+    directory has checkpoints already."""
     init_from: str | None = None
     """Weights to start from if there is nothing to resume: whatever `load_weights` reads."""
     init_renames: Mapping[str, str] = field(default_factory=dict)
@@ -111,8 +111,8 @@ class CheckpointParameters:
     @property
     def saves(self) -> bool:
         """Whether anything is saved without being asked for."""
-        every = (self.save_every_n_steps, self.save_every_n_minutes, self.save_every_n_epochs)
-        return self.save_at_end or self.save_on_best or any(value is not None for value in every)
+        intervals = (self.save_every_n_steps, self.save_every_n_minutes, self.save_every_n_epochs)
+        return self.save_at_end or self.save_on_best or any(value is not None for value in intervals)
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ class EvalParameters:
     """What to remember of validations.
 
     Raises:
-        ConfigError: `best_metrics` is no mapping of names, or a mode is not known.
+        ConfigError: `best_metrics` is not a mapping of names, or a mode is not known.
     """
 
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"val/loss": "min"})
@@ -26,7 +26,8 @@ class EvalParameters:
         best = self.best_metrics
         if not isinstance(best, Mapping) or not all(isinstance(name, str) for name in best):
             raise ConfigError(
-                f"best_metrics={best!r} is no dict of names and modes. Use such as best_metrics={{'val/loss': 'min'}}."
+                f"best_metrics={best!r} is not a dict of names and modes. "
+                "Use for example best_metrics={'val/loss': 'min'}."
             )
         for name, mode in self.best_metrics.items():
             if mode not in ("min", "max"):

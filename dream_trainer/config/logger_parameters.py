@@ -26,7 +26,7 @@ class WandbParameters:
     """What Weights & Biases shows a run as. Project and group are the run's own.
 
     Raises:
-        ConfigError: The mode is not known, or the tags are no tuple of strings.
+        ConfigError: The mode is not known, or the tags are not a tuple of strings.
     """
 
     entity: str | None = None

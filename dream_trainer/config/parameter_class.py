@@ -43,12 +43,12 @@ def _refuse_to_change(self: object, name: str, value: Any) -> None:
 def refuse_unknown_fields(cls: type, fields: dict[str, Any]) -> None:
     """Raises ConfigError if the constructor of `cls` does not take one of `fields`, with the nearest name."""
     constructor: Any = cls.__init__  # type: ignore[misc]
-    taken = dict(list(inspect.signature(constructor).parameters.items())[1:])
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+    accepted = dict(list(inspect.signature(constructor).parameters.items())[1:])
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return
     for name in fields:
-        if name not in taken:
-            known = list(taken)
+        if name not in accepted:
+            known = list(accepted)
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             begins = [field_name for field_name in known if field_name.startswith(name)]
             advice = f"Did you mean {[*begins, *near][0]}?" if begins or near else f"It has {', '.join(known)}."

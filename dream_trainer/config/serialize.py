@@ -111,9 +111,11 @@ def _converter() -> Converter:
         return [converter.unstructure(value) for value in values]
 
     def callback_record(callback: Callback) -> dict[str, Any]:
-        kept = vars(callback)
-        names = [name for name in _arguments(type(callback)) if name in kept and _is_plain(kept[name])]
-        return {"class": _qualified_name(type(callback))} | {name: converter.unstructure(kept[name]) for name in names}
+        attributes = vars(callback)
+        names = [name for name in _arguments(type(callback)) if name in attributes and _is_plain(attributes[name])]
+        return {"class": _qualified_name(type(callback))} | {
+            name: converter.unstructure(attributes[name]) for name in names
+        }
 
     # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
     converter.register_unstructure_hook_func(is_dataclass, fields_of)

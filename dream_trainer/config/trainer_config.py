@@ -67,7 +67,7 @@ class BaseTrainerConfig:
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != _USERS}  # a copy is in nobody's use
+        return {name: value for name, value in vars(self).items() if name != _USERS}  # no trainer uses a copy
 
     def validate(self) -> None:
         """Raises ConfigError if a field of this class cannot work. An override calls `super().validate()`."""
@@ -114,7 +114,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_class(cls: type) -> None:
-    """Finds what `@dataclass` would have made a field, had it been told."""
+    """Finds what would be a field if the class were decorated by `@dataclass`."""
     annotations = _own_annotations(cls)
     if annotations and "__dataclass_fields__" not in cls.__dict__ and issubclass(cls, BaseTrainerConfig):
         raise ConfigError(

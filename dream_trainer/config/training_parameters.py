@@ -56,7 +56,7 @@ class TrainingParameters:
     num_sanity_val_steps: int = 0
     """Batches per rank of a validation before training, to find its errors early; 0 has none."""
     sync_policy: SyncPolicy = "no_sync"
-    """When gradients of an accumulation window cross ranks: once, at its end, keeping whole gradients until then
+    """When gradients of an accumulation window are reduced: once, at its end, keeping full gradients until then
     ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed
     over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not. Replicas
     without shards keep whole gradients and cross once under each."""

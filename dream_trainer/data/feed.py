@@ -94,8 +94,8 @@ class WindowFeed:
 
     def agree(self) -> None:
         """Cuts what was fetched to the shortest rank's; a collective."""
-        mine = torch.tensor([_size(self._window), _size(self._ahead)])
-        now, ahead = self._world.all_gather(mine).unbind(1)
+        sizes = torch.tensor([_size(self._window), _size(self._ahead)])
+        now, ahead = self._world.all_gather(sizes).unbind(1)
         if now.min() < self._accumulation:
             self._window = self._cut(self._window, now)
             self._report(now, ahead)
@@ -169,12 +169,12 @@ class WindowFeed:
             )
 
     def _compare_lengths(self) -> None:
-        """A dataset may change between two passes, but on all ranks alike; a collective."""
+        """A dataset may change between two passes, but in the same way on all ranks; a collective."""
         if self._world.world_size > 1 and self._stream.length is not None:
             refuse_differences(
                 self._world,
                 {"samples of the training dataset in this pass": self._stream.length},
-                "Change it on every rank alike.",
+                "Change it in the same way on every rank.",
             )
 
     def _count_empty_pass(self) -> None:

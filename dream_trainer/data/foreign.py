@@ -135,12 +135,12 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         yield
         return
-    own = loader.worker_init_fn
-    loader.worker_init_fn = WorkerInit(own)
+    worker_init_fn = loader.worker_init_fn
+    loader.worker_init_fn = WorkerInit(worker_init_fn)
     try:
         yield
     finally:
-        loader.worker_init_fn = own
+        loader.worker_init_fn = worker_init_fn
 
 
 @contextmanager

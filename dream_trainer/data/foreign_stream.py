@@ -74,7 +74,7 @@ class ForeignStream(TrainStream):
         self._draws: bool | None = None
         self._is_exhausted = False
         # Whether the state of a finished pass was loaded: for some loaders that is where the next pass begins, others
-        # have to be read to their end, where they are, before they begin anew.
+        # have to be read to their end, where they are, before they begin again.
         self._holds_end = False
         self._was_read = False
 
@@ -82,7 +82,7 @@ class ForeignStream(TrainStream):
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
-                "cannot go back. Give an object whose `__iter__` begins anew."
+                "cannot go back. Give an object whose `__iter__` begins again."
             )
         self._iterator = None
         self._holds_end = False
@@ -265,7 +265,7 @@ class ForeignStream(TrainStream):
         if isinstance(self._source, Iterator):
             return DataError(
                 f"The training loader is of type {name}, an iterator that can be read once, and pass {epoch} over it "
-                "found nothing. Give an object whose `__iter__` begins anew, e.g. a class with a generator method "
+                "found nothing. Give an object whose `__iter__` begins again, e.g. a class with a generator method "
                 "`__iter__`."
             )
         return DataError(

@@ -45,7 +45,7 @@ class DistributedDataLoader:
             dataset's order.
         drop_last: Whether training drops the samples at an epoch's end that do not fill a global batch. With False they
             are split evenly over the ranks, to sizes differing by at most one; pass `weight=` to `backward` then, so
-            that each sample counts alike. Validation never drops any.
+            that each sample counts the same. Validation never drops any.
         num_workers: Processes that load ahead; 0 loads in the training process.
         collate_fn: Turns a list of samples into a batch.
         pin_memory: Whether batches are copied to page-locked memory, from which they reach a GPU asynchronously.
@@ -204,7 +204,7 @@ class ShardReader:
             self.close()
 
     def release(self) -> None:
-        """Lets go of the last pass's iterator, and so of its workers unless they are persistent."""
+        """Releases the last pass's iterator, and so its workers unless they are persistent."""
         self._iterator = None
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ def _refuse_several(loader: object) -> None:
         isinstance(part, DataLoader | DistributedDataLoader | PerRankLoader) for part in parts
     ):
         raise DataError(
-            f"A {type(loader).__name__} of {len(parts)} data loaders is no data loader: it yields loaders, not "
+            f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
             'batches. For validation give a dict of named loaders, such as {"easy": ..., "hard": ...}; else give one '
             "loader."
         )

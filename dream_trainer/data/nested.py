@@ -44,7 +44,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
     Args:
         fn: Called once for each tensor.
-        tree: Any nested structure. Objects that are no container known here are left alone, whatever they hold.
+        tree: Any nested structure. Objects that are not a known container are left as they are, whatever they contain.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -142,7 +142,7 @@ def _average_column(key: str, values: list[Any]) -> Any:
 
 
 def _map_container(visit: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuilds one container from its visited children; anything that is no container is returned as it is."""
+    """Rebuilds one container from its visited children; anything that is not a container is returned as it is."""
     if isinstance(tree, Mapping):
         changed = {key: new for key, old in tree.items() if (new := visit(old)) is not old}
         return _with_items(tree, changed) if changed else tree
@@ -179,7 +179,7 @@ def _with_fields(record: Any, changed: dict[str, Any]) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The parts of `tree` that are no container, in order."""
+    """The parts of `tree` that are not containers, in order."""
     if isinstance(tree, PackedSequence):
         yield tree
     elif isinstance(tree, Mapping):

@@ -37,14 +37,14 @@ def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, l
     Where the run loads in worker processes a worker loads these too: what a dataset opens when it is first read (a
     database, a file) must not be open in the process that is forked.
     """
-    found: dict[str, list[Summary]] = {}
+    summaries: dict[str, list[Summary]] = {}
     in_workers: dict[Any, dict[str, ShardReader]] = {}
     for name, reader in readers.items():
         loader = reader.loader
         if loader.num_workers == 0 or draws_nothing(loader.dataset):
             samples = _Samples({name: reader}, times)
             with preserved_random_state():
-                found[name] = [samples[key] for key in samples.keys]
+                summaries[name] = [samples[key] for key in samples.keys]
         else:
             in_workers.setdefault((loader.multiprocessing_context, loader.worker_init_fn), {})[name] = reader
     for (context, worker_init_fn), group in in_workers.items():
@@ -58,9 +58,9 @@ def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, l
             multiprocessing_context=context,
             worker_init_fn=WorkerInit(worker_init_fn),
         )
-        for (name, _), told in zip(samples.keys, torch_loader, strict=True):
-            found.setdefault(name, []).append(told)
-    return {name: found[name] for name in readers}
+        for (name, _), sample_summary in zip(samples.keys, torch_loader, strict=True):
+            summaries.setdefault(name, []).append(sample_summary)
+    return {name: summaries[name] for name in readers}
 
 
 class _Samples(Dataset[Summary]):
@@ -81,17 +81,17 @@ class _Samples(Dataset[Summary]):
     def __getitem__(self, key: tuple[str, int]) -> Summary:
         name, index = key
         try:
-            found: Summary = self.datasets[name].__getitems__((0, [index]))
-        except Exception:  # training will meet it, and tell of it better
+            sample_summary: Summary = self.datasets[name].__getitems__((0, [index]))
+        except Exception:  # training will raise it too, with a better message
             return {}
-        return found
+        return sample_summary
 
 
 def summary(sample: Any) -> Summary:
     """What of a sample can be compared between ranks: tensors, arrays, numbers and strings in nested containers."""
-    found: Summary = {}
-    _collect("sample", sample, found)
-    return found
+    values: Summary = {}
+    _collect("sample", sample, values)
+    return values
 
 
 def _collect(name: str, value: Any, found: Summary) -> None:
@@ -132,17 +132,24 @@ def differing(summaries: Sequence[Summary]) -> dict[str, int]:
 
     Texts count only in samples that hold nothing else.
     """
-    names = dict.fromkeys(name for told in summaries for name in told)
+    names = dict.fromkeys(name for rank_summary in summaries for name in rank_summary)
     others = {name for name in names if not name.endswith("(text)")}
     first = summaries[0]
-    found: dict[str, int] = {}
+    rank_of_name: dict[str, int] = {}
     for name in names:
         if others and name not in others:
             continue
-        rank = next((rank for rank, told in enumerate(summaries) if not _alike(first.get(name), told.get(name))), None)
+        rank = next(
+            (
+                rank
+                for rank, rank_summary in enumerate(summaries)
+                if not _alike(first.get(name), rank_summary.get(name))
+            ),
+            None,
+        )
         if rank is not None:
-            found[name] = rank
-    return found
+            rank_of_name[name] = rank
+    return rank_of_name
 
 
 def _alike(one: Leaf | None, other: Leaf | None) -> bool:

@@ -1,8 +1,8 @@
 """Random draws made while loading data: seeded per sample, and kept apart from the training process's own.
 
-A dataset's augmentation draws from the global generators of `random`, numpy and torch. Here they are seeded anew for
-each sample from (seed, epoch, index), so that a sample is augmented alike in any worker of any world, resumed or not;
-where samples are loaded in the training process itself, its own generators are put back after each batch.
+A dataset's augmentation draws from the global generators of `random`, numpy and torch. Here they are seeded again for
+each sample from (seed, epoch, index), so that a sample is augmented the same way in any worker of any world, resumed or
+not. Where samples are loaded in the training process itself, its own generators are restored after each batch.
 """
 
 from __future__ import annotations

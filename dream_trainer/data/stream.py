@@ -47,17 +47,17 @@ def train_stream(
     Raises:
         DataError: The data is empty or too small for one window, or cannot be dealt to `dp_size` ranks.
     """
-    own = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
-    if own is None:
+    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
+    if distributed_loader is None:
         source = foreign_iterable(loader, dp_size)
         return ForeignStream(
             source, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed, count=batch_size
         )
     # A plain loader's user did not ask for ragged shards, which would train wrong without `weight=`.
-    drop_last = own.drop_last or (dp_size > 1 and own is not loader)
-    sharding = Sharding(own.batch_size, dp_rank, dp_size)
-    stream = ShardStream(own, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
-    if dp_rank == 0 and not own.drop_last and stream.dropped_samples:
+    drop_last = distributed_loader.drop_last or (dp_size > 1 and distributed_loader is not loader)
+    sharding = Sharding(distributed_loader.batch_size, dp_rank, dp_size)
+    stream = ShardStream(distributed_loader, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
+    if dp_rank == 0 and not distributed_loader.drop_last and stream.dropped_samples:
         reason = "they do not fill a global batch" if drop_last else "they are fewer than the data-parallel ranks"
         advice = (
             " Use DistributedDataLoader(drop_last=False) and `weight=` in `backward` to train them."

@@ -15,7 +15,7 @@ from dream_trainer.errors import DataError
 
 
 class ValidationBatches(ABC):
-    """This rank's validation batches; each iteration begins anew."""
+    """This rank's validation batches; each iteration starts from the beginning."""
 
     @property
     def reader(self) -> ShardReader | None:
@@ -55,14 +55,14 @@ def validation_batches(loader: object, *, dp_rank: int, dp_size: int, seed: int)
     Raises:
         DataError: The data is empty, or cannot be dealt to `dp_size` ranks.
     """
-    own = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
-    if own is not None:
-        return ShardValidation(own, Sharding(own.batch_size, dp_rank, dp_size), seed)
+    distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader, "validation")
+    if distributed_loader is not None:
+        return ShardValidation(distributed_loader, Sharding(distributed_loader.batch_size, dp_rank, dp_size), seed)
     source = foreign_iterable(loader, dp_size)
     if isinstance(source, Iterator):
         raise DataError(
             f"The validation loader is of type {type(source).__name__}, an iterator that can be read once, and "
-            "validation runs many times. Give an object whose `__iter__` begins anew."
+            "validation runs many times. Give an object whose `__iter__` begins again."
         )
     return ForeignValidation(source, dp_rank, seed)
 

@@ -23,8 +23,8 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str) -> N
     Raises:
         RanksDifferError: Some differ; the same on every rank, with each rank's value.
     """
-    mine = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
-    refuse(told_differences(ranks.all_gather_object(mine)), advice)
+    spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
+    refuse(told_differences(ranks.all_gather_object(spelled_facts)), advice)
 
 
 def told_differences(every: Sequence[Mapping[str, str]]) -> list[str]:
@@ -48,8 +48,8 @@ def _spelled(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    told = [f"{value[:200]} on {_spelled_ranks(found)}" for value, found in list(ranks.items())[:4]]
-    return "; ".join([*told, "..."] if len(ranks) > 4 else told)
+    spelled = [f"{value[:200]} on {_spelled_ranks(holders)}" for value, holders in list(ranks.items())[:4]]
+    return "; ".join([*spelled, "..."] if len(ranks) > 4 else spelled)
 
 
 def _spelled_ranks(ranks: list[int]) -> str:

@@ -57,29 +57,29 @@ def _dead(exc: BaseException, store: Store | None, world_size: int) -> int | Non
     """The rank that died, if this one failed for that; says so, since a dead process cannot."""
     if store is None or not is_lost_connection(exc):
         return None
-    found = dead_ranks(store, world_size)
-    for rank, process in found.items():
+    dead = dead_ranks(store, world_size)
+    for rank, process in dead.items():
         sys.stderr.write(
             f"[rank {rank}] died, the job ends: {process} is gone. The system or somebody killed it (out of memory?), "
             "or native code ended it.\n"
         )
-    return next(iter(found), None)
+    return next(iter(dead), None)
 
 
 def describe(exc: BaseException) -> str:
     """What to tell of an exception: itself, the place in the user's code, and the calls from there on."""
     lines = [f"{type(exc).__name__}: {exc}"]
     frames = traceback.extract_tb(exc.__traceback__)
-    own = [index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE)]
-    users = [index for index in own if "site-packages" not in frames[index].filename]
+    outside_package = [index for index, frame in enumerate(frames) if not Path(frame.filename).is_relative_to(PACKAGE)]
+    users = [index for index in outside_package if "site-packages" not in frames[index].filename]
     if users:
         place = frames[users[-1]]
         lines.append(f"  in {place.name}, {place.filename}:{place.lineno}: {place.line}")
-    told = traceback.TracebackException.from_exception(exc)
-    if own and own[0] > 0:
+    report = traceback.TracebackException.from_exception(exc)
+    if outside_package and outside_package[0] > 0:
         # The calls from fit() down to the user's step are the same for every mistake.
-        told.stack = traceback.StackSummary.from_list(list(told.stack)[own[0] :])
-    return "\n".join(lines) + "\n" + "".join(told.format())
+        report.stack = traceback.StackSummary.from_list(list(report.stack)[outside_package[0] :])
+    return "\n".join(lines) + "\n" + "".join(report.format())
 
 
 def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> None:
@@ -134,8 +134,8 @@ def first_to_fail(store: Store | None, rank: int, dead: Callable[[], int | None]
     try:
         if store.add("failures", 1) > 1:
             return int(store.get("failed"))
-        found = dead()
-        first = rank if found is None else found
+        dead_rank = dead()
+        first = rank if dead_rank is None else dead_rank
         store.set("failed", str(first))
         return first
     except RuntimeError:  # the store went away with its rank

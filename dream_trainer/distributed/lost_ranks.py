@@ -39,14 +39,14 @@ def dead_ranks(store: Store, world_size: int) -> dict[int, str]:
 
     Looks until one is found, for `LOOK_FOR_SECONDS` at most.
     """
-    here = socket.gethostname()
+    this_host = socket.gethostname()
     deadline = time.monotonic() + LOOK_FOR_SECONDS
     processes = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in range(world_size)}
     while True:
         dead = {
             rank: f"process {number} on {host}"
             for rank, (number, host) in processes.items()
-            if host == here and not _is_alive(int(number))
+            if host == this_host and not _is_alive(int(number))
         }
         if dead or time.monotonic() > deadline:
             return dead

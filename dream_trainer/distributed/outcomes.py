@@ -47,9 +47,9 @@ def from_all_ranks(world: Ranks, task: str, function: Callable[[], T]) -> list[T
         CheckpointError: It failed on some rank; the same on all ranks.
     """
     result, failure, cause = _attempt(function)
-    told = world.all_gather_object((result, failure))
-    _raise_failures(world, task, [failure for _, failure in told], cause)
-    return [cast(T, result) for result, _ in told]
+    outcomes = world.all_gather_object((result, failure))
+    _raise_failures(world, task, [failure for _, failure in outcomes], cause)
+    return [cast(T, result) for result, _ in outcomes]
 
 
 def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:

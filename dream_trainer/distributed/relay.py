@@ -62,7 +62,7 @@ def relayed(signals: Signals, store: Store | None) -> Iterator[None]:
 
 def _relay(signals: Signals, store: Store, reader: int) -> None:
     counts: dict[int, int] = {}
-    own: set[int] = set()
+    sent_by_us: set[int] = set()
     pipe = select.poll()  # select.select takes no file number beyond 1023, and large worlds have many connections
     pipe.register(reader, select.POLLIN)
     while True:
@@ -72,29 +72,29 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                 numbers = set(os.read(reader, 64))
                 if _CLOSE in numbers:
                     return
-                for number in numbers & {*_RELAYED} - own:
+                for number in numbers & {*_RELAYED} - sent_by_us:
                     counts[number] = store.add(_key(number), 1)
-                own -= numbers
+                sent_by_us -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
                 for number in () if signals.requests.ends_by_signal else _new(store, counts):
-                    own.add(number)  # it comes back through the pipe, and is no news
+                    sent_by_us.add(number)  # it comes back through the pipe, and must not be relayed again
                     os.kill(os.getpid(), number)
             elif signals.requests.save_is_known:
                 signals.requests.save_is_known = False
-                counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the others stay news
+                counts[signal.SIGUSR1] = store.add(_key(signal.SIGUSR1), 0)  # the other signals are still new
         except RuntimeError:  # the store is gone, and with it the job
             return
 
 
 def _new(store: Store, counts: dict[int, int]) -> list[signal.Signals]:
     """Signals that some rank got since this was last asked."""
-    found = []
+    new_signals = []
     for number in _RELAYED:
         count = store.add(_key(number), 0)
         if count > counts.get(number, 0):
             counts[number] = count
-            found.append(number)
-    return found
+            new_signals.append(number)
+    return new_signals
 
 
 def _key(number: int) -> str:

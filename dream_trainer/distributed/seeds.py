@@ -73,9 +73,13 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     """
     if _preserved is None:
         return _cpu_state()
-    torch_state, python_state, own = _preserved
+    torch_state, python_state, numpy_generator = _preserved
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
-    return torch_state, python_state, None if own is None else own.state | {"has_gauss": 0, "gauss": 0.0}
+    return (
+        torch_state,
+        python_state,
+        None if numpy_generator is None else numpy_generator.state | {"has_gauss": 0, "gauss": 0.0},
+    )
 
 
 def _cpu_state() -> tuple[Tensor, Any, Any]:
@@ -99,10 +103,10 @@ def preserved_random_state(device: torch.device | None = None) -> Iterator[None]
     """
     global _preserved, _depth
     numpy = sys.modules.get("numpy")
-    own = None if numpy is None else numpy.random.get_bit_generator()
+    numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
     if len(_stand_ins) == _depth and numpy is not None:
         _stand_ins.append(numpy.random.MT19937(_depth))
-    state = torch.default_generator.get_state(), random.getstate(), own
+    state = torch.default_generator.get_state(), random.getstate(), numpy_generator
     is_outermost, depth = _preserved is None, _depth
     on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
     device_state = None if on_device is None else on_device.get_state()
@@ -111,7 +115,7 @@ def preserved_random_state(device: torch.device | None = None) -> Iterator[None]
         torch.default_generator.set_state(state[0])
         random.setstate(state[1])
         if numpy is not None:
-            numpy.random.set_bit_generator(own)
+            numpy.random.set_bit_generator(numpy_generator)
         if on_device is not None and device_state is not None:
             on_device.set_state(device_state)
 

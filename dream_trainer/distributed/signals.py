@@ -97,7 +97,7 @@ class Signals:
 
         Args:
             fetch: Loads data. It must not communicate, and is ended by `Interrupted` raised inside.
-            answer: Called when a save is asked for, in the midst of the wait; returns whether to wait on. Without it
+            answer: Called when a save is asked for during the wait; returns whether to keep waiting. Without it
                 that ends the wait too.
         """
         self._answer, self._error = answer, None

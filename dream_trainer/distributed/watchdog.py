@@ -6,7 +6,7 @@ well, and the step path pays nothing for being watched. When it has not changed 
     write this rank's stacks -> tell the other ranks, through the store -> they write theirs -> all exit with status 1
 
 A main thread stuck in native code that holds Python's lock stops this thread as well; `faulthandler`, whose timer is
-native, is armed anew at every look and then writes the stacks and ends the process.
+native, is armed again at every check and otherwise writes the stacks and ends the process.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Watchdog:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Bears standing still for `patient_limit_seconds` inside: for a save, or another long phase without batches.
+        """Inside, allows `patient_limit_seconds` without progress: for a save, or another long phase without batches.
 
-        Has no effect while nothing is watched. The clock starts anew at its ends.
+        Has no effect while nothing is watched. The clock starts again when it begins and ends.
         """
         self._patient_depth += 1
         self._patience_changes += 1
@@ -132,9 +132,9 @@ class Watchdog:
             if now - since > limit:
                 self._end_job(f"rank {self._rank} made no progress for {now - since:.0f} s ({where})", where)
             if now - asked > ASK_SECONDS:
-                asked, told = now, self._told()
-                if told is not None:
-                    self._end_job(told, where)
+                asked, failure = now, self._told()
+                if failure is not None:
+                    self._end_job(failure, where)
             self._closing.wait(LOOK_SECONDS)
 
     @contextmanager
@@ -180,7 +180,7 @@ class Watchdog:
         except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
             report = f"{reason}.\nIts stacks, since writing {self._path} failed ({error}):\n{stacks()}"
         report += (
-            "\nThe rank whose stack differs from the others' is the one they wait for. If this is no hang, raise "
+            "\nThe rank whose stack differs from the others' is the one they wait for. If this is not a hang, raise "
             "hang_timeout_seconds in DeviceParameters."
         )
         tell_failure(TimeoutError(reason), report, rank=self._rank, first=first)

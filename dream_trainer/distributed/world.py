@@ -64,9 +64,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         name = accelerator.type if accelerator is not None else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != name:
-        has = "cpu only" if found is None else f"cpu and {found.type}"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != name:
+        has = "cpu only" if accelerator is None else f"cpu and {accelerator.type}"
         raise ConfigError(f'device="{name}" is not on this machine ({has}). Use device="auto" or "cpu".')
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -185,8 +185,8 @@ class World(Ranks):
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
         if self.mesh is None:
             return
-        own = () if self.data_group is None else (self.data_group,)
-        for group in (None, self.cpu_group, *own, *self.mesh.get_all_groups()):
+        data_groups = () if self.data_group is None else (self.data_group,)
+        for group in (None, self.cpu_group, *data_groups, *self.mesh.get_all_groups()):
             set_group_timeout(group, timedelta(seconds=seconds))
 
     def connect_to_store(self) -> Store | None:

@@ -37,24 +37,24 @@ class AveragingCallback(Callback):
 
 
 def averages_to_export(callbacks: Iterable[Callback], weights: str, model: str) -> AbstractContextManager[None]:
-    """Inside, `model` holds the averages that are called `weights`, such as "ema", or "ema.1" for the second of them.
+    """Inside, `model` has the averages called `weights` instead of its own: such as "ema", or "ema.1" for the second.
 
     Raises:
         CheckpointError: No callback has averages of that name.
         KeyError: It averages other models only.
     """
-    found: dict[str, AveragingCallback] = {}
+    callback_of_name: dict[str, AveragingCallback] = {}
     counts: Counter[str] = Counter()
     averaging = [callback for callback in callbacks if isinstance(callback, AveragingCallback) and callback.export_name]
     for callback in sorted(averaging, key=lambda callback: callback.export_name):
         name = callback.export_name
-        found.setdefault(name, callback)
-        found[f"{name}.{counts[name]}"] = callback
+        callback_of_name.setdefault(name, callback)
+        callback_of_name[f"{name}.{counts[name]}"] = callback
         counts[name] += 1
-    if weights not in found:
+    if weights not in callback_of_name:
         raise CheckpointError(
             f'weights={weights!r} is not understood: use "model", or the average of an EMA or SWA callback, of which '
-            f"the trainer has {list(found) or 'none'}."
+            f"the trainer has {list(callback_of_name) or 'none'}."
         )
-    found[weights].averaged(model)  # raises where it averages others only
-    return found[weights].averaged_weights()
+    callback_of_name[weights].averaged(model)  # raises where it averages others only
+    return callback_of_name[weights].averaged_weights()

@@ -1,4 +1,4 @@
-"""Callback: a watcher of the trainer's life, and the ordered collection a config holds."""
+"""Callback: what is called at the trainer's events, and the ordered collection of callbacks in a config."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Callback:
 class TimedCallback(Callback):
     """A callback that acts by the clock, which ranks do not share: an interface.
 
-    Rank 0 is asked before each window and tells the others with the pulse, so that all act alike after the window.
+    Rank 0 is asked before each window and sends the answer with the pulse, so that all ranks do the same after it.
 
     Example:
         ```python
@@ -201,15 +201,15 @@ class CallbackCollection:
 
     Raises:
         ConfigError: Two of them would log under one name, one that logs has none, or an `order` is not an integer.
-        TypeError: Something in it is not a Callback, or it is a callback and no list.
+        TypeError: Something in it is not a Callback, or it is a callback instead of a list.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         if isinstance(callbacks, Callback):
             raise TypeError(f"CallbackCollection got {callbacks!r}. Use a list: CallbackCollection([...]).")
-        given: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
-        self._callbacks: list[Callback] = given
-        for callback in given:
+        members: list[Any] = [callbacks] if isinstance(callbacks, type) else list(callbacks)
+        self._callbacks: list[Callback] = members
+        for callback in members:
             if isinstance(callback, type) and issubclass(callback, Callback):
                 name = callback.__name__
                 raise TypeError(f"{name} is a class, not a callback. Write {name}() in CallbackCollection([...]).")

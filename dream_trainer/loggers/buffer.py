@@ -118,7 +118,7 @@ class MetricBuffer:
             reduce: "mean", "sum", "min", "max" or "last".
 
         Raises:
-            TypeError: The value or weight is no scalar, or the name no string.
+            TypeError: The value or weight is not a scalar, or the name is not a string.
             ValueError: The reduction is unknown or not the key's, or the weight is negative.
         """
         if type(value) is not float:
@@ -175,15 +175,15 @@ class MetricBuffer:
     def begin(self) -> Flight:
         """Takes out everything added so far and starts its way to the host. Waits for nothing."""
         self._since_mark.clear()
-        taken, waiting = {}, []
+        copied, waiting = {}, []
         for name, column in self._columns.items():
             total, values = column.total, column.values
             if values or total is not _NOTHING:
                 tensors = [item for pair in values for item in pair if isinstance(item, Tensor)]
-                taken[name] = _Taken(column.reduce, total, values, tensors)
+                copied[name] = _Taken(column.reduce, total, values, tensors)
                 waiting += tensors
                 column.total, column.values = _NOTHING, []
-        return Flight(taken, start_copy(waiting))
+        return Flight(copied, start_copy(waiting))
 
     def finish(self, flight: Flight, world: Ranks) -> dict[str, float]:
         """Reduces what `begin` took out, over time and ranks. Every rank must call it.
@@ -200,16 +200,16 @@ class MetricBuffer:
         Raises:
             ValueError: Ranks added one key with different reductions.
         """
-        found = flight.land()
+        totals_by_name = flight.land()
         if world.world_size > 1:
-            ranks = _gather(_counted(found, world), self._agreed, world)
-            found = {
+            ranks = _gather(_counted(totals_by_name, world), self._agreed, world)
+            totals_by_name = {
                 name: (self._agreed[name], _combined(self._agreed[name], _NOTHING, totals))
                 for name, totals in ranks.items()
             }
         return {
             name: value / weight if reduce == "mean" else value
-            for name, (reduce, (value, weight)) in found.items()
+            for name, (reduce, (value, weight)) in totals_by_name.items()
             if weight != 0
         }
 
@@ -218,8 +218,8 @@ class MetricBuffer:
         landed = self.begin().land()
         for name, (_, total) in landed.items():
             self._columns[name].total = total
-        mine = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
-        return {"ranks": world.all_gather_object(mine), "copies": world.data_copies}
+        local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
+        return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies}
 
     def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
         """Puts back what `state_dict` gave. Where the ranks share data in another way, rank 0 holds it all."""
@@ -237,7 +237,7 @@ class MetricBuffer:
 
     def _new_column(self, name: str, reduce: str) -> _Column:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"{name!r} is no name for a metric. Use a string that is not empty.")
+            raise TypeError(f"{name!r} is not a name for a metric. Use a string that is not empty.")
         known = self._columns[name].reduce if name in self._columns else self._agreed.get(name, reduce)
         if known != reduce:
             raise ValueError(
@@ -269,7 +269,7 @@ def keep(name: str, value: Any) -> Scalar:
     a larger one.
 
     Raises:
-        TypeError: `value` is no scalar; the message says `name`.
+        TypeError: `value` is not a scalar; the message says `name`.
     """
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
@@ -342,23 +342,23 @@ def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) 
     return Total(value, weight)
 
 
-def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: Ranks) -> dict[str, list[Total]]:
+def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: Ranks) -> dict[str, list[Total]]:
     """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
 
     One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds
     that are not agreed yet, or on something else. Only where that is not zero on all ranks, a second exchange names
     them.
     """
-    unknown = {name: record for name, record in mine.items() if agreed.get(name) != record[0]}
+    unknown = {name: record for name, record in local.items() if agreed.get(name) != record[0]}
     vector = [float(len(unknown))]
     for name in agreed:
-        vector += mine[name][1] if name in mine else _NOTHING
+        vector += local[name][1] if name in local else _NOTHING
     rows = world.all_gather(torch.tensor(vector, dtype=torch.float64)).tolist()
-    found = {
+    totals_by_name = {
         name: [Total(*row[i : i + 2]) for row in rows] for i, name in zip(range(1, len(vector), 2), agreed, strict=True)
     }
     if not any(row[0] for row in rows):
-        return found
+        return totals_by_name
     for records in world.all_gather_object(unknown):
         for name, (reduce, total) in records.items():
             if agreed.setdefault(name, reduce) != reduce:
@@ -366,5 +366,5 @@ def _gather(mine: dict[str, tuple[str, Total]], agreed: dict[str, str], world: R
                     f"metric {name!r} was logged with reduce={agreed[name]!r} on one rank and {reduce!r} on another. "
                     "Use one of them."
                 )
-            found.setdefault(name, []).append(total)
-    return found
+            totals_by_name.setdefault(name, []).append(total)
+    return totals_by_name

@@ -26,7 +26,7 @@ class LoggerGroup:
         strict: Whether an exception of a logger goes on to the caller; else it is reported once.
 
     Raises:
-        HookError: What `configure_loggers` returned is no list of loggers.
+        HookError: What `configure_loggers` returned is not a list of loggers.
 
     Attributes:
         is_open: Whether `open` was called since the last `close`.
@@ -141,7 +141,7 @@ def _checked(returned: object) -> list[Logger]:
             raise HookError(f"configure_loggers returned {name} in its list, a class. Write {name}() there.")
         if not isinstance(logger, Logger):
             raise HookError(
-                f"configure_loggers returned {logger!r} in its list, which is no logger. Derive its class from "
+                f"configure_loggers returned {logger!r} in its list, which is not a logger. Derive its class from "
                 "dream_trainer.loggers.Logger."
             )
     return list(returned)

@@ -14,7 +14,7 @@ class Stamp(NamedTuple):
     """Where in a run a set of metrics belongs."""
 
     step: int
-    """Optimizer steps completed; the one axis of training and validation alike."""
+    """Optimizer steps completed; the one axis of both training and validation."""
     epoch: int
     """Epochs completed, which is the 0-based number of the running one."""
     samples: int

@@ -104,15 +104,15 @@ def _of_pillow(image: Any) -> Tensor:
     grey = image.mode in ("1", "L")
     has_alpha = image.mode in ("LA", "PA", "RGBA", "RGBa", "La") or "transparency" in image.info
     kind = "L" if grey else "RGBA" if has_alpha else "RGB"
-    found = torch.from_numpy(numpy.array(image.convert(kind)))
-    return found.unsqueeze(0) if grey else found.permute(2, 0, 1)
+    pixels_of_image = torch.from_numpy(numpy.array(image.convert(kind)))
+    return pixels_of_image.unsqueeze(0) if grey else pixels_of_image.permute(2, 0, 1)
 
 
 def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
     """Images or frames `[..., channels, height, width]` as uint8 on the CPU, and whether values had to be clamped.
 
     Raises:
-        ValueError: The shape is no image's.
+        ValueError: The shape is not that of an image.
         TypeError: The dtype is neither floating point, uint8 nor bool.
     """
     if value.dim() == 2:
@@ -139,7 +139,7 @@ def audio(name: str, value: Tensor, sample_rate: int) -> Audio:
     """Sound of samples `[samples]` or `[channels, samples]`.
 
     Raises:
-        ValueError: The shape is no sound's.
+        ValueError: The shape is not that of a sound.
         TypeError: The samples are not floating point.
     """
     if value.dim() == 1:
@@ -166,17 +166,17 @@ def histogram(value: Tensor, bins: int) -> Histogram:
 
 
 def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is no string as its `str`.
+    """Rows of plain cells: numbers and 0-dim tensors as numbers, anything else that is not a string as its `str`.
 
     Raises:
         ValueError: A row has more or fewer cells than there are columns.
-        TypeError: The columns are a string, or the rows or one of them are no sequence.
+        TypeError: The columns are a string, or the rows or one of them are not a sequence.
     """
     if isinstance(columns, str):
         raise TypeError(f"the columns of {name!r} are the string {columns!r}. Use a list of names: [{columns!r}].")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise TypeError(f"the rows of {name!r} are {rows!r}. Log a list of rows, each a list of cells.")
-    found = []
+    checked_rows = []
     for number, row in enumerate(rows):
         cells = _cells(row)
         if cells is None:
@@ -185,8 +185,8 @@ def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> T
             raise ValueError(
                 f"row {number} of {name!r} has {len(cells)} cells for the {len(columns)} columns {columns}."
             )
-        found.append(tuple(_cell(cell) for cell in cells))
-    return Table(tuple(columns), tuple(found))
+        checked_rows.append(tuple(_cell(cell) for cell in cells))
+    return Table(tuple(columns), tuple(checked_rows))
 
 
 def markdown(shown: Table) -> str:
@@ -198,7 +198,7 @@ def markdown(shown: Table) -> str:
 
 
 def _cells(row: Any) -> list[Any] | None:
-    """The cells of a row; None of what is no row, such as a string, whose letters are no cells."""
+    """The cells of a row; None of what is not a row, such as a string, whose letters are not cells."""
     if isinstance(row, str):
         return None
     try:

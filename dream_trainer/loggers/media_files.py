@@ -33,8 +33,8 @@ class ImageFilesLogger(Logger):
             set_aside(self._directory)
             return
         for path in self._directory.rglob("step_*"):
-            found = _STEP.fullmatch(path.name)
-            if found and int(found[1]) > resumed_step:
+            match = _STEP.fullmatch(path.name)
+            if match and int(match[1]) > resumed_step:
                 path.unlink()
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:

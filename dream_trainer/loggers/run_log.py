@@ -120,7 +120,7 @@ class RunLog:
         """Takes a value of the running micro-batch: it counts by the batch's weight, or by its `size` if it has none.
 
         Raises:
-            TypeError: The value is no scalar.
+            TypeError: The value is not a scalar.
             ValueError: The reduction is unknown.
         """
         check_reduction(name, reduce)
@@ -280,7 +280,7 @@ class RunLog:
             pending, self._saved_step = self.metrics.state_dict(self._world), step
         # Loggers are rank 0's alone, and what is saved is equal on all ranks.
         states = self._world.broadcast_object(None if self._loggers is None else self._loggers.state_dict())
-        mine = {
+        state = {
             "step": step,
             "flushed_step": self._flushed_step,
             "lines": len(self._lines_of(step)),
@@ -289,7 +289,7 @@ class RunLog:
             "loggers": states,
         }
         self._flushed_step = flushed_before  # what listeners after the saving one log has another line of this step
-        return mine
+        return state
 
     def save_was_lost(self) -> None:
         """No checkpoint has the state that was given last."""

@@ -32,11 +32,11 @@ def start_copy(tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
         parts.append(([index for _, indices in ordered for index in indices], _start(stacks, device)))
 
     def values() -> list[float]:
-        found = [0.0] * len(tensors)
+        values_in_order = [0.0] * len(tensors)
         for indices, numbers in parts:
             for index, number in zip(indices, numbers(), strict=True):
-                found[index] = number
-        return found
+                values_in_order[index] = number
+        return values_in_order
 
     return values
 

@@ -11,7 +11,7 @@
 
 `tape` is the way in, `recorder` decides what to do with each call, `functions` says what kind of thing a torch
 function is, `recorded_calls` keeps them and replays them, `initialise` is the default of `init_weights`, and
-`realize` puts real tensors in the place of meta ones.
+`realize` replaces meta tensors by real ones.
 """
 
 from __future__ import annotations

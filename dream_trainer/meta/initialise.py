@@ -47,8 +47,8 @@ def default_init(model: nn.Module, tape: Tape) -> None:
     """
     with torch.no_grad(), tape.recording():
         for module in _children_first(model):
-            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-            if any(tape.is_untouched(tensor) for tensor in own):
+            tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+            if any(tape.is_untouched(tensor) for tensor in tensors):
                 _reset(module)
         for module in _children_first(model):
             if isinstance(module, HasInitWeights) and _needs_no_arguments(module) and not _is_given(module, tape):

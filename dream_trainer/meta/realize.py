@@ -142,7 +142,7 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
 
 def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
     """Every distinct tensor object on meta; non-leaf attributes first, whose graphs would hold on to parameters."""
-    found: dict[int, _Place] = {}
+    places: dict[int, _Place] = {}
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name, remove_duplicate=False):
             for name, tensor in _named_tensors(module):
@@ -154,16 +154,16 @@ def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
                         f"{prefix}.{name} is on the meta device and is not what configure_models() left there. "
                         "Create and reshape parameters in configure_models(); parallelise without replacing them."
                     )
-                place = found.setdefault(id(tensor), _Place(tensor, note))
+                place = places.setdefault(id(tensor), _Place(tensor, note))
                 if (module, name) not in place.slots:
                     place.slots.append((module, name))
     attributes: dict[int, _Place] = {}
     for tensor, note in plan.attributes:
-        if tensor.is_meta and id(tensor) not in found:
+        if tensor.is_meta and id(tensor) not in places:
             attributes.setdefault(id(tensor), _Place(tensor, note))
     plan.attributes.clear()  # a second reference to a tensor would forbid swapping it
     plan.by_owner.clear()
-    return [*attributes.values(), *found.values()]
+    return [*attributes.values(), *places.values()]
 
 
 def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
@@ -183,8 +183,8 @@ def _fill(group: list[_Place], tape: Tape, device: torch.device) -> None:
         elif shared is not None:
             _put(place, place.note.ref.view(shared))
         else:
-            own = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
-            _put(place, own.copy_(full))
+            values = torch.empty_strided(full.size(), full.stride(), dtype=full.dtype, device=device)
+            _put(place, values.copy_(full))
 
 
 def _check(place: _Place, full: Tensor, used_uninitialised: bool, tape: Tape) -> None:

@@ -132,9 +132,9 @@ class Recorder(TorchFunctionMode):
                 return func(tensor, value)
             return func(*args)
         if tensor.is_meta:
-            told = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
-            if name in told:
-                return told[name]
+            answers = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
+            if name in answers:
+                return answers[name]
         return func(*args)
 
     def _given(self, real: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Entrance:
 
     Attributes:
         inside: Whether a call of the model is running.
-        waiting: What that call is to run in the place of `forward`.
+        waiting: What that call must run instead of `forward`.
     """
 
     def __init__(self, model: nn.Module, check: Callable[[], object]) -> None:
@@ -99,14 +99,14 @@ def forward_methods(module: nn.Module) -> list[str]:
     Those that its author wrote, but for what saves, loads, counts or prints (`save_pretrained`, `num_parameters`).
     """
     passed_over = _NO_FORWARD | vars(nn.Module).keys()
-    own = {
+    methods = {
         name
         for base in own_class(module).__mro__
         if not base.__module__.startswith("torch.")
         for name, value in vars(base).items()
         if isfunction(value) and not name.startswith("_") and not _KEEPS_BOOKS.match(name)
     }
-    return sorted(own - passed_over)
+    return sorted(methods - passed_over)
 
 
 def enter_by_methods(model: nn.Module, names: Iterable[str], check: Callable[[], object]) -> None:
@@ -154,10 +154,10 @@ def _routed_methods(module: nn.Module, names: Iterable[str]) -> dict[str, Callab
 def _by_call(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = method.__get__(self)
+        bound = method.__get__(self)
         if _holds_tensor(args) or _holds_tensor(kwargs):
-            return self._entrance.run(own, *args, **kwargs)
-        return own(*args, **kwargs)
+            return self._entrance.run(bound, *args, **kwargs)
+        return bound(*args, **kwargs)
 
     return call
 

@@ -44,13 +44,15 @@ def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
     """
     if world.world_size == 1:
         return []
-    found = world.all_gather_object({name: (*tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()})
-    for rank, theirs in enumerate(found):
-        for name in sorted(theirs.keys() | found[0].keys()):
-            if theirs.get(name) != found[0].get(name):
+    specs_of_ranks = world.all_gather_object(
+        {name: (*tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()}
+    )
+    for rank, specs in enumerate(specs_of_ranks):
+        for name in sorted(specs.keys() | specs_of_ranks[0].keys()):
+            if specs.get(name) != specs_of_ranks[0].get(name):
                 raise ConfigError(
-                    f"the ranks built different models: {name} is {theirs.get(name)} on rank {rank} and "
-                    f"{found[0].get(name)} on rank 0. Build the same model on all ranks."
+                    f"the ranks built different models: {name} is {specs.get(name)} on rank {rank} and "
+                    f"{specs_of_ranks[0].get(name)} on rank 0. Build the same model on all ranks."
                 )
     digests = world.all_gather_object([_digest(tensor) for tensor in tensors.values()])
     differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]

@@ -48,13 +48,13 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
     Returns:
         Nothing if no rank has updated it since its reset.
     """
-    found = parts(metric)
-    if not any(world.all_gather_object(any(part.update_called for part in found))):
+    metric_parts = parts(metric)
+    if not any(world.all_gather_object(any(part.update_called for part in metric_parts))):
         return {}
     if world.world_size == 1:
         value = metric.compute()
     else:
-        with _exchanged([part for part in found if part.dist_sync_fn is None], world):
+        with _exchanged([part for part in metric_parts if part.dist_sync_fn is None], world):
             value = metric.compute()
     return dict(value) if isinstance(value, Mapping) else {name: value}
 
@@ -65,18 +65,18 @@ def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
     lists = [
         {key: state for key, state in metric.metric_state.items() if isinstance(state, list)} for metric in metrics
     ]
-    ranks = world.all_gather_object([{key: _described(state) for key, state in own.items()} for own in lists])
+    ranks = world.all_gather_object([{key: _described(state) for key, state in states.items()} for states in lists])
     fillers: list[Tensor] = []
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         counts = world.counts_data and not any(tensor is filler for filler in fillers)
-        every = world.all_gather_object(tensor.detach().cpu() if counts else None)
-        return [other.to(tensor.device) for other in every if other is not None]
+        gathered = world.all_gather_object(tensor.detach().cpu() if counts else None)
+        return [other.to(tensor.device) for other in gathered if other is not None]
 
     try:
-        for index, (metric, own) in enumerate(zip(metrics, lists, strict=True)):
+        for index, (metric, states) in enumerate(zip(metrics, lists, strict=True)):
             metric.dist_sync_fn = gather
-            for key, state in own.items():
+            for key, state in states.items():
                 described = [rank[index][key] for rank in ranks]
                 lacking = max(other.length for other in described) - len(state)
                 example = next((other for other in described if other.dtype is not None), None)
@@ -87,9 +87,9 @@ def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
                     setattr(metric, key, [*state, *[filler] * lacking])
         yield
     finally:
-        for metric, own in zip(metrics, lists, strict=True):
+        for metric, states in zip(metrics, lists, strict=True):
             metric.dist_sync_fn = None
-            for key, state in own.items():
+            for key, state in states.items():
                 setattr(metric, key, state)
 
 

@@ -1,7 +1,7 @@
 """Precision: what forward and backward compute in, on a plain model and on a sharded one.
 
 bf16 and fp16 are mixed: parameters, their sums and the optimizer stay float32. Steps run under `torch.autocast`, so
-whatever is called on a model computes alike, not only `forward`; sharded models besides gather their parameters in half
+all methods of a model compute the same way, not only `forward`; sharded models besides gather their parameters in half
 precision (`MixedPrecisionPolicy`). fp16 has a range of its own, for which trainer/step/loss_scale.py cares.
 """
 

@@ -98,6 +98,6 @@ def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:
         return
     contexts = None
     if keep:
-        operations = [found for name in keep if (found := operation(name)) is not None]
+        operations = [op for name in keep if (op := operation(name)) is not None]
         contexts = staticmethod(partial(create_selective_checkpoint_contexts, operations))
     change_class(module, Recomputed, key=tuple(keep), _contexts=contexts)

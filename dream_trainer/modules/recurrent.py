@@ -15,7 +15,7 @@ from dream_trainer.modules.class_change import Changed, change_class
 
 
 class KeepsWeightsInPlace(Changed):
-    """Leaves each weight where it lies; cuDNN then copies them together at every call, and warns of it once."""
+    """Leaves each weight where it is; cuDNN then copies them together at every call, and warns of it once."""
 
     def flatten_parameters(self) -> None:
         """Does nothing."""

@@ -138,20 +138,20 @@ def keeping_tied_and_frozen(models: Mapping[str, nn.Module]) -> Iterator[None]:
                 slots.setdefault(parameter, []).append((f"{prefix}.{name}", module, name))
     yield
     for parameter, ((first_name, first, name), *others) in slots.items():
-        kept = first.get_parameter(name)
+        parameter_now = first.get_parameter(name)
         if not parameter.requires_grad:
-            kept.requires_grad_(False)
+            parameter_now.requires_grad_(False)
         for other_name, module, alias in others:
-            if layout(module.get_parameter(alias)) != layout(kept):
+            if layout(module.get_parameter(alias)) != layout(parameter_now):
                 raise ConfigError(
                     f"{first_name} and {other_name} are tied, and the tensor-parallel plan splits them in different "
                     "ways. Split both along the same dimension, or leave both out of the plan."
                 )
-            module.register_parameter(alias, kept)
+            module.register_parameter(alias, parameter_now)
 
 
 def layout(parameter: nn.Parameter) -> object:
-    """How a parameter lies on its mesh; None for a plain one."""
+    """How a parameter is placed on its mesh; None for a plain one."""
     from torch.distributed.tensor import DTensor
 
     return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -178,7 +178,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(*models: nn.Module) -> Iterator[None]:
-    """Inside, `models` have whole copies of their parameters on each rank, and forwards gather nothing. No gradients.
+    """Inside, `models` have full copies of their parameters on each rank, and forwards gather nothing. No gradients.
 
     Raises:
         StepError: Weights are loaded inside, into copies that nobody keeps.
@@ -198,7 +198,7 @@ _are_gathered: WeakSet[nn.Module] = WeakSet()
 
 
 def is_gathered(model: nn.Module) -> bool:
-    """Whether the whole copies of `gathered` stand in for the parameters of `model` at the moment."""
+    """Whether the full copies of `gathered` replace the parameters of `model` at the moment."""
     return model in _are_gathered
 
 

@@ -24,7 +24,7 @@ class GroupParameters:
     """Parameters, found by name, with a learning rate or weight decay of their own.
 
     Raises:
-        ConfigError: a value cannot work, or none but the pattern is given.
+        ConfigError: A value cannot work, or only the pattern is given.
     """
 
     pattern: str
@@ -34,7 +34,7 @@ class GroupParameters:
     lr_scale: float | None = None
     """Factor on the learning rate that the parameters would have; None is 1."""
     weight_decay: float | None = None
-    """Weight decay of those among them that decay; None leaves the optimizer's."""
+    """Weight decay of those of them that decay; None keeps the optimizer's."""
 
     def __post_init__(self) -> None:
         check_pattern("pattern", self.pattern)
@@ -54,13 +54,13 @@ class Placed:
     """One trainable parameter and what decides on its group.
 
     Attributes:
-        names: Its names, several if it is tied; the first is used.
+        names: Its names: several if it is tied, of which the first is used.
         parameter: The parameter.
         group: The first pattern group that matches, or None.
         decays: Whether it is of a kind that decays.
         depth: Its layer under `layer_decay`: 0 below the first block, then its block's number; None without.
         scale: Factor of the learning rate by depth.
-        is_hidden_matrix: Whether it is a matrix inside a block, no embedding and no normalisation weight.
+        is_hidden_matrix: Whether it is a matrix inside a block, and neither an embedding nor a normalisation weight.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ def check_pattern(name: str, pattern: object) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"{name}={pattern!r} is no regular expression ({error}). Escape what is meant literally with a backslash."
+            f"{name}={pattern!r} is not a regular expression ({error}). Escape literal characters with a backslash."
         ) from None
 
 
@@ -95,7 +95,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         Names of the parameters that are frozen now by a pattern, in the model's order.
 
     Raises:
-        ConfigError: A pattern is none, or matches no parameter.
+        ConfigError: A pattern is not a regular expression, or matches no parameter.
     """
     if isinstance(patterns, str):
         raise ConfigError(f"freeze was given the text {patterns!r}. Use a list of patterns: [{patterns!r}].")
@@ -129,8 +129,8 @@ def parameter_groups(
 
     With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`, that of
     embeddings and everything registered before the first block `lr * d**(L + 1)`, that of everything after the last one
-    `lr`: the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. What stands between two
-    blocks has the rate of the one before it.
+    `lr`: the layer-wise decay of BEiT (Bao et al. 2021, arXiv 2106.08254), after ELECTRA's. What is between two
+    blocks has the rate of the block before it.
 
     Args:
         model: The model, sharded or not. Frozen parameters are left out.
@@ -148,8 +148,8 @@ def parameter_groups(
         the pattern of a pattern group.
 
     Raises:
-        ConfigError: A pattern matches nothing (left to match), nothing is trainable, or there are no blocks to decay
-            over.
+        ConfigError: A pattern matches nothing (or only what earlier patterns match), nothing is trainable, or
+            `layer_decay` is set and there are no blocks.
     """
     placed = place(
         model,
@@ -189,33 +189,34 @@ def place(
         Placed(
             names=names,
             parameter=parameter,
-            group=own,
+            group=matching,
             decays=(decay_vectors or id(parameter) not in vectors)
             and (decay_embeddings or id(parameter) not in embeddings),
             depth=depths.get(id(parameter)),
             scale=scales.get(id(parameter), 1.0),
             is_hidden_matrix=parameter.ndim == 2 and id(parameter) in inside - vectors - embeddings,
         )
-        for (names, parameter), own in zip(trainable, chosen, strict=True)
+        for (names, parameter), matching in zip(trainable, chosen, strict=True)
     ]
 
 
 def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Joins parameters of one pattern group, layer and decay."""
+    """Joins parameters of the same pattern group, layer and decay into one group."""
     joined: dict[str, dict[str, Any]] = {}
-    for one in placed:
-        own, depth = one.group, one.depth
-        rate, decay = lr * one.scale, weight_decay
-        if own is not None:
-            rate = own.lr if own.lr is not None else rate * (1.0 if own.lr_scale is None else own.lr_scale)
-            decay = decay if own.weight_decay is None else own.weight_decay
-            depth = depth if own.lr is None else None
-        decay = decay if one.decays else 0.0
+    for entry in placed:
+        matching, depth = entry.group, entry.depth
+        rate, decay = lr * entry.scale, weight_decay
+        if matching is not None:
+            scale = 1.0 if matching.lr_scale is None else matching.lr_scale
+            rate = rate * scale if matching.lr is None else matching.lr
+            decay = decay if matching.weight_decay is None else matching.weight_decay
+            depth = depth if matching.lr is None else None
+        decay = decay if entry.decays else 0.0
         name = "decay" if decay else "no_decay"
         name = name if depth is None else f"layer_{depth}_{name}"
-        name = name if own is None else f"{own.pattern} {name}"
+        name = name if matching is None else f"{matching.pattern} {name}"
         members = joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": decay})
-        members["params"].append((one.names[0], one.parameter))
+        members["params"].append((entry.names[0], entry.parameter))
     return list(joined.values())
 
 
@@ -247,12 +248,12 @@ def _choose(
     groups: Sequence[GroupParameters], trainable: Sequence[tuple[str, ...]], everything: Sequence[tuple[str, ...]]
 ) -> list[GroupParameters | None]:
     """The first group that matches each of the trainable parameters."""
-    chosen = [next((own for own in groups if _matches(own.pattern, names)), None) for names in trainable]
-    for own in groups:
-        _require_match("groups", own.pattern, everything)
-        if not any(own is other for other in chosen):
+    chosen = [next((group for group in groups if _matches(group.pattern, names)), None) for names in trainable]
+    for group in groups:
+        _require_match("groups", group.pattern, everything)
+        if not any(group is other for other in chosen):
             raise ConfigError(
-                f"groups: every parameter that {own.pattern!r} matches is frozen or taken by a pattern before it. "
+                f"groups: every parameter that {group.pattern!r} matches is frozen or taken by a pattern before it. "
                 "Put the narrower pattern first, or remove this one."
             )
     return chosen
@@ -291,8 +292,8 @@ def _matches(pattern: str, names: tuple[str, ...]) -> bool:
 def _require_match(
     field: str, pattern: str, names: Sequence[tuple[str, ...]], what: str = "parameter of the model"
 ) -> None:
-    if any(_matches(pattern, own) for own in names):
+    if any(_matches(pattern, aliases) for aliases in names):
         return
-    flat = [name for own in names for name in own]
+    flat = [name for aliases in names for name in aliases]
     near = get_close_matches(re.sub(r"[\\^$()*+?]", "", pattern), flat, n=3, cutoff=0.4) or flat[:3]
     raise ConfigError(f"{field}: {pattern!r} matches no {what}. Near names: {', '.join(near) or 'none'}.")

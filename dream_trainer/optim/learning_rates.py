@@ -1,8 +1,8 @@
 """Learning rate schedules from ScheduleParameters, as closed forms of the step.
 
 The optimizer's step number s, from 0, is taken at `factor(s)` times the group's own rate, so that groups keep their
-ratios. A checkpoint holds s and the groups' rates; the form follows the config of today, so that a longer run stretches
-what is left of it, and a WSD run goes on from before its decay.
+ratios. A checkpoint contains s and the groups' rates. The form follows the current config: a longer run stretches the
+rest of the schedule, and a WSD run can continue from before its decay.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScheduleParameters:
     - from step T on, where there is a decay: m.
 
     "plateau" is PyTorch's ReduceLROnPlateau, which the user steps with a metric. A warm-up as long as the run or longer
-    is cut off by its end: rank 0 warns of it, and it is no error, since short runs try out the config of long ones.
+    is cut off by its end. Rank 0 warns of it, but it is not an error, since short runs try out the config of long ones.
 
     Raises:
         ConfigError: a value cannot work, or the named schedule does not take it.
@@ -75,7 +75,7 @@ class ScheduleParameters:
     factor: float | None = None
     """What plateau multiplies the rate by; None is 0.1."""
     patience: int | None = None
-    """Validations without improvement that plateau puts up with; None is 10."""
+    """Validations without improvement before plateau reduces the rate; None is 10."""
     cooldown: int | None = None
     """Validations after a reduction that plateau does not count; None is 0."""
 
@@ -125,13 +125,13 @@ def build_schedule(
 ) -> LambdaLR | ReduceLROnPlateau:
     """The named schedule over `optimizer`'s groups, each relative to its own learning rate.
 
-    Hand it to `self.step(model, optimizer, scheduler)`. With `unit="epoch"` call its `step()` in `post_epoch` instead,
+    Pass it to `self.step(model, optimizer, scheduler)`. With `unit="epoch"` call its `step()` in `post_epoch` instead,
     and for "plateau" `step(metrics[...])` in `post_val_epoch`; both come before the checkpoint of that moment.
 
     Args:
         parameters: Which schedule, with which numbers.
-        optimizer: A fresh one; its groups' rates are those of factor 1.
-        total_steps: Optimizer steps of the run, `self.total_steps`; None where nobody can tell.
+        optimizer: A new one; its groups' rates are those of factor 1.
+        total_steps: Optimizer steps of the run, `self.total_steps`; None if that is unknown.
         steps_per_epoch: Optimizer steps of one epoch; needed for `unit="epoch"` where the total is.
 
     Raises:
@@ -172,11 +172,11 @@ def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> N
 
 def _plateau(parameters: ScheduleParameters, optimizer: Optimizer) -> ReduceLROnPlateau:
     smallest = parameters.min_lr_ratio or 0.0
-    given = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
+    settings = {name: getattr(parameters, name) for name in ("mode", "factor", "patience", "cooldown")}
     return ReduceLROnPlateau(
         optimizer,
         min_lr=[smallest * group["lr"] for group in optimizer.param_groups],
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
     )
 
 
@@ -228,7 +228,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Units of the whole run, where they are needed; None where not."""
+    """Length of the run in units, if it is needed; None if not."""
     is_fraction = isinstance(parameters.warmup_steps, float) and parameters.warmup_steps > 0
     what = repr(parameters.name) if parameters.name in _NEEDS_TOTAL else f"warmup_steps={parameters.warmup_steps}"
     if parameters.name not in _NEEDS_TOTAL and not is_fraction:
@@ -248,7 +248,7 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
 
 
 def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Units of the whole run; None if nobody can tell."""
+    """Length of the run in units; None if it is unknown."""
     if total_steps is None or parameters.unit == "step":
         return total_steps
     return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
@@ -265,6 +265,6 @@ def _check_length(name: str, value: object, *, zero: bool) -> None:
     least = 0 if zero else 1
     if isinstance(value, float):
         if not (0 < value < 1 or (zero and value == 0)):
-            raise ConfigError(f"{name}={value!r} is no fraction of the total. Use one below 1, or an integer.")
+            raise ConfigError(f"{name}={value!r} is not a fraction of the total. Use one below 1, or an integer.")
     else:
         check_integer(name, value, minimum=least, hint=" A number below 1 is a fraction of the total.")

@@ -30,7 +30,7 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "hidden", "adamw_lr", "betas", "eps"),
 }
-"""Fields that each optimizer takes beside those that all take."""
+"""Fields that each optimizer takes in addition to those that all take."""
 
 HAS_FUSED = ("adamw", "adam", "sgd", "adagrad", "muon")
 """Optimizers with a fused implementation; of "muon" it is the AdamW half's."""
@@ -105,7 +105,9 @@ class OptimizerParameters:
         check_boolean("decay_vectors", self.decay_vectors)
         check_boolean("decay_embeddings", self.decay_embeddings)
         if not isinstance(self.groups, tuple | list):
-            raise ConfigError(f"groups={self.groups!r} is no tuple. Use (GroupParameters(pattern=..., lr_scale=...),).")
+            raise ConfigError(
+                f"groups={self.groups!r} is not a tuple. Use (GroupParameters(pattern=..., lr_scale=...),)."
+            )
         for group in self.groups:
             if not isinstance(group, GroupParameters):
                 raise ConfigError(f"groups has {group!r}. Use GroupParameters(pattern=..., lr_scale=...).")
@@ -163,7 +165,7 @@ class OptimizerParameters:
         check_choice("adjust_lr_fn", self.adjust_lr_fn, ("match_rms_adamw", "original", None))
         if self.adjust_lr_fn == "original" and self.adamw_lr is None:
             raise ConfigError(
-                f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then wants a rate some fifty times '
+                f'adjust_lr_fn="original" with lr={self.lr} for both halves: Muon then needs a rate some fifty times '
                 'AdamW\'s. Set adamw_lr too, such as lr=0.02, adamw_lr=3e-4, or use adjust_lr_fn="match_rms_adamw".'
             )
         check_names("hidden", self.hidden, example="blocks")

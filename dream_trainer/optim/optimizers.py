@@ -42,7 +42,7 @@ def build_optimizer(
 
     Args:
         parameters: Which optimizer, with which numbers.
-        model: Real, and already sharded if it is to be: call it in `configure_optimizers`.
+        model: On its device (not on meta), and already sharded if it will be: call this in `configure_optimizers`.
         blocks: The model's repeated blocks, lowest first; by default those that sharding finds. A trainer with a
             `model_blocks` of its own passes `self.model_blocks(model)`.
 
@@ -63,7 +63,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """The optimizers that the name stands for: Muon and AdamW for "muon", one for every other name.
 
-    Hand the list to `self.step`, and one line of code serves every name. Muon takes the matrices that
+    Pass the list to `self.step`: the same line of code works for every name. Muon takes the matrices that
     `parameters.hidden` names, by default those inside the repeated blocks; AdamW the rest: embeddings, head, norms,
     biases, and tensors of more than two dimensions.
 
@@ -98,8 +98,8 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
             'name="muon" found no trainable matrix inside repeated blocks (a ModuleList or Sequential of two or more '
             "modules of one class). Name the matrices with hidden=(pattern, ...), or pass blocks=[...]."
         )
-    taken = {id(one.parameter) for one in hidden}
-    rest = [one for one in placed if id(one.parameter) not in taken]
+    in_muon = {id(one.parameter) for one in hidden}
+    rest = [one for one in placed if id(one.parameter) not in in_muon]
     options = parameters.given("momentum", "nesterov", "ns_steps")
     options["adjust_lr_fn"] = parameters.adjust_lr_fn or "match_rms_adamw"
     optimizers = [_build(Muon, parameters, hidden, lr=parameters.lr, options=options)]
@@ -133,8 +133,8 @@ def _build(
 def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: bool | str) -> dict[str, bool]:
     """How a group is stepped: fused, else by foreach, else (sharded and plain parameters mixed) one by one.
 
-    Said in full, since PyTorch's own choice on CPU is one by one, which takes three times as long as the fused kernel
-    (docs/measurements.md#fused-optimizers).
+    Always passed explicitly: on the CPU PyTorch would step one by one, which takes three times as long as the fused
+    kernel (docs/measurements.md#fused-optimizers).
     """
     obstacle = _obstacle(cls, parameters)
     if fused is True and obstacle is not None:
@@ -145,7 +145,7 @@ def _implementation(cls: type[Any], parameters: Sequence[nn.Parameter], fused: b
 
 
 def _obstacle(cls: type[Any], parameters: Sequence[nn.Parameter]) -> str | None:
-    """What keeps the fused kernel from these parameters; None if nothing does."""
+    """Why the fused kernel cannot step these parameters; None if it can."""
     if cls not in _FUSED_DEVICES:
         return "any parameter"
     for parameter in parameters:

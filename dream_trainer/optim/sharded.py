@@ -17,7 +17,7 @@ UNSHARDABLE: dict[type[Optimizer], str] = {
     Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
     Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
-    SparseAdam: "wants sparse gradients, which fully_shard does not reduce",
+    SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
 }
 """Why each of these cannot step DTensors."""
 

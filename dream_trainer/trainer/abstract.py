@@ -71,7 +71,7 @@ class AbstractTrainer(Hooks, Cooperation):
         training: Whether the trainer trains (True) or validates (False).
         is_padding_batch: Whether this validation batch only keeps collectives company and counts for nothing.
         is_sanity_validation: Whether the running validation is the one before training, which logs nothing.
-        is_evaluating: Whether `evaluate()` runs, which is no validation of the training (EvalMixin).
+        is_evaluating: Whether `evaluate()` runs, which is not a validation of the training (EvalMixin).
         val_name: Name of the validation loader at work; "" for a single one.
         best: Best value seen of each validation metric asked for (EvalMixin).
     """
@@ -253,8 +253,8 @@ class AbstractTrainer(Hooks, Cooperation):
         return registry.named_metrics(self)
 
     def _metrics_of_training(self) -> dict[str, Any]:
-        own = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
-        return super()._metrics_of_training() | own
+        updated = {name: metric for name, metric in self.named_metrics().items() if updates(metric)}
+        return super()._metrics_of_training() | updated
 
     def get_module(self, fqn: str) -> nn.Module:
         """The module at a name such as `"model.layers.0"`, as one would write it after `self.`.
@@ -365,10 +365,10 @@ class AbstractTrainer(Hooks, Cooperation):
         return frozen(*models)
 
     def gathered(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Keeps the weights of sharded `models` whole on each rank, for forwards that ranks do not run alike.
+        """Keeps the full weights of sharded `models` on each rank, for forwards that the ranks do not run in step.
 
         To generate text, say, which ends sooner on one rank than on another; and faster, since each forward would
-        gather anew. All ranks enter it together, gradients are off inside, and it takes the memory of the whole models.
+        gather again. All ranks enter it together, gradients are off inside, and it takes the memory of the full models.
         """
         from dream_trainer.modules.sharding import gathered
 
@@ -378,7 +378,7 @@ class AbstractTrainer(Hooks, Cooperation):
     # -- ours
 
     def _refuse_inside_window(self, what: str) -> None:
-        """Raises StepError if an accumulation window is running, whose gradients are no state anybody keeps."""
+        """Raises StepError if an accumulation window is running, whose gradients are not in any state."""
         if self.accumulation_window.is_open:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
 

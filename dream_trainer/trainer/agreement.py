@@ -1,4 +1,4 @@
-"""What the ranks have agreed on: whether to stop, and why. They hear of it through the pulse, all at once."""
+"""What the ranks have agreed on: whether to stop, and why. All of them learn it at the same time, by the pulse."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Agreement:
     """One rank's side of what all ranks decide together, between windows and between validation batches.
 
     Args:
-        trainer: Whose requests are told to the other ranks.
+        trainer: Its requests are sent to the other ranks.
 
     Attributes:
-        requests: What this rank was asked for.
+        requests: The requests made on this rank, to save or to stop.
         signals: The signals this process gets.
         stopped: Whether all ranks stop here.
-        ended_by: The signal they stop for, if it is one.
-        exchanges: How often the ranks have spoken; grows as long as the run goes on.
+        ended_by: The signal because of which they stop, if it is one.
+        exchanges: Number of exchanges so far; grows as long as the run continues.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -52,35 +52,35 @@ class Agreement:
         return world is not None and world.another_rank_failed()
 
     def begin(self) -> None:
-        """The world is there."""
+        """Called when the world exists."""
         self._pulse = Pulse(self._trainer.world)
         self._is_main = self._trainer.world.is_main
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
     def begin_training(self) -> None:
-        """`fit` was called; what ended an earlier call counts no more."""
+        """`fit` was called; what ended an earlier call does not count any more."""
         self.stopped, self.ended_by = False, None
         self.requests.forget_signals()
 
     def callback_is_due(self, callback: TimedCallback) -> bool:
-        """Whether rank 0's clock said so before the window just completed; the same on all ranks."""
+        """Whether it was due by rank 0's clock before the window just completed; the same on all ranks."""
         return bool(self._clocks >> self._timed.index(callback) & 1)
 
     def exchange(self, *, samples: int = 0, short: bool = False, waiting: bool = False) -> Flags:
-        """Between windows: every rank says what it knows, hears what all know, and acts on it alike.
+        """Between windows: the ranks exchange what each of them knows, and all act on it in the same way.
 
         Args:
             samples: Samples of this rank's next window.
             short: Whether this rank cannot fill a window.
-            waiting: Whether it speaks from within its wait for data.
+            waiting: Whether this rank is still waiting for data.
         """
         trainer, asked, schedule = self._trainer, self.requests, self._schedule
         goes_by_the_clock = schedule.goes_by_the_clock
         due, saving, save_failed = trainer._saver.flags()
         self.exchanges += 1
-        # Not Flags(stop=...): in each step, names would cost more than all that they hold.
-        mine = Flags._make(
+        # Not Flags(stop=...): in each step, keyword arguments would cost more than everything else here.
+        local_flags = Flags._make(
             (
                 asked.stop_reason is not None,
                 asked.terminated,
@@ -98,7 +98,7 @@ class Agreement:
                 order * order,
             )
         )
-        flags = self._pulse.exchange(mine)
+        flags = self._pulse.exchange(local_flags)
         if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
             self._refuse_unlike_order()
         self._clocks = flags.clocks
@@ -110,7 +110,7 @@ class Agreement:
         return flags
 
     def next_window(self, feed: WindowFeed) -> Window | None:
-        """The next window, when every rank holds its part of it and knows whether to go on.
+        """The next window, once every rank has its part of it and knows whether to continue.
 
         A save that was asked for is made here, with the same state on all ranks as after the last window.
 
@@ -139,7 +139,7 @@ class Agreement:
         return feed.take()
 
     def _save_while_waiting(self) -> bool:
-        """Answers a signal that asks for a save, from within the wait for data; returns whether to wait on."""
+        """Answers a signal that asks for a save during the wait for data; returns whether to keep waiting."""
         flags = self.exchange(waiting=True)
         if flags.save and not self.stopped:
             self._save()
@@ -161,10 +161,10 @@ class Agreement:
         return 0 if window.sizes is None or not self._trainer.world.counts_data else sum(window.sizes)
 
     def check_order(self) -> None:
-        """Before what was trained is saved: whether all ranks ran the blocks of sharded models alike; a collective.
+        """Before a save: checks that all ranks ran the blocks of sharded models in the same order; a collective.
 
         Raises:
-            StepError: They did not, and gathered and reduced what does not belong together.
+            StepError: They did not, so gathered parameters and reduced gradients were mixed up.
         """
         if self._trainer.world.mesh_shape.dp_shard > 1:
             orders = self._trainer.world.all_gather(torch.tensor([self._trainer._parallel.gradients.order]))
@@ -183,14 +183,14 @@ class Agreement:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))
 
     def wait_for_batch(self, fetch: Callable[[], T]) -> T | None:
-        """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then says so to all ranks."""
+        """In a validation: `fetch()`, or None if a signal ended the wait; `go_on` then tells all ranks."""
         return self.signals.wait_for_data(fetch)
 
     def go_on(self, *, has_batch: bool) -> bool:
         """In a validation, once each rank has its batch: whether some rank has one.
 
         Raises:
-            Interrupted: A signal asks for what cannot wait until the validation is over; on all ranks.
+            Interrupted: A signal asks for something that cannot wait until the validation is over; on all ranks.
         """
         asked = self.requests
         flags = self.count_batches(
@@ -207,10 +207,10 @@ class Agreement:
             raise Interrupted
         return flags.short < self._trainer.world.world_size
 
-    def count_batches(self, mine: Flags) -> Flags:
-        """Where no signal is heard: exchanges whether there are batches, and nothing else."""
+    def count_batches(self, local_flags: Flags) -> Flags:
+        """Exchanges only whether there are batches, and no signals."""
         self.exchanges += 1
-        return self._pulse.exchange(mine)
+        return self._pulse.exchange(local_flags)
 
     def _stop(self, flags: Flags) -> None:
         trainer = self._trainer

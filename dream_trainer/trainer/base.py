@@ -5,10 +5,10 @@
         to the device -> training_step (backward; step at the window's end) -> counters -> events
         -> log -> validation when due -> checkpoint when due; never inside a window
 
-It calls hooks at named phases and defines none of them. Everything that ranks must decide alike (stop, save, validate
-by the clock, the last window) is decided between windows, from numbers that are equal on all ranks: the pulse. A signal
-may end a validation before it is through, an exception any of it; what is left undone then is written into the
-checkpoint, and a resumed run does it first.
+It calls hooks at named phases and defines none of them. Every decision that must be the same on all ranks (stop, save,
+validate by the clock, the last window) is made between windows, from numbers that are equal on all ranks: the pulse. A
+signal may end a validation before it is finished, and an exception any phase. What is left to do then is written into
+the checkpoint, and a resumed run does it first.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class BaseTrainer(AbstractTrainer):
     def fit(self) -> None:
         """Trains until the first limit is reached, a stop is requested, or a signal comes.
 
-        Launches and sets up on the first call. A finished run returns at once, and says so. Called again after an
-        exception or Ctrl-C that the program outlived, it goes on after the last finished step.
+        Launches and sets up on the first call. A finished run returns at once, with a message. Called again after an
+        exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
             SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code. Not
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
-            StepError: The trainer is closed, or was left where no step was finished.
+            StepError: The trainer is closed, or an exception left it in the middle of a step.
         """
         agreement, session = self._agreement, self._session
         agreement.begin_training()
@@ -108,18 +108,18 @@ class BaseTrainer(AbstractTrainer):
     ) -> None:
         """Accumulates the gradients of `loss`. Use it instead of `loss.backward()`.
 
-        Without `weight` each micro-batch counts alike: the step's gradient is the mean over the window's micro-batches
+        Without `weight` all micro-batches count the same: the gradient is the mean over the window's micro-batches
         and the data-parallel ranks. With it the gradient is `sum(weight_i * grad_i) / sum(weight_i)` over all
         micro-batches and ranks, exactly. Never waits for the device.
 
         Args:
             loss: Scalar; the micro-batch's mean. None: nothing to learn from this batch (one data-parallel rank only).
-            weight: Number of tokens or samples the mean was taken over; a number or 0-dim tensor.
-            model: Whose weight it is, where several models are trained with weights.
+            weight: Number of tokens or samples over which the mean was computed; a number or 0-dim tensor.
+            model: The model that the weight belongs to, if several models are trained with weights.
 
         Raises:
-            StepError: Weighted and unweighted calls mix in one window, the call cannot be exact, or it added to
-                gradients that the loss of another model, stepped since, has left (`frozen` keeps it from leaving any).
+            StepError: Weighted and unweighted calls are mixed in one window, or the call cannot be exact. Or it added
+                to gradients that were left by the loss of another model, which has stepped since; `frozen` prevents it.
         """
         if not self._session.is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
@@ -146,11 +146,11 @@ class BaseTrainer(AbstractTrainer):
     ) -> Tensor:
         """Finishes the window: normalises, clips, applies the non-finite policy, steps, and zeroes the gradients.
 
-        A second `step` of an optimizer in a window is of the last micro-batch alone, and normalised by it. At the end
-        of the window no optimizer may be left with gradients that it has not stepped.
+        A second `step` of an optimizer in a window uses the gradients of the last micro-batch only. At the end of the
+        window no optimizer may have gradients that it has not stepped.
 
         Args:
-            model: The model whose weights the window's `backward` calls gave.
+            model: The model for which the window's `backward` calls gave weights.
             optimizer: One optimizer, or several that share one gradient norm.
             scheduler: One, or several, stepped after the optimizer, once per optimizer step.
 
@@ -177,9 +177,9 @@ class BaseTrainer(AbstractTrainer):
     def close(self) -> None:
         """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
 
-        Everything is closed, though a part of it failed; the first exception is raised then, and the process group is
-        left at the end of the process, since the other ranks may be elsewhere. After an exception of `fit`, or in the
-        `with`, it is only said: that one counts.
+        Everything is closed even if a part of it fails. The first exception is raised then, and the process group is
+        left only at the end of the process, since the other ranks may not be closing. After an exception in `fit` or in
+        the `with`, exceptions of closing are only logged.
         """
         self._session.close()
 
@@ -217,7 +217,7 @@ class BaseTrainer(AbstractTrainer):
                 while not self._is_done():
                     self._train_epoch()
             self.settle()
-        # A signal may have come to one rank after the ranks last spoke.
+        # A signal may have come to one rank after the last exchange.
         agreement.exchange()
         schedule.stop()
         if agreement.ended_by is not None:
@@ -300,7 +300,7 @@ class BaseTrainer(AbstractTrainer):
             listener()
 
     def _complete_window(self, window: Window) -> None:
-        """The one place where completed work is counted, before anybody is told of it."""
+        """The one place where completed work is counted, before any listener is called."""
         state, feed = self._window, self._data.feed
         stepped = self._accumulation.finish_window()
         self._optimizer_step.settle_when_full()
@@ -325,12 +325,12 @@ class BaseTrainer(AbstractTrainer):
         schedule.owe(stepped=stepped, epoch_ended=state.epoch_ends, validates=state.validates)
 
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
-        # What all ranks heard of in an exchange that ended the run, or that came before the first step.
+        # A request that all ranks got in an exchange that ended the run, or that came before the first step.
         requested |= self._agreement.requests.take_save()
         step, epoch = self.global_step if stepped else None, self.current_epoch if epoch_ended else None
         self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
 
-    # -- between two windows: log, validate, end the epoch, save; in this order and on all ranks alike
+    # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks
 
     def _between_windows(self) -> bool:
         """Does what follows the window just counted, and returns whether it was the last of the run."""
@@ -344,14 +344,14 @@ class BaseTrainer(AbstractTrainer):
         return False
 
     def _conclude(self, owed: Owed) -> bool:
-        """After a window that is not like most: it ends the run or an epoch, or a validation follows it."""
+        """What follows a window that ends the run or an epoch, or after which a validation is due."""
         is_last = self._schedule.limit_is_reached(epochs=self.progress.current_epoch + owed.epoch_ended)
         if owed.validates and not self._validate(stepped=owed.stepped, epoch_ended=owed.epoch_ended):
             return True
         if owed.epoch_ended:
             self._end_epoch()
         self._nothing_trained.say()
-        # What their events ask for (early stopping) counts here and now; and after the last window, what it asked.
+        # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
         requested = bool(self._agreement.exchange().save)
         if self._agreement.stopped and not is_last:
             is_last = True
@@ -365,10 +365,10 @@ class BaseTrainer(AbstractTrainer):
         self._notify("post_epoch")
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
-        """Validates; returns False if a signal ended the run before the validation was through.
+        """Validates; returns False if a signal ended the run before the validation was finished.
 
-        The checkpoint saved then says what is owed: a resumed run validates first, and goes on as this one would
-        have. After a signal that only asks for a checkpoint, the validation begins anew.
+        The checkpoint that is saved then says what is left to do: a resumed run validates first, and continues as this
+        one would have. After a signal that only asks for a checkpoint, the validation starts again.
         """
         self.settle()
         self._land()
@@ -379,7 +379,7 @@ class BaseTrainer(AbstractTrainer):
                 break
             except Interrupted:
                 for batches in loaders.values():
-                    batches.close()  # its workers may be at something long
+                    batches.close()  # its workers may be in a long task
                 stopped = agreement.stopped
                 agreement.requests.save_signalled = False
                 if stopped:
@@ -394,7 +394,7 @@ class BaseTrainer(AbstractTrainer):
         return True
 
     def _finish_what_is_owed(self) -> None:
-        """Does what a signal or an exception kept the last run from doing after its last window."""
+        """Does what the last run could not do after its last window, because of a signal or an exception."""
         if self.global_step > 0:
             self._window_finished(is_last=False)
         if self.progress.owed is not None:

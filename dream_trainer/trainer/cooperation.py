@@ -39,7 +39,7 @@ class Cooperation:
         """Loads the newest checkpoint, if the config says so."""
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """What is called with each batch and its index in the place of `step`, a training or validation step."""
+        """What is called with each batch and its index instead of `step`, a training or validation step."""
         return step
 
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
@@ -49,7 +49,7 @@ class Cooperation:
         """Before each window's first micro-batch; not again when it runs again."""
 
     def _window_dropped(self) -> None:
-        """A window's gradients were not finite, and it runs again: forget what it told."""
+        """A window's gradients were not finite, and it runs again: drop what it logged."""
 
     def _window_finished(self, *, is_last: bool) -> None:
         """Loggers flush when due: after each window and its events, after a resume, and with `is_last` where the run
@@ -59,7 +59,7 @@ class Cooperation:
         """Loggers write what is on its way to them; a collective, between windows."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
-        """Wraps a whole validation."""
+        """Wraps a complete validation."""
         return nullcontext()
 
     def _validated(self, metrics: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ class Owed:
     Attributes:
         stepped: Whether it counted as an optimizer step.
         epoch_ended: Whether the end of its epoch is left to do.
-        validates: Whether a validation is.
+        validates: Whether a validation is left to do.
     """
 
     stepped: bool
@@ -25,7 +25,7 @@ class Owed:
 
 @dataclass(slots=True)
 class Counters:
-    """Where a run stands. Windows and epochs are counted when they are complete, before anybody is told.
+    """How far a run is. Windows and epochs are counted when they are complete, before any listener is called.
 
     Attributes:
         global_step: Accumulation windows completed with at least one `step()`.
@@ -37,7 +37,7 @@ class Counters:
         elapsed_seconds: Seconds of training, those of earlier processes included, at the last validation or save.
         data: Place in the training data: the end of the last window.
         is_pass_over: Whether that window was the last of its pass over the data.
-        loader_was_replaced: Whether `train_dataloader` was assigned anew since the run began.
+        loader_was_replaced: Whether `train_dataloader` was assigned again since the run began.
         owed: A validation or an epoch's end that is left to do after the last window; a resume does it first.
     """
 
@@ -81,9 +81,9 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        given = dict(state)
-        self.data = DataPosition(**given.pop("data"))
-        owed = given.pop("owed", None)
+        values = dict(state)
+        self.data = DataPosition(**values.pop("data"))
+        owed = values.pop("owed", None)
         self.owed = None if owed is None else Owed(**owed)
-        for name, value in given.items():
+        for name, value in values.items():
             setattr(self, name, value)

@@ -31,10 +31,10 @@ class ConnectedData:
 
     Attributes:
         stream: Windows of this rank's training data; None until `connect_data`.
-        loader: The training loader that it is of.
-        was_replaced: Whether `train_dataloader` was assigned anew in this process.
+        loader: The training loader of that stream.
+        was_replaced: Whether `train_dataloader` was assigned again in this process.
         validation: Validation batches of this rank, by loader.
-        feed: The windows to train, in step with the other ranks; made when the trainer starts.
+        feed: The windows to train, in step with the other ranks; created when the trainer starts.
         is_even: Whether every rank gets windows of the same size, and equally many.
     """
 
@@ -48,7 +48,7 @@ class ConnectedData:
         self.is_even = True
 
     def connect(self, stream: TrainStream, loader: Any) -> None:
-        """Training goes on with `stream`, which reads `loader`."""
+        """Training continues with `stream`, which reads `loader`."""
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: World, accumulation: int) -> None:
@@ -69,7 +69,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         HookError: The hook returned something other than `(train, val)`, or validation data without a step.
         DataError: The data is empty, or cannot be split over the ranks.
         ConfigError: The batch sizes do not divide.
-        RanksDifferError: Ranks have other data than each other, where the trainer deals one dataset to all.
+        RanksDifferError: The ranks have different data, although the trainer divides one dataset among them.
     """
     from dream_trainer.config.training_parameters import TrainingParameters, accumulation_steps
 
@@ -88,7 +88,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
         if parameters.global_batch_size is not None
         else parameters.gradient_accumulation_steps
     )
-    # The default is nobody's wish, and what is not the loader's need not be said.
+    # The user did not ask for the default, so no message says that the loader ignores it.
     expected = (None, parameters.train_batch_size)
     is_set = parameters.train_batch_size != TrainingParameters.train_batch_size
     if is_set and batch_size not in expected and parameters.global_batch_size is None:
@@ -109,13 +109,13 @@ def connect_data(trainer: AbstractTrainer) -> None:
 
 
 def follow_train_dataloader(trainer: AbstractTrainer) -> None:
-    """Takes the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective.
+    """Uses the loader that was assigned to `train_dataloader` since, if any, from the next pass on; a collective.
 
-    The plan of steps stays as it was made: schedules were built from it.
+    The planned number of steps does not change: schedules were built from it.
 
     Raises:
-        DataError: The loader has another batch size; or the run went on with a loader that was assigned in a process
-            before this one, and none was assigned in this.
+        DataError: The loader has another batch size; or the run used a loader that was assigned in an earlier process,
+            and none was assigned in this one.
         RanksDifferError: Not every rank has assigned one, or they are not the same.
     """
     progress, world = trainer.progress, trainer.world
@@ -125,7 +125,7 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
     if not is_new:
         if progress.loader_was_replaced and not trainer._data.was_replaced:
             raise DataError(
-                "this run went on with another training loader than configure_dataloaders returns, and none was "
+                "this run continued with another training loader than configure_dataloaders returns, and none was "
                 "assigned to self.train_dataloader since the resume. Assign it in pre_epoch, whenever it is called, "
                 "from self.current_epoch."
             )
@@ -192,7 +192,7 @@ def _first_batches(stream: TrainStream, count: int) -> list[Any]:
 
 
 def global_batch_size(trainer: AbstractTrainer) -> int | None:
-    """Samples of one whole optimizer step over all ranks; None if the loader has no batch size."""
+    """Samples of one full optimizer step over all ranks; None if the loader has no batch size."""
     batch_size = loader_batch_size(trainer.train_dataloader)
     return None if batch_size is None else batch_size * trainer.accumulation_steps * trainer.world.dp_size
 

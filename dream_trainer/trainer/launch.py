@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def launch(trainer: AbstractTrainer) -> None:
-    """Gives `trainer` its world and the event table of its rank, and seeds all generators alike on all ranks.
+    """Gives `trainer` its world and the event table of its rank, and seeds all generators, the same on all ranks.
 
     Raises:
         ConfigError: The mesh does not fit, the device is missing, or several ranks have nothing that keeps them equal.

@@ -82,7 +82,7 @@ class NothingTrained:
             raise StepError(
                 f"max_steps={trainer._schedule.max_steps} never comes: {trainer.local_batches} batches were trained, "
                 "and training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
-                "in the place of loss.backward(), and self.step(model, optimizer) in the place of optimizer.step(), "
+                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
                 "when `not self.is_accumulating_gradients`; or set n_epochs."
             )
 

@@ -50,8 +50,8 @@ def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
     for part in fields(config):
         value = vars(config)[part.name]
         if is_dataclass(value) and type(value).__module__.startswith("dream_trainer."):
-            own = {name: item for name, item in vars(value).items() if name not in _MAY_DIFFER}
-            facts |= plain_facts(part.name, own)
+            compared = {name: item for name, item in vars(value).items() if name not in _MAY_DIFFER}
+            facts |= plain_facts(part.name, compared)
     return facts
 
 
@@ -73,14 +73,14 @@ def agree_on_data(trainer: AbstractTrainer) -> int | None:
         _of_validation(name): batches.reader for name, batches in trainer._data.validation.items()
     }
     known = {name: reader for name, reader in readers.items() if reader is not None}
-    every = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))
+    data_of_ranks = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))
     refuse(
-        told_differences([facts for facts, _, _ in every]),
+        told_differences([facts for facts, _, _ in data_of_ranks]),
         "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
         "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
     )
-    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in every])
-    steps = [count for _, count, _ in every]
+    _refuse_other_samples(trainer, known, [summaries for _, _, summaries in data_of_ranks])
+    steps = [count for _, count, _ in data_of_ranks]
     return None if None in steps else min(steps)
 
 
@@ -99,30 +99,30 @@ def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | No
     for name, loader in loaders.items():
         reader = readers[name]
         facts[f"{name} loader: kind"] = type(loader).__name__
-        own = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
-        facts |= {f"{name} loader: {key}": value for key, value in own.items()}
+        loader_facts = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
+        facts |= {f"{name} loader: {key}": value for key, value in loader_facts.items()}
     return {name: str(value) for name, value in facts.items()}
 
 
 def _refuse_other_samples(
-    trainer: AbstractTrainer, readers: Mapping[str, ShardReader], every: list[dict[str, list[Summary]]]
+    trainer: AbstractTrainer, readers: Mapping[str, ShardReader], summaries_of_ranks: list[dict[str, list[Summary]]]
 ) -> None:
-    """Raises if the ranks' samples are not the same; what a rank draws anew each time it is asked does not count."""
+    """Raises if the ranks' samples differ; values that a rank draws again each time it is asked are not compared."""
     for name, reader in readers.items():
-        by_sample = list(zip(*(summaries[name] for summaries in every), strict=True))
-        if not any(differing(told) for told in by_sample):
+        by_sample = list(zip(*(summaries[name] for summaries in summaries_of_ranks), strict=True))
+        if not any(differing(summaries_of_sample) for summaries_of_sample in by_sample):
             continue
         # Twice in one process: a worker begins with its generators where the last one did.
         twice = probed({name: reader}, times=2)[name]
-        mine = [
+        drawn_here = [
             [part for part in one.keys() | other.keys() if one.get(part) != other.get(part)]
             for one, other in zip(twice[::2], twice[1::2], strict=True)
         ]
-        drawn = trainer.world.all_gather_object(mine)
-        for index, told in enumerate(by_sample):
-            unsure = {part for rank in drawn for part in rank[index]}
-            steady = {part: rank for part, rank in differing(told).items() if part not in unsure}
-            if not steady or any(not summary for summary in told):
+        drawn_on_ranks = trainer.world.all_gather_object(drawn_here)
+        for index, summaries_of_sample in enumerate(by_sample):
+            unsure = {part for rank in drawn_on_ranks for part in rank[index]}
+            steady = {part: rank for part, rank in differing(summaries_of_sample).items() if part not in unsure}
+            if not steady or any(not summary for summary in summaries_of_sample):
                 continue
             dataset = reader.loader.dataset
             raise _other_sample(name, dataset, 0 if index == 0 else len(dataset) - 1, *next(iter(steady.items())))

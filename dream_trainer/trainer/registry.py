@@ -1,4 +1,4 @@
-"""What a trainer holds, derived from its attributes by type, in order of assignment.
+"""The models, optimizers and so on of a trainer: its attributes by type, in order of assignment.
 
 Nothing is registered by `__setattr__`: the registries read `vars(trainer)` when asked, so what one sees is what one
 assigned.
@@ -143,23 +143,23 @@ def refuse_closures(trainer: AbstractTrainer) -> None:
 
 def _named_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
     """What is of `kinds`, by its first name: what is reachable by two names is one thing, saved once."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in _all_by_type(trainer, kinds).items():
-        if not any(value is other for other in found.values()):
-            found[name] = value
-    return found
+        if not any(value is other for other in named.values()):
+            named[name] = value
+    return named
 
 
 def _all_by_type(trainer: AbstractTrainer, kinds: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in _public_attributes(trainer):
         if isinstance(value, kinds):
-            found[name] = value
+            named[name] = value
         elif isinstance(value, Mapping) or type(value) is nn.ModuleDict:
-            found.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
+            named.update({f"{name}.{key}": item for key, item in value.items() if isinstance(item, kinds)})
         elif isinstance(value, list | tuple) or type(value) is nn.ModuleList:
-            found.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
-    return found
+            named.update({f"{name}.{index}": item for index, item in enumerate(value) if isinstance(item, kinds)})
+    return named
 
 
 def named_optimizers(trainer: AbstractTrainer) -> dict[str, Optimizer]:

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on. Rank 0 looks and chooses; all ranks load the same."""
+"""From which checkpoint a run continues. Rank 0 looks and chooses; all ranks load the same."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     if asked in ("auto", "latest"):
         return _load_newest(root, world, load, is_required=asked == "latest")
     if asked == "best":
-        path = _chosen(root, world, lambda found: _path_of_best(found, root, parameters))
+        path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
     elif isinstance(asked, int):
-        path = _chosen(root, world, lambda found: _path_of_step(found, root, asked))
+        path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, asked))
     else:
         path = local_path(asked)
         if not world.broadcast_object(path.exists()):
@@ -61,21 +61,21 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
 
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
-    """Loads the newest checkpoint that is whole, and says which damaged ones it passes over."""
-    found = [path for _, path in step_directories(root)] if world.is_main else []
-    candidates = world.broadcast_object(found)
+    """Loads the newest complete checkpoint, and warns of the damaged ones that it skips."""
+    paths = [path for _, path in step_directories(root)] if world.is_main else []
+    candidates = world.broadcast_object(paths)
     for path in reversed(candidates):
         try:
             load(verify_all_but_shards(path, world=world))
         except DamagedCheckpointError as error:
             if world.is_main:
-                logger.warning("passing over a damaged checkpoint: %s", error)
+                logger.warning("skipping a damaged checkpoint: %s", error)
             continue
         return True
     if candidates:
         raise CheckpointError(
             f"none of the {len(candidates)} checkpoints in {root} is whole; the warnings before say what is wrong with "
-            "each. Move them away to start anew, or give another run's checkpoint as resume=path."
+            "each. Move them away to start from step 0, or give another run's checkpoint as resume=path."
         )
     if is_required:
         raise CheckpointError(f'resume="latest", but {root} has no checkpoint. Use "auto" to start one.')
@@ -90,29 +90,29 @@ def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) 
     return path
 
 
-def _path_of_best(found: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
+def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
     metric = parameters.best_metric or ""
-    best = best_checkpoint(found, metric, parameters.best_mode)
+    best = best_checkpoint(checkpoints, metric, parameters.best_mode)
     if best is None:
         raise CheckpointError(
-            f'resume="best", but none of the {len(found)} checkpoints in {root} has a value of {metric!r}. '
+            f'resume="best", but none of the {len(checkpoints)} checkpoints in {root} has a value of {metric!r}. '
             "A checkpoint has the metrics of a validation at its own step."
         )
     return best.path
 
 
-def _path_of_step(found: list[Manifest], root: Path, step: int) -> Path:
-    by_step = {manifest.step: manifest.path for manifest in found}
+def _path_of_step(checkpoints: list[Manifest], root: Path, step: int) -> Path:
+    by_step = {manifest.step: manifest.path for manifest in checkpoints}
     if step not in by_step:
         raise CheckpointError(f"{root} has no whole checkpoint of step {step}. There are {sorted(by_step)}.")
     return by_step[step]
 
 
 def _refuse_used_directory(root: Path, world: Ranks) -> None:
-    found = world.broadcast_object(len(step_directories(root)) if world.is_main else 0)
-    if found:
+    count = world.broadcast_object(len(step_directories(root)) if world.is_main else 0)
+    if count:
         raise ConfigError(
-            f"resume=None starts anew, but {root} holds {found} checkpoints of an earlier run. "
+            f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
             'Use another experiment name, resume="auto", or move them away.'
         )
 
@@ -121,7 +121,7 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
     """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
 
     Raises:
-        ConfigError: There are several models, and `init_from` is no checkpoint of ours that has each under its name.
+        ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
         CheckpointError: The weights are not there, damaged, or do not fit.
     """
     if parameters.init_from is None:

@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds of a trainer: gathered from its owners to be written, and given back to them.
+"""Everything that a checkpoint contains of a trainer: collected from its owners to be written, and restored to them.
 
 shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
 rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
@@ -52,20 +52,20 @@ CALLBACK_PREFIX = "callbacks."
 
 
 def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCopies | None) -> Snapshot:
-    """The trainer's whole state at this moment; a collective.
+    """The trainer's complete state at this moment; a collective.
 
     Args:
         trainer: Between two windows, the same step on every rank.
-        metrics: Those of a validation at this very step, for the manifest.
-        copies: Where to copy tensors to, so that training may go on while they are written; None refers to them as
-            they are.
+        metrics: Those of a validation at this step, for the manifest.
+        copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
+            copied.
 
     Raises:
-        CheckpointError: Some rank has state that cannot be kept; the same on every rank.
+        CheckpointError: Some rank has state that cannot be saved; the same on every rank.
     """
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers = _tensors(trainer)
-    mixins = trainer._mixin_state()  # loggers talk to their other ranks here
+    mixins = trainer._mixin_state()  # a collective: loggers communicate here
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
         shared = {
@@ -81,7 +81,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, left_out = metric_state(trainer._metrics_of_training())
         if left_out:
-            trainer.warn_once("metrics", f"the state of {left_out} is not tensors alone, and not in checkpoints.")
+            trainer.warn_once("metrics", f"the state of {left_out} is not only tensors, and is not in checkpoints.")
         rank_state = {
             "random": random,
             "data": trainer._data.feed.rank_state,
@@ -92,7 +92,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
         return typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode(), tensors_of_rank
 
     shared, rank_state, random_tensors = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
-    own = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
+    differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
         tensors = copies.copy(tensors, at_once=model_buffers(models).keys())
     return Snapshot(
@@ -100,7 +100,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
         tensors=tensors,
         shared=shared,
         rank_state=rank_state,
-        rank_tensors=random_tensors | own,
+        rank_tensors=random_tensors | differing_tensors,
         description={
             "epoch": trainer.current_epoch,
             "samples_seen": trainer.samples_seen,
@@ -112,20 +112,20 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
 
 
 def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that is written by DCP, and what optimizers hold beside; a collective."""
+    """Everything that is written by DCP, and the rest of the optimizers' state; a collective."""
     models = trainer.named_models()
     tensors, fqns = model_tensors(models), parameter_fqns(models)
     optimizers: dict[str, Any] = {}
     for name, optimizer in trainer.named_optimizers().items():
-        found, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
-        tensors |= found
+        state_tensors, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
+        tensors |= state_tensors
     for _, prefix, callback in _numbered(trainer.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
     return tensors, optimizers
 
 
 def warm(trainer: AbstractTrainer, copies: HostCopies) -> Callable[[], None]:
-    """What to run in the background, after a first step, so that the first save costs no more than later ones."""
+    """What to run in the background after the first step, so that the first save takes no longer than later ones."""
     tensors, _ = _tensors(trainer)
 
     def work() -> None:
@@ -145,7 +145,7 @@ def _numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callbac
 
 
 def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
-    """What users, their callbacks and schedulers give to be kept, equal on all ranks."""
+    """The state of the user's trainer, callbacks and schedulers, equal on all ranks."""
     return {
         "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()},
         "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
@@ -154,19 +154,19 @@ def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
 
 
 def check(trainer: AbstractTrainer) -> None:
-    """Finds what cannot be kept before the first step, and not when hours of training are to be saved.
+    """Finds state that cannot be saved before the first step, and not after hours of training.
 
     Raises:
-        TypeError: A state holds something of a type that a checkpoint cannot hold; the message says where.
+        TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
     """
     typed_json.dumps(_given_state(trainer) | {"rank": trainer.rank_state_dict()})
 
 
 def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
-    """Gives a checkpoint's state back, onto any mesh and world size; a collective.
+    """Restores a checkpoint's state on any mesh and world size; a collective.
 
-    Random states, and what else belongs to single ranks, come back at the same layout; at another one every rank is
-    seeded anew from (seed, step, rank), which is said.
+    Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
+    is seeded again from (seed, step, rank), with a warning.
 
     Raises:
         DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
@@ -180,38 +180,37 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
 
     def prepare() -> dict[str, Any]:
         tensors, metadata = model_tensors(models), tensor_metadata(path)
-        saved, here = shared["optimizers"], trainer.named_optimizers()
-        if set(saved) != set(here):
-            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(here)}.")
-        for name, optimizer in here.items():
+        saved, optimizers = shared["optimizers"], trainer.named_optimizers()
+        if set(saved) != set(optimizers):
+            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(optimizers)}.")
+        for name, optimizer in optimizers.items():
             tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata)
         for _, prefix, callback in _numbered(trainer.callbacks):
-            own = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
-            if any(name in metadata for name in own):
-                tensors |= own
+            callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
+            if any(name in metadata for name in callback_tensors):
+                tensors |= callback_tensors
         return tensors
 
     load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=CALLBACK_PREFIX)
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
-    here: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
-    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(here)
+    mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
+    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
     on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
 
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
-    """What decides which rank holds which data and random state: not how data-parallel ranks share parameters."""
+    """What decides which rank has which data and random state: not how parameters are sharded."""
     return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
 
 
 def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path) -> None:
-    here = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
-    for name, value in here.items():
+    of_this_run = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
+    for name, value in of_this_run.items():
         if shared[name] != value:
             raise CheckpointError(
-                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of "
-                "each step would "
-                f"no longer be the same. Set {name}={shared[name]}, or start another experiment."
+                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
+                f"would no longer be the same. Set {name}={shared[name]}, or start another experiment."
             )
 
 
@@ -232,7 +231,7 @@ def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any], names: Col
 
 
 def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one shifts no other.
+    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others.
 
     Args:
         trainer: The trainer.
@@ -247,7 +246,7 @@ def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], na
         lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
         if match is None or lacks_tensors:
             if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
-                logger.warning("the checkpoint has no state of callback %s; it starts anew.", class_name)
+                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
             continue
         callback.load_state_dict(match["state"])
     lost = [entry["class"] for entry in left if entry["state"]]
@@ -256,7 +255,7 @@ def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], na
 
 
 def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
-    """Between two passes it may; in the midst of one the stream refuses it."""
+    """Between two passes it may; in the middle of one the stream refuses it."""
     stream, before = trainer._data.stream, trainer.progress.data.length
     if stream is None or stream.reader is None or not trainer.progress.is_pass_over:
         return
@@ -272,17 +271,17 @@ def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
 
 
 def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layout: bool) -> None:
-    """Metrics that training updates: each rank's own, or at another layout what former ranks' fall to it."""
+    """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
     metrics, world, mesh = trainer.named_metrics(), trainer.world, manifest.mesh_shape
     if not metrics:
         return
     same_data = mesh["cp"] * mesh["tp"]
     former = range(mesh["dp_replicate"] * mesh["dp_shard"])
-    mine = [rank * same_data for rank in former if rank % world.dp_size == world.dp_rank]
-    found = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else mine)]
-    lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in found])
+    former_ranks = [rank * same_data for rank in former if rank % world.dp_size == world.dp_rank]
+    states_of_ranks = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else former_ranks)]
+    lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in states_of_ranks])
     if lost:
-        logger.warning("the checkpoint's state of the metrics %s does not fit here; they start anew.", lost)
+        logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
 
 
 def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
@@ -302,7 +301,7 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
         )
     trainer._data.feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over)
     _say_if_the_data_changed(trainer)
-    # Last, so that nothing above moves the streams.
+    # Last, so that nothing above draws from the generators.
     if same_device:
         set_random_state(state["random"], tensors, world.device)
     else:

@@ -1,4 +1,4 @@
-"""Session: how a trainer begins and ends. It launches, sets up and resumes once, fails for all ranks, and closes."""
+"""Session: how a trainer begins and ends. It launches, sets up and resumes once, ends all ranks' work, and closes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Session:
     """A trainer's life, from its construction to its end.
 
     Args:
-        trainer: Whose it is.
+        trainer: The trainer.
 
     Attributes:
         is_ready: Whether it has launched and set up.
-        is_training: Whether `fit` is at its loop.
+        is_training: Whether `fit` is in its loop.
         has_failed: Whether an exception ended it.
         is_first_window: Whether no window was trained yet in this process.
-        watchdog: Ends the job when training stands still, while `fit` is at its loop.
+        watchdog: Ends the job when training makes no progress, while `fit` is in its loop.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -43,7 +43,7 @@ class Session:
         self.is_first_window = True
         self.watchdog: Watchdog | None = None
         self._is_closed = self._is_half_set_up = False
-        self._is_nonfinite = False  # whether that is what it failed for
+        self._is_nonfinite = False  # whether it failed because of that
 
     # -- begins
 
@@ -58,7 +58,7 @@ class Session:
             except BaseException:
                 self.has_failed = self._is_half_set_up = True
                 raise
-        if not self.is_training:  # in a notebook a step may have been written anew since the last call
+        if not self.is_training:  # in a notebook the user may have redefined a step since the last call
             trainer._window.training_step = trainer._wrap_step(trainer.training_step)
             trainer._validation.validation_step = trainer._wrap_step(trainer.validation_step)
 
@@ -85,7 +85,7 @@ class Session:
         self.is_ready = True
         trainer._finish_setup()
         trainer._notify("post_setup")
-        # Layers draw different numbers on each data-parallel rank; a resume puts each rank's state back over this.
+        # Layers draw different numbers on each data-parallel rank; a resume then replaces this by each rank's state.
         seed_everything(hash_seed(b"rank", trainer.config.seed, trainer.world.dp_rank))
         trainer._resume()
 
@@ -116,9 +116,9 @@ class Session:
 
     @contextmanager
     def failing_for_all(self) -> Iterator[None]:
-        """Turns an exception on this rank into the end of the job; alone in the world, it is simply raised.
+        """Turns an exception on this rank into the end of the job; in a world of one, it is simply raised.
 
-        What is inside is for all ranks together, so a rank that is alone in it is refused before it begins.
+        All ranks must run what is inside together, so where only one rank runs (main_process_only) it is refused.
         """
         trainer = self._trainer
         if trainer._world is not None:
@@ -129,7 +129,7 @@ class Session:
         except BaseException as exc:
             if is_inside_fit and trainer._world is not None and trainer._world.world_size == 1:
                 raise  # a callback may catch it; if none does, `fit` comes here
-            # Outside of training nothing is left that later calls meet: an evaluation puts everything back.
+            # Outside of training nothing is left that disturbs later calls: an evaluation restores everything.
             self.has_failed |= self.is_training
             try:
                 self._tell_of(exc)
@@ -141,7 +141,7 @@ class Session:
             raise
 
     def _leave_training(self, exc: BaseException) -> None:
-        """Alone in the world: puts aside a window that broke off, and saves the last finished step."""
+        """In a world of one: drops a window that was interrupted, and saves the last finished step."""
         trainer = self._trainer
         self._is_nonfinite |= isinstance(exc, NonFiniteError)
         if trainer._accumulation.is_open:
@@ -154,7 +154,7 @@ class Session:
         self.is_training = False
 
     def _tell_of(self, exc: BaseException) -> None:
-        """Calls everyone who listens to `on_exception`, though some of them fail: most let go of something there."""
+        """Calls all listeners to `on_exception`, even if some of them fail: most release something there."""
         for listener in self._trainer._events["on_exception"]:
             try:
                 listener(exc)
@@ -164,7 +164,7 @@ class Session:
     # -- ends
 
     def leave(self, kind: type[BaseException] | None, exc: BaseException | None) -> None:
-        """The end of a `with`, which an exception may have brought about."""
+        """The end of a `with`, which an exception may have caused."""
         world = self._trainer._world
         if kind is None:
             self.close()

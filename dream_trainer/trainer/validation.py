@@ -42,11 +42,11 @@ def validate(
         trainer: The trainer; its modes, random state, gradients and counters are as before when this returns.
         loaders: Batches of this rank by loader name.
         max_batches: Batches per rank and loader; None for all.
-        agreement: Hears signals between the batches, in training; None hears none.
+        agreement: In training, exchanges signals between the batches; None: signals are ignored.
 
     Raises:
-        HookError: The step returned no dict.
-        DataError: A rank has no batch at all to keep company with.
+        HookError: The step did not return a dict.
+        DataError: A rank has no batch at all, and other ranks need it in their collectives.
         Interrupted: A signal ended the validation, on all ranks.
     """
     metrics: dict[str, float] = {}
@@ -58,24 +58,24 @@ def validate(
             further = trainer._start_loader_metrics()
             buffer = trainer._validation.buffer = MetricBuffer()
             _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer, further)
-            found = _without_prefix(buffer.reduce(trainer.world))
+            logged = _without_prefix(buffer.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
-            for key in found.keys() & of_metrics.keys():
+            for key in logged.keys() & of_metrics.keys():
                 trainer.warn_once(
                     f"twice {key}",
                     f"{key!r} is logged by validation_step and by the metric of that name, whose value counts. Return "
                     "it under another name, or not at all.",
                 )
-            found |= of_metrics
-            metrics |= {prefix + key: value for key, value in found.items()}
+            logged |= of_metrics
+            metrics |= {prefix + key: value for key, value in logged.items()}
     return metrics
 
 
 @contextmanager
 def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
-    """Eval mode, no gradients and random numbers of its own inside; everything as it was outside, whatever happened.
+    """Inside: eval mode, no gradients, and separate random numbers. At the end everything is restored, in any case.
 
-    Every module's own mode comes back, so one that the user keeps in eval mode stays there.
+    Every module's own mode is restored, so one that the user keeps in eval mode stays there.
     """
     modes = [(module, module.training) for model in trainer.named_models().values() for module in model.modules()]
     trainer.training = False
@@ -137,7 +137,7 @@ def _run_loader(
 def _keep_company(
     trainer: AbstractTrainer, batch: Any, batch_idx: int, buffer: MetricBuffer, further: Sequence[ValidationMetrics]
 ) -> None:
-    """Runs the step for its collectives alone: what it logs and counts is thrown away."""
+    """Runs the step only for its collectives: what it logs and counts is thrown away."""
     trainer._validation.buffer, trainer._validation.weight, trainer.is_padding_batch = MetricBuffer(), 0, True
     try:
         with ExitStack() as contexts:
@@ -154,10 +154,10 @@ def in_step(
     max_batches: int | None,
     agreement: Agreement | None = None,
 ) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, then padding while another rank still has some and the forward needs company.
+    """This rank's batches, then padding while another rank still has some and the forward runs collectives.
 
-    The ranks speak before each batch, when all of them have theirs: so no rank is held in a forward while another waits
-    for data, and a signal is heard by all at the same batch.
+    There is an exchange before each batch, when all ranks have theirs: so no rank waits in a forward while another
+    waits for data, and all ranks learn of a signal at the same batch.
     """
     source, batch = iter(batches), None
     needs_company = trainer.world.world_size > 1 and trainer._parallel.forward_communicates
@@ -168,7 +168,7 @@ def in_step(
             fresh = fetch() if agreement is None else agreement.wait_for_batch(fetch)
         if not _some_rank_has_one(trainer, agreement, fresh is not _NOTHING):
             if count == 0 and max_batches != 0:
-                # Without a buffer of its metrics it is no validation.
+                # Without a buffer of its metrics it is not a validation.
                 purpose = "loader to predict" if trainer._validation.buffer is None else "validation loader"
                 loader = f"{purpose} {trainer.val_name!r}" if trainer.val_name else purpose
                 trainer.warn_once(

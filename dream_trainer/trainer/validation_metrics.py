@@ -54,9 +54,9 @@ class ValidationMetrics:
     def validation(self) -> Iterator[None]:
         """Wraps a whole validation; a collective."""
         counts = self._counts()
-        mine = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
-        found = set().union(*self._world.all_gather_object(mine)) if counts else set()
-        self._of_training = {name: counts[name] for name in found}
+        updated_here = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
+        updated = set().union(*self._world.all_gather_object(updated_here)) if counts else set()
+        self._of_training = {name: counts[name] for name in updated}
         try:
             yield
         finally:
@@ -93,31 +93,31 @@ class ValidationMetrics:
         Raises:
             HookError: Training and validation both update one.
         """
-        found: dict[str, float] = {}
-        taken: set[str] = set()
+        numbers: dict[str, float] = {}
+        seen: set[str] = set()
         for name, metric in self._metrics().items():
             if name in self._of_training:
                 self._refuse_if_shared(name, metric)
                 continue
             values = computed(name, metric, self._world)
-            for key in taken.intersection(values):
+            for key in seen.intersection(values):
                 self._say_once(
                     f"metrics {key}",
                     f"two metrics are called {key!r}, of which the one assigned later is logged. Give each collection "
                     "a prefix of its own.",
                 )
-            taken.update(values)
+            seen.update(values)
             for key, item in values.items():
                 shape = tuple(torch.as_tensor(item).shape)
                 if math.prod(shape) == 1:
-                    found[key] = float(item)
+                    numbers[key] = float(item)
                 else:
                     self._say_once(
                         f"metric {key}",
                         f"metric {key!r} computes a tensor of shape {shape}, which is not logged: only single numbers "
                         "are. Log what you want of it in post_val_epoch, or have it computed as one number.",
                     )
-        return found
+        return numbers
 
     def _refuse_if_shared(self, name: str, metric: Any) -> None:
         if any(self._world.all_gather_object(updates(metric) != self._of_training[name])):

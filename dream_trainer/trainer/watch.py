@@ -1,4 +1,4 @@
-"""What the watchdog is told about a trainer: where it is, and how long it may stay there."""
+"""What the watchdog knows about a trainer: where it is, and how long it may stay there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = 0.9
 
 @contextmanager
 def watched(trainer: AbstractTrainer) -> Iterator[None]:
-    """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training stands still inside."""
+    """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training makes no progress inside."""
     devices, world = trainer.config.device_parameters, trainer.world
     if devices.hang_timeout_seconds is None:
         yield

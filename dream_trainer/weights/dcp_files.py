@@ -1,7 +1,7 @@
 """Weights in DCP directories: Dream Trainer's own checkpoints, and those of others.
 
-A block is put together from the saved chunks that it overlaps, whatever mesh they were saved from, one chunk in memory
-at a time. Entries that are no tensors are pickles; they are passed over and never read.
+A block is assembled from the saved chunks that it overlaps, whatever mesh they were saved from, with one chunk in
+memory at a time. Entries that are not tensors are pickles; they are skipped and never read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
 
     Args:
         path: The checkpoint's `step_*` directory.
-        model_name: The model; None if there is one only.
+        model_name: The model; may be None if there is only one.
 
     Raises:
         CheckpointError: The manifest or DCP's metadata is missing or damaged, or there is no such model.
@@ -65,7 +65,7 @@ def open_foreign(path: Path) -> DcpFiles:
 
 
 class _ForeignUnpickler(MetadataUnpickler):
-    """Builds also the record of an entry that is no tensor; the record itself holds nothing."""
+    """Also builds the record of an entry that is not a tensor; the record itself is empty."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) == (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__):
@@ -81,7 +81,7 @@ def _foreign_metadata(file: Path) -> Metadata:
         and isinstance(metadata.state_dict_metadata, dict)
         and isinstance(metadata.storage_data, dict)
     ):
-        raise DamagedCheckpointError(f"{file} holds no DCP metadata.")
+        raise DamagedCheckpointError(f"{file} contains no DCP metadata.")
     return metadata
 
 
@@ -91,8 +91,8 @@ class DcpFiles:
     Args:
         path: The directory.
         metadata: Its metadata, read safely.
-        names: What each tensor is to be called, to what it is called in the metadata.
-        manifest: With the files' checksums; None if there are none.
+        names: The name to give each tensor, to its name in the metadata.
+        manifest: The manifest with the files' checksums; None if there is none.
     """
 
     def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:
@@ -101,7 +101,7 @@ class DcpFiles:
         self._manifest = manifest
         self._storage: dict[Any, Any] = metadata.storage_data
         with blaming(path / METADATA_NAME):
-            self._records = {name: _tensor_record(metadata, known) for name, known in names.items()}
+            self._records = {name: _tensor_record(metadata, stored_name) for name, stored_name in names.items()}
             self.shapes = {name: tuple(record.size) for name, record in self._records.items()}
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
@@ -128,7 +128,7 @@ class DcpFiles:
             target.copy_(self._chunk(name, chunk)[_shifted(common, chunk.offsets)])
             filled += target.numel()
         if filled < block.numel():
-            raise DamagedCheckpointError(f"{self._path} holds only a part of {name!r}. Was a rank's file left out?")
+            raise DamagedCheckpointError(f"{self._path} contains only a part of {name!r}. Was a rank's file left out?")
         return block
 
     def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -136,14 +136,14 @@ class DcpFiles:
         with blaming(file), file.open("rb") as stream:
             saved = load_pickle(file_window(stream, location.offset, location.length), file, mmap=False)
         if not isinstance(saved, Tensor) or saved.shape != chunk.sizes:
-            raise DamagedCheckpointError(f"{file} holds something else where {name!r} should be.")
+            raise DamagedCheckpointError(f"{file} contains something else where {name!r} should be.")
         return saved
 
     def _location(self, name: str, chunk: ChunkStorageMetadata) -> tuple[Path, Any]:
         metadata_file = self._path / METADATA_NAME
         location = self._storage.get(MetadataIndex(self._names[name], chunk.offsets))
         if location is None:
-            raise DamagedCheckpointError(f"{metadata_file} does not say where {name!r} lies.")
+            raise DamagedCheckpointError(f"{metadata_file} does not say where {name!r} is.")
         with blaming(metadata_file):
             if location.transform_descriptors:
                 raise CheckpointError(f"{metadata_file} names stream transforms for {name!r}, which are not applied.")
@@ -153,14 +153,14 @@ class DcpFiles:
 def _tensor_record(metadata: Metadata, name: str) -> TensorStorageMetadata:
     record = metadata.state_dict_metadata[name]
     if not isinstance(record, TensorStorageMetadata):
-        raise TypeError(f"{name!r} is no tensor")
+        raise TypeError(f"{name!r} is not a tensor")
     if any(len(chunk.offsets) != len(record.size) or len(chunk.sizes) != len(record.size) for chunk in record.chunks):
         raise ValueError(f"a chunk of {name!r} has another number of dimensions")
     return record
 
 
 def _overlap(box: Box, chunk: ChunkStorageMetadata) -> Box | None:
-    """What a block and a chunk have in common, in the full tensor's coordinates; None if that is nothing."""
+    """The overlap of a block and a chunk, in the full tensor's coordinates; None if they do not overlap."""
     common = tuple(
         slice(max(cut.start, offset), min(cut.stop, offset + size))
         for cut, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)

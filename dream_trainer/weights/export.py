@@ -1,7 +1,7 @@
 """Weights in Hugging Face's layout, from a checkpoint on the disk or from a live model of any sharding.
 
-One tensor is held at a time. Names are those of `state_dict()`; tied weights are stored once, under their first name,
-as transformers expects them. How the files are named and published is in export_files.py.
+Only one tensor is in memory at a time. Names are those of `state_dict()`; tied weights are stored once, under their
+first name, as transformers expects them. How the files are named and published is in export_files.py.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ def export_checkpoint(
 ) -> list[Path]:
     """Exports a model's weights from a checkpoint. Needs neither an accelerator nor a process group.
 
-    Checksums are verified, and no code that a checkpoint holds is run. Where ranks held other values of an unsharded
-    buffer (BatchNorm statistics), rank 0's are exported.
+    Checksums are verified, and no code in a checkpoint is run. Where ranks had different values of an unsharded buffer
+    (BatchNorm statistics), rank 0's are exported.
 
     Args:
         checkpoint: The checkpoint's directory.
         out: A directory: `model.safetensors`, or numbered shards with an index, and `config.json` if the model has a
             config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
             for all tensors at once.
-        model: Name of the model; may be left out if there is one.
+        model: Name of the model; may be left out if there is only one.
         weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
             What a callback does not average, such as buffers, is taken from the model.
         dtype: Cast floating-point tensors to this; None leaves each as it is.
         max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
-        renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
+        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
+        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written.
@@ -102,9 +102,9 @@ def export_model(
         dtype: Cast floating-point tensors to this; None leaves each as it is.
         max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         config: Written as `config.json` if `out` is a directory.
-        renames: Regular expressions and what `re.sub` puts in their place, applied in order to each name:
+        renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        overwrite: Replace an earlier export. Files that no export wrote stay beside it.
+        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written, on every rank.
@@ -113,12 +113,12 @@ def export_model(
         CheckpointError: The export cannot be written there, or an argument is not understood; the same on every rank.
     """
     out, task = Path(out), f"export to {out}"
-    held = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
+    tensors = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
     config = _config(config, dtype)
 
     def prepare() -> tuple[dict[str, str], FilePlan]:
-        sources = renamed({name: name for name in held}, renames)
-        specs = {name: _cast(_spec(held[source]), dtype) for name, source in sources.items()}
+        sources = renamed({name: name for name in tensors}, renames)
+        specs = {name: _cast(_spec(tensors[source]), dtype) for name, source in sources.items()}
         if world.is_main:
             check_target(out, overwrite=overwrite)
         return sources, plan_files(out, specs, max_shard_size)
@@ -126,16 +126,16 @@ def export_model(
     sources, plan = on_all_ranks(world, task, prepare)
     if any(other != plan for other in world.all_gather_object(plan)):
         raise CheckpointError(
-            f"Could not {task}: the ranks hold different tensors, as the stages of a pipeline do. "
+            f"Could not {task}: the ranks have different tensors, as the stages of a pipeline do. "
             "Save a checkpoint and export that."
         )
     names = (name for specs in plan.values() for name in specs)
 
     def gather(name: str) -> Tensor:
-        return _whole(held[sources[name]], dtype)
+        return _whole(tensors[sources[name]], dtype)
 
     def work() -> list[Path]:
-        # Gathering is a collective: rank 0 takes part to the end, though its disk may be full long before.
+        # Gathering is a collective: rank 0 takes part until the end, even if writing fails before.
         try:
             if not world.is_main:
                 return []
@@ -153,7 +153,7 @@ def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> di
 
     Raises:
         CheckpointError: Two names become one.
-        ConfigError: A pattern is no regular expression.
+        ConfigError: A pattern is not a regular expression.
     """
     result: dict[str, str] = {}
     for name, source in sources.items():
@@ -187,11 +187,11 @@ def _choose_model(stored: StoredTensors, shared: Mapping[str, Any], model: str |
     models = model_names(stored, shared)
     if model is None and len(models) == 1:
         return models[0]
-    there = f"It has {', '.join(map(repr, models)) or 'none'}."
+    available = f"It has {', '.join(map(repr, models)) or 'none'}."
     if model is None:
-        raise CheckpointError(f"{stored.manifest.path} does not hold exactly one model. {there} Name one of them.")
+        raise CheckpointError(f"{stored.manifest.path} does not have exactly one model. {available} Name one of them.")
     if model not in models:
-        raise CheckpointError(f"{stored.manifest.path} has no model {model!r}. {there}")
+        raise CheckpointError(f"{stored.manifest.path} has no model {model!r}. {available}")
     return model
 
 
@@ -208,10 +208,12 @@ def _sources(stored: StoredTensors, model: str, weights: str) -> dict[str, str]:
     kind = match[1].upper()
     averaged = _below(stored.specs, f"callbacks.{kind}.{match[2] or 0}.{model}.")
     if not averaged:
-        found = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
-        there = f"It has {kind} callbacks {', '.join(found)}" if found else f"It was saved without an {kind} callback"
+        numbers = sorted({name.split(".")[2] for name in stored.specs if name.startswith(f"callbacks.{kind}.")})
+        available = f"It has {kind} callbacks {', '.join(numbers)}"
+        if not numbers:
+            available = f"It was saved without an {kind} callback"
         raise CheckpointError(
-            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {there}; '
+            f'{stored.manifest.path} has no {kind} of model {model!r} for weights="{weights}". {available}; '
             'weights="model" exports what was trained.'
         )
     return {fqn: averaged.get(fqn, source) for fqn, source in sources.items()}
@@ -236,7 +238,7 @@ def _spec(tensor: Tensor) -> TensorSpec:
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    cast = tensor.to(_cast(_spec(tensor), dtype).dtype)  # before it travels
+    cast = tensor.to(_cast(_spec(tensor), dtype).dtype)  # before it is communicated
     return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
 
@@ -244,5 +246,7 @@ def _config(config: Mapping[str, Any] | None, dtype: torch.dtype | None) -> dict
     """The model's config, its dtype being that of the export."""
     if config is None:
         return None
-    told = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if dtype and key in config}
-    return {**config, **told}
+    if dtype is None:
+        return dict(config)
+    cast = str(dtype).removeprefix("torch.")
+    return {**config, **{key: cast for key in ("dtype", "torch_dtype") if key in config}}

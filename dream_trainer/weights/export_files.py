@@ -1,4 +1,4 @@
-"""Files of an export: how they are named and split, and that they appear whole or not at all.
+"""Files of an export: how they are named and split, and that they appear complete or not at all.
 
 <out>/model.safetensors                                one shard
 <out>/model-00001-of-00002.safetensors, ...            several, and model.safetensors.index.json to find them by
@@ -39,7 +39,7 @@ FilePlan = dict[str, dict[str, TensorSpec]]
 
 
 def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> FilePlan:
-    """Shares tensors out over files: in order, each file filled up to the limit. A larger tensor has its own.
+    """Divides tensors among files: in order, each file filled up to the limit. A larger tensor has a file of its own.
 
     Args:
         out: A directory, or a path that ends in .safetensors, .pt or .pth and is then the one file.
@@ -47,7 +47,7 @@ def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int |
         max_shard_size: Of a directory's files, in bytes or as "5GB" (10^9 bytes, as Hugging Face counts) or "5GiB".
 
     Raises:
-        CheckpointError: The format cannot hold a dtype; the tensors are listed.
+        CheckpointError: The format has no such dtype; the tensors are listed.
         ConfigError: The size is not understood.
     """
     limit = parse_size(max_shard_size)
@@ -56,7 +56,7 @@ def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int |
     unknown = [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in DTYPE_NAMES]
     if unknown:
         raise CheckpointError(
-            f"safetensors cannot hold {', '.join(unknown[:20])}. Export to a file that ends in .pt instead."
+            f"safetensors cannot store {', '.join(unknown[:20])}. Export to a file that ends in .pt instead."
         )
     if out.suffix == ".safetensors":
         return {out.name: file_order(specs)}
@@ -86,25 +86,25 @@ def parse_size(size: int | str) -> int:
         number, unit, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f'{size!r} is no size. Use a number of bytes, or a text such as "5GB" or "500MiB".')
+        raise ConfigError(f'{size!r} is not a size. Use a number of bytes, or a text such as "5GB" or "500MiB".')
     return size
 
 
 def check_target(out: Path, *, overwrite: bool) -> None:
-    """Refuses a place where an export must not go.
+    """Refuses a path to which an export must not be written.
 
     Args:
         out: As in `plan_files`.
         overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Raises:
-        CheckpointError: It exists, holds directories, or lies where a run looks for checkpoints.
+        CheckpointError: It exists, contains directories, or is where a run looks for checkpoints.
     """
     place = out.resolve()
     for directory in (place, *place.parents):
         if _holds_checkpoints(directory):
             raise CheckpointError(
-                f"{out} lies in {directory}, which belongs to a run's checkpoints. Export to another directory."
+                f"{out} is in {directory}, which belongs to a run's checkpoints. Export to another directory."
             )
     if _is_one_file(out):
         if out.is_dir():
@@ -121,7 +121,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         )
     if foreign:
         raise CheckpointError(
-            f"{out} holds the directories {', '.join(foreign[:5])}, which no export wrote. "
+            f"{out} contains the directories {', '.join(foreign[:5])}, which no export wrote. "
             "Move them away, or choose another directory."
         )
 
@@ -149,7 +149,7 @@ def write_files(
     Args:
         out: As in `plan_files`; its parents are created.
         plan: From `plan_files`.
-        read: Gives each tensor, in the plan's order. One is held at a time, but for .pt files, which need all at once.
+        read: Returns each tensor, in the plan's order. Only .pt files need all tensors in memory at once.
         config: Written as `config.json` into a directory.
         overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
@@ -202,7 +202,7 @@ def _write_directory(
 
 
 def _copy_what_else_is_there(out: Path, directory: Path) -> None:
-    """Such as the tokenizer that lies beside the model."""
+    """Copies what else is in the earlier export's directory, such as a tokenizer."""
     for file in out.iterdir() if out.exists() else ():
         if not _OWN_NAME.fullmatch(file.name) and not (directory / file.name).exists():
             shutil.copy2(file, directory / file.name, follow_symlinks=False)
@@ -221,14 +221,14 @@ def _write_pickle(file: Path, specs: Mapping[str, TensorSpec], read: Callable[[s
     with file.open("xb") as opened:
         try:
             torch.save(state, opened)
-        except RuntimeError as error:  # it closes its archive after a failed write, and that error covers the cause
+        except RuntimeError as error:  # from closing the archive after a failed write; the cause is in its context
             raise (error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error))) from None
         opened.flush()
         os.fsync(opened.fileno())
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    """Gives the finished export its name; an earlier one is gone only after that."""
+    """Gives the finished export its name; an earlier one is removed only after that."""
     if temporary.is_dir() and out.exists():
         aside = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
         out.rename(aside)

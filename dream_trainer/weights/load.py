@@ -1,7 +1,7 @@
-"""Weights from elsewhere into models that are there: `load_weights`.
+"""Loading weights from a file into an existing model: `load_weights`.
 
-The file's names are matched with the model's first, on every rank, and nothing is written before all ranks agree that
-it fits. Then each rank reads, tensor by tensor, the block that its own shard is, and copies it in.
+First every rank matches the file's names with the model's, and nothing is written before all ranks agree that they fit.
+Then each rank reads the block of each tensor that its own shard covers, and copies it into the shard.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def load_weights(
 ) -> LoadReport:
     """Fills a model's parameters and persistent buffers in place from a file or directory. Every rank calls this.
 
-    The model is real (not on meta) and may be sharded in any way; call it from the trainer's `load_pretrained`. Each
-    rank reads what its shards need: in memory are those and about one tensor at a time. Values are cast to the model's
-    dtypes, shapes must be equal. Of tied tensors one name in the file is enough. Extra state of modules is left alone.
+    The model is on its device (not on meta) and may be sharded in any way; call this from the trainer's
+    `load_pretrained`. Each rank reads what its shards need, about one tensor at a time. Values are cast to the model's
+    dtypes; shapes must be equal. Of tied tensors one name in the file is enough. Extra state of modules is not changed.
     No code in the files is run.
 
     Args:
-        model: Where to load to. `torch.compile`'s wrapper is looked through.
+        model: Where to load to. Of a module compiled by `torch.compile`, the original is used.
         path: A Hugging Face directory (safetensors, sharded or not, or `pytorch_model.bin`), a `.safetensors` file, an
             `*.index.json`, a `.pt`, `.pth`, `.bin` or `.ckpt` file with a state dict (bare, or under "state_dict",
             "model_state_dict" or "model"), a `step_*` directory of Dream Trainer, or a DCP directory, of which the
             tensors are read.
-        model_name: Which model of a Dream Trainer checkpoint; needed if it has several. Other files do not ask.
-        renames: Regular expressions and what `re.sub` puts in their place, applied to each of the file's names in this
+        model_name: Which model of a Dream Trainer checkpoint; needed if it has several. Ignored for other files.
+        renames: Regular expressions and what `re.sub` replaces them with, applied to each of the file's names in this
             order: `{r"^transformer\\.": ""}`. A name that becomes empty is left out.
         strict: Whether every name must be in both, with equal shapes. If not, what fits is loaded, and what does not
             is reported and logged as a warning on rank 0.
@@ -67,9 +67,9 @@ def load_weights(
         What was loaded and what was not.
 
     Raises:
-        CheckpointError: The file is missing, damaged, of no known kind or asks for code; or it does not fit and
-            `strict`; or nothing in it fits. The same on every rank, and nothing was written (but where a file turned
-            out damaged in the midst of reading).
+        CheckpointError: The file is missing, damaged, of an unknown kind or asks for code; or it does not fit and
+            `strict` is set; or nothing in it fits. The same on every rank, and nothing was written (unless damage was
+            found only in the middle of reading).
         ConfigError: `renames` has a faulty regular expression or replacement.
     """
     path = local_path(path).expanduser()
@@ -81,20 +81,20 @@ def load_weights(
         files = open_weights(path, model_name)
         return files, _matched(compiled_original(model) or model, files, patterns)
 
-    files, found = on_all_ranks(world, task, match)
-    report = merged(world.all_gather_object(found.report))
+    files, matched = on_all_ranks(world, task, match)
+    report = merged(world.all_gather_object(matched.report))
     if not report.loaded or (strict and not report.is_complete):
         raise CheckpointError(f"Could not {task}: {refusal(report)}")
-    _verify(files, found.targets, task, world)
-    on_all_ranks(world, task, lambda: _fill(files, found.targets))
+    _verify(files, matched.targets, task, world)
+    on_all_ranks(world, task, lambda: _fill(files, matched.targets))
     if world.is_main and not report.is_complete:
-        told = filter(None, (str(report), rename_hint(report)))
-        logger.warning("%s fits the model in part: %s", path, "\n  ".join(told))
+        messages = filter(None, (str(report), rename_hint(report)))
+        logger.warning("%s fits the model in part: %s", path, "\n  ".join(messages))
     return report
 
 
 def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ranks) -> None:
-    """Hashes the files that any rank will read from, shared out over the ranks: each is hashed once."""
+    """Hashes the files that any rank will read from. They are divided among the ranks: each is hashed once."""
     boxes = {target.source: target.part.box for target in targets if local_tensor(target.tensor).numel()}
     needed = from_all_ranks(world, task, lambda: files.checksums(boxes))
     entries = {file: entry for of_rank in needed for file, entry in of_rank.items()}
@@ -111,7 +111,7 @@ def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ra
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank holds of a tensor: the smallest block around it, and which rows of that, where it is not all."""
+    """A rank's shard of a tensor: the smallest block around it, and which rows of the block it has, if not all."""
 
     box: Box
     rows: Mapping[int, Tensor]
@@ -141,29 +141,29 @@ def _compiled(renames: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
             patterns.append((compiled, replacement))
         except (re.error, IndexError) as error:
             raise ConfigError(
-                f"renames={{{pattern!r}: {replacement!r}}} is no regular expression and replacement: {error}. "
+                f"renames={{{pattern!r}: {replacement!r}}} is not a regular expression and its replacement: {error}. "
                 'Write a dot of a name as r"\\.".'
             ) from error
     return patterns
 
 
 def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str]]) -> dict[str, str]:
-    """New names to the file's, without extra state and names that became empty."""
-    found: dict[str, str] = {}
+    """New names to the file's names, without extra state and names that became empty."""
+    sources: dict[str, str] = {}
     for name in names:
         new = name
         for pattern, replacement in patterns:
             new = pattern.sub(replacement, new)
         if not new or new.rpartition(".")[2] == _EXTRA_STATE:
             continue
-        if new in found:
-            raise CheckpointError(f"the renames make {new!r} of both {found[new]!r} and {name!r}. Make them differ.")
-        found[new] = name
-    return found
+        if new in sources:
+            raise CheckpointError(f"the renames make {new!r} of both {sources[new]!r} and {name!r}. Make them differ.")
+        sources[new] = name
+    return sources
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names, as the modules hold them. FSDP2 reshards by this."""
+    """Parameters and persistent buffers under all their names: the tensors themselves. FSDP2 reshards by this."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -171,8 +171,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(value) not in owned:
             raise CheckpointError(
-                f"the model's state_dict() gives {name!r}, which is none of its parameters or buffers; it cannot be "
-                "loaded in place. Return such values from get_extra_state() instead."
+                f"the model's state_dict() gives {name!r}, which is not one of its parameters or buffers; it cannot "
+                "be loaded in place. Return such values from get_extra_state() instead."
             )
         if value.is_meta:
             raise CheckpointError(f"{name} of the model is on the meta device. Load in load_pretrained(), not before.")
@@ -217,29 +217,29 @@ def _equal(files: WeightFiles, target: _Target, other: str) -> bool:
     return torch.equal(first, second)
 
 
-# -- which block of a tensor this rank holds, and reading it
+# -- which block of a tensor this rank has, and reading it
 
 
 def _part(tensor: Tensor) -> _Part:
     from torch.distributed.tensor import DTensor
 
-    whole = [slice(0, size) for size in tensor.shape]
+    box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor) or not local_tensor(tensor).numel():
-        return _Part(tuple(whole), {})
+        return _Part(tuple(box), {})
     picked = {}
     for dim in {cut for placement in tensor.placements if (cut := shard_dim(placement)) is not None}:
         rows = _rows(tensor, dim)
         first, last = int(rows[0]), int(rows[-1])
-        whole[dim] = slice(first, last + 1)
+        box[dim] = slice(first, last + 1)
         if last + 1 - first != len(rows):
             picked[dim] = rows - first
-    return _Part(tuple(whole), picked)
+    return _Part(tuple(box), picked)
 
 
 def _rows(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` that this rank holds: a tensor of indices, cut as this one was. No communication.
+    """The indices along `dim` that this rank has: a tensor of indices, sharded as this one is. No communication.
 
-    True for every kind of cut, strided and uneven ones among them, because the code that cuts is the same.
+    Correct for every kind of sharding, also strided and uneven, because PyTorch's own code does the sharding.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -247,11 +247,11 @@ def _rows(tensor: DTensor, dim: int) -> Tensor:
     shape[dim] = tensor.shape[dim]
     indices = torch.arange(tensor.shape[dim]).view(shape)
     placements = [placement if shard_dim(placement) == dim else Replicate() for placement in tensor.placements]
-    cut = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
-    rows = local_tensor(cut).flatten().cpu()
+    sharded = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
+    rows = local_tensor(sharded).flatten().cpu()
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(
-            f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
+            f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "
             f"{local_tensor(tensor).shape[dim]} rows of dimension {dim} here, where {len(rows)} were expected. Shard "
             "with fully_shard, parallelize_module or distribute_tensor."
         )
@@ -268,6 +268,6 @@ def _read(files: WeightFiles, source: str, part: _Part) -> Tensor:
 @torch.no_grad()
 def _fill(files: WeightFiles, targets: Sequence[_Target]) -> None:
     for target in targets:
-        mine = local_tensor(target.tensor)
-        if mine.numel():
-            mine.copy_(_read(files, target.source, target.part))
+        local = local_tensor(target.tensor)
+        if local.numel():
+            local.copy_(_read(files, target.source, target.part))

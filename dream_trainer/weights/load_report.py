@@ -1,4 +1,4 @@
-"""What became of each name when weights were loaded, and what to tell whoever has names that do not fit."""
+"""What happened to each name when weights were loaded, and a hint for names that do not fit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LoadReport:
     loaded: tuple[str, ...]
     """Filled from the file. A tied tensor appears under each of its names."""
     missing: tuple[str, ...]
-    """In the model and not in the file: they keep the values they had."""
+    """In the model and not in the file: these keep the values they had."""
     unexpected: tuple[str, ...]
     """In the file, after the renames, and not in the model."""
     mismatched: Mapping[str, str]
-    """In both, and not loaded; to the reason, such as the two shapes."""
+    """In both but not loaded, each with the reason, such as the two shapes."""
 
     @property
     def is_complete(self) -> bool:
@@ -45,7 +45,7 @@ def _problems(report: LoadReport) -> list[str]:
 
 
 def merged(reports: Sequence[LoadReport]) -> LoadReport:
-    """One report of all ranks. Under a pipeline each has other names: unexpected is only what no rank expects."""
+    """One report of all ranks. Under a pipeline each rank has other names: unexpected is only what no rank expects."""
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
     mismatched = {name: reason for report in reports for name, reason in report.mismatched.items()}
     failed = {*missing, *mismatched}
@@ -76,7 +76,7 @@ def refusal(report: LoadReport) -> str:
 
 
 def rename_hint(report: LoadReport) -> str:
-    """The rename that would match most of what was not, if adding or taking off one prefix does."""
+    """The rename that would match most of the names that do not fit, by adding or removing one prefix; "" if none."""
     missing, unexpected = set(report.missing), set(report.unexpected)
     counts: Counter[tuple[str, str]] = Counter()
     for name in unexpected:

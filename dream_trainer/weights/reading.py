@@ -1,4 +1,4 @@
-"""What every reader of weight files shares: blocks of tensors, errors that name the file, and pickles that run no
+"""What all readers of weight files share: blocks of tensors, errors that name the file, and unpickling without running
 code."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WeightFiles(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
-        """The files that these blocks lie in, with size and checksum, where those are known."""
+        """The files that contain these blocks, with size and checksum, where those are known."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -44,10 +44,10 @@ class WeightFiles(Protocol):
 
 
 def inside(file: Path, name: str) -> Path:
-    """The path of `name`, which a stranger's `file` refers to, beside it.
+    """The path of `name`, beside the `file` that refers to it, which may come from a stranger.
 
     Raises:
-        DamagedCheckpointError: It would lead out of the directory.
+        DamagedCheckpointError: The path is outside the file's directory.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedCheckpointError(f"{file} refers to {name!r}, outside its directory. Do not use it.")
@@ -56,7 +56,7 @@ def inside(file: Path, name: str) -> Path:
 
 @contextmanager
 def blaming(file: Path) -> Iterator[None]:
-    """Inside, whatever goes wrong becomes an error that names `file`."""
+    """Inside, every exception becomes an error that names `file`."""
     try:
         yield
     except CheckpointError:
@@ -66,7 +66,7 @@ def blaming(file: Path) -> Iterator[None]:
 
 
 def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
-    """What `torch.load` makes of a file or of a part of it, on the CPU, without running its code.
+    """The result of `torch.load` on a file or a part of it, on the CPU, without running its code.
 
     Raises:
         DamagedCheckpointError: It is damaged, or asks for what weights do not need.
@@ -75,7 +75,7 @@ def load_pickle(source: Path | IO[bytes], file: Path, *, mmap: bool) -> Any:
         try:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
-            # Not with torch's own message, which proposes to run the code.
+            # PyTorch's own message is not shown: it proposes to run the code.
             asked = re.search(r"GLOBAL (\S+)", str(error))
             raise DamagedCheckpointError(
                 f"{file} asks for {asked[1] if asked else 'something'}, which weights do not need; loading it could "

@@ -1,6 +1,6 @@
-"""Writing a safetensors file one tensor at a time, so that memory holds the largest tensor and not the model.
+"""Writing a safetensors file one tensor at a time, so that only the largest tensor must fit in memory, not the model.
 
-`safetensors.torch.save_file` wants all tensors at once. The format itself does not: the header follows from names,
+`safetensors.torch.save_file` needs all tensors at once. The format itself does not: the header is known from names,
 shapes and dtypes, and the bytes come after it in order.
 
     8 bytes          length of the header, little-endian
@@ -41,11 +41,11 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls each dtype that it can hold."""
+"""The format's name of each dtype that it supports."""
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor takes in a file."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,9 +57,9 @@ class TensorSpec(NamedTuple):
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors as a file holds them: wide dtypes first, so that each begins at a multiple of its item size.
+    """The tensors in their order in the file: wide dtypes first, so that each begins at a multiple of its item size.
 
-    Readers that map the file need that; the format leaves no gaps that could align them.
+    Readers that map the file into memory need that alignment, and the format has no padding between tensors.
     """
     return dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
 
@@ -70,11 +70,11 @@ def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callabl
     Args:
         path: A file that does not exist yet.
         specs: The tensors by name, in the order of `file_order`.
-        read: Gives a tensor of the spec's shape, on any device; called once for each name, in order. It is cast to the
-            spec's dtype.
+        read: Returns a tensor of the spec's shape, on any device; called once for each name, in order. The tensor is
+            cast to the spec's dtype.
 
     Raises:
-        ValueError: The format has no such dtype, or `read` gave another shape.
+        ValueError: The format has no such dtype, or `read` returned another shape.
         OSError: The file exists, or cannot be written.
     """
     header = _header(specs)
@@ -88,11 +88,11 @@ def write_safetensors(path: Path, specs: Mapping[str, TensorSpec], read: Callabl
 
 
 def _header(specs: Mapping[str, TensorSpec]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks a file for
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this
     begin = 0
     for name, spec in specs.items():
         if spec.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name} is {spec.dtype}, which safetensors cannot hold. Convert it, or export to .pt.")
+            raise ValueError(f"{name} is {spec.dtype}, which safetensors cannot store. Convert it, or export to .pt.")
         end = begin + spec.nbytes
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
         begin = end
@@ -102,7 +102,7 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
 
 def _content(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview | bytes:
     if tensor.shape != spec.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} where {spec.shape} was announced.")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} where {spec.shape} was expected.")
     values = tensor.detach().to(device="cpu", dtype=spec.dtype).resolve_conj().resolve_neg().contiguous().reshape(-1)
     # Through uint8: numpy has no bfloat16 and no float8. An empty tensor has no bytes to view.
     return values.view(torch.uint8).numpy().data if values.numel() else b""

@@ -14,7 +14,7 @@ from dream_trainer.weights.safetensors_file import TensorSpec
 
 
 class StoredTensors:
-    """The tensors of one checkpoint by name, put together from the shards of all ranks.
+    """The tensors of one checkpoint by name, assembled from the shards of all ranks.
 
     Attributes:
         manifest: The checkpoint's manifest.
@@ -41,7 +41,7 @@ class StoredTensors:
         }
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU. A shard file's checksum is compared before its first tensor is read.
+        """The full tensor on the CPU. A shard file's checksum is compared before its first tensor is read.
 
         Raises:
             CheckpointError: A shard is missing or damaged.

@@ -1,7 +1,8 @@
-"""The files that weights come in, each opened as tensors by name, of which any block can be read.
+"""The kinds of files that contain weights: each is opened as tensors by name, of which any block can be read.
 
-Opening reads headers, no values: a rank that needs a quarter of a tensor reads about a quarter. Nothing runs a file's
-code: safetensors has none, and pickles go through PyTorch's `weights_only` reader, which refuses what is no tensor.
+Opening a file reads its header but no values: a rank that needs a quarter of a tensor reads about a quarter. No code in
+a file is run: safetensors has none, and pickles are read by PyTorch's `weights_only` reader, which refuses anything but
+tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
-    """Opens whatever weights `path` is.
+    """Opens the weights at `path`, of whatever kind they are.
 
     Args:
         path: A file or directory of one of the kinds in `UNDERSTOOD`.
-        model_name: Which model of a Dream Trainer checkpoint; may be None if it has one. Other kinds do not ask.
+        model_name: Which model of a Dream Trainer checkpoint; may be None if it has only one. Ignored for other kinds.
 
     Raises:
-        CheckpointError: There is nothing at `path`, or nothing that is understood, or it is damaged or asks for code.
+        CheckpointError: There is nothing at `path`, or it is of an unknown kind, damaged or asks for code.
     """
     if path.is_dir():
         return _open_directory(path, model_name)
@@ -50,7 +51,7 @@ def open_weights(path: Path, model_name: str | None) -> WeightFiles:
         return _SafetensorsFile(path)
     if path.suffix in _TORCH_SUFFIXES:
         return _TorchFile(path)
-    raise CheckpointError(f"{path} is of no kind that weights are read from. Understood are {UNDERSTOOD}.")
+    raise CheckpointError(f"{path} is of no kind that weights are read from. Known kinds: {UNDERSTOOD}.")
 
 
 def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
@@ -66,27 +67,27 @@ def _open_directory(path: Path, model_name: str | None) -> WeightFiles:
         return _open_index(indices[0])
     if len(indices) > 1:
         raise CheckpointError(f"{path} has several indices: {[index.name for index in indices]}. Give one of them.")
-    if found := sorted(path.glob("*.safetensors")):
-        return _Shards([(name, file) for file in map(_SafetensorsFile, found) for name in file.shapes])
+    if paths := sorted(path.glob("*.safetensors")):
+        return _Shards([(name, file) for file in map(_SafetensorsFile, paths) for name in file.shapes])
     if (index := path / "pytorch_model.bin.index.json").exists():
         return _open_index(index)
     if (file := path / "pytorch_model.bin").exists():
         return _TorchFile(file)
-    raise CheckpointError(f"{path} holds no weights. Understood are {UNDERSTOOD}.")
+    raise CheckpointError(f"{path} contains no weights. Known kinds: {UNDERSTOOD}.")
 
 
 def _open_index(path: Path) -> WeightFiles:
     with blaming(path):
         weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        homes = {name: inside(path, home) for name, home in weight_map.items()}
-    for name, home in homes.items():
-        if home.name.endswith(".index.json"):  # it might name itself, and never end
-            raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which is an index itself.")
-    opened = {home: open_weights(home, None) for home in sorted(set(homes.values()))}
-    for name, home in homes.items():
-        if name not in opened[home].shapes:
-            raise DamagedCheckpointError(f"{path} says that {name!r} lies in {home.name}, which does not hold it.")
-    return _Shards([(name, opened[home]) for name, home in homes.items()])
+        file_of_name = {name: inside(path, file) for name, file in weight_map.items()}
+    for name, file in file_of_name.items():
+        if file.name.endswith(".index.json"):  # it might name itself, and never end
+            raise DamagedCheckpointError(f"{path} says that {name!r} is in {file.name}, which is an index itself.")
+    opened = {file: open_weights(file, None) for file in sorted(set(file_of_name.values()))}
+    for name, file in file_of_name.items():
+        if name not in opened[file].shapes:
+            raise DamagedCheckpointError(f"{path} says that {name!r} is in {file.name}, which does not contain it.")
+    return _Shards([(name, opened[file]) for name, file in file_of_name.items()])
 
 
 class _SafetensorsFile:
@@ -118,8 +119,8 @@ class _TorchFile:
             is_zip = file.read(4) == b"PK\x03\x04"
         if not is_zip:
             raise DamagedCheckpointError(
-                f"{path} is no archive as torch.save has written since 1.6; it was not opened. If it is an older one, "
-                "save it again: torch.save(torch.load(path, weights_only=True), path)."
+                f"{path} is not an archive of the kind that torch.save writes since 1.6; it was not opened. If it is "
+                "an older one, save it again: torch.save(torch.load(path, weights_only=True), path)."
             )
         self._tensors = _state_dict(load_pickle(path, path, mmap=True), path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -149,25 +150,25 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(
-                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, of which no block can "
+                f"{name} in {path} is of type {type(value).__name__} and layout {value.layout}, of which blocks cannot "
                 "be read. Save plain dense tensors; sharded ones with torch.distributed.checkpoint."
             )
     return {name: value.detach() for name, value in tensors.items()}
 
 
 class _Shards:
-    """Tensors over several files."""
+    """Tensors in several files."""
 
-    def __init__(self, homes: list[tuple[str, WeightFiles]]) -> None:
-        self._homes = dict(homes)
-        if len(self._homes) < len(homes):
-            names = [name for name, _ in homes]
+    def __init__(self, files: list[tuple[str, WeightFiles]]) -> None:
+        self._file_of_name = dict(files)
+        if len(self._file_of_name) < len(files):
+            names = [name for name, _ in files]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise CheckpointError(f"several files hold {twice[:20]}. Give the one file or index to load.")
-        self.shapes = {name: file.shapes[name] for name, file in homes}
+            raise CheckpointError(f"several files contain {twice[:20]}. Give the one file or index to load.")
+        self.shapes = {name: file.shapes[name] for name, file in files}
 
     def checksums(self, boxes: Mapping[str, Box]) -> dict[Path, FileEntry]:
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self._homes[name].read(name, box)
+        return self._file_of_name[name].read(name, box)

@@ -201,7 +201,7 @@ def command_line() -> LlamaTrainerConfig:
     parser.add_argument("--model", default="debug")
     chosen, others = parser.parse_known_args()
     if chosen.model not in PRESETS and not Path(chosen.model).is_dir():
-        parser.error(f"--model {chosen.model} is no directory, and no preset: those are {', '.join(PRESETS)}.")
+        parser.error(f"--model {chosen.model} is not a directory, and no preset: those are {', '.join(PRESETS)}.")
     config = parse(default_config(chosen.model), others)
     config.callbacks.get(Progress).tokens_per_sample = config.seq_len
     return config

@@ -124,7 +124,7 @@ def test_what_is_computed_again_in_backward_counts_once() -> None:
 
 
 class Odd(nn.Module):
-    """Puts out what is no tensor, calls a module twice, another never."""
+    """Puts out what is not a tensor, calls a module twice, another never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_what_cannot_work_is_refused() -> None:
     for options in ({"every_n_steps": 0}, {"modules": "attention"}, {"name": ""}):
         with pytest.raises(ConfigError):
             ActivationStats(**options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"modules='\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"modules='\(' is not a regular expression"):
         ActivationStats(modules=["("])
     with pytest.raises(ConfigError, match=r"'attention' is found in no module's name. They begin with model, model.0,"):
         observed(Logged, batches(1), modules=["attention"], n_epochs=1)

@@ -113,7 +113,7 @@ def trained(callbacks: Sequence[dt.Callback], directory: Path, **options: Any) -
         with make(callbacks, **options) as trainer:
             configured = to_dict(trainer.config)
             trainer.fit()
-            assert to_dict(trainer.config) == configured  # what a callback counts is no part of it
+            assert to_dict(trainer.config) == configured  # what a callback counts is not a part of it
             return weights(trainer.model)
     finally:
         os.chdir(before)
@@ -177,28 +177,28 @@ WRONG: dict[str, Callable[[], dt.Callback]] = {
     "decay='0.99' is not a number from 0.0 to below 1.0": lambda: shipped.EMA("0.99"),
     "validate='no' is not a boolean. Use True or False": lambda: shipped.EMA(validate="no"),
     "warm_up=10 is not a boolean": lambda: shipped.EMA(warm_up=10),
-    r"models=3 is no tuple of strings. Use such as models=\('model',\)": lambda: shipped.EMA(models=3),
+    r"models=3 is not a tuple of strings. Use such as models=\('model',\)": lambda: shipped.EMA(models=3),
     "validate=None is not a boolean": lambda: shipped.SWA(2, validate=None),
-    r"metric=\['val/loss'\] is no name. Use .* metric='val/loss'": lambda: shipped.EarlyStopping(["val/loss"]),
+    r"metric=\['val/loss'\] is not a name. Use .* metric='val/loss'": lambda: shipped.EarlyStopping(["val/loss"]),
     "min_delta='0.1' is not a number of at least 0": lambda: shipped.EarlyStopping(min_delta="0.1"),
     "depth='2' is not an integer": lambda: shipped.ModelSummary(depth="2"),
     r"inputs is a Tensor.*inputs=\{'model': \(x,\)\}": lambda: shipped.ModelSummary(inputs=torch.ones(2)),
     r"inputs\['net'\] is a Tensor.*'net': \(x,\)": lambda: shipped.ModelSummary(inputs={"net": torch.ones(2)}),
     r"ranks=0 .*Use ranks=\[0\], or None for all": lambda: shipped.Profiler(ranks=0),
-    r"ranks=\['0'\] is no list of ranks": lambda: shipped.Profiler(ranks=["0"]),
+    r"ranks=\['0'\] is not a list of ranks": lambda: shipped.Profiler(ranks=["0"]),
     "decay='0.9' is not a number from 0.0 to below 1.0": lambda: shipped.WeightTransfer("a", "b", decay="0.9"),
     "buffers='no' is not a boolean": lambda: shipped.WeightTransfer("a", "b", buffers="no"),
-    r"target=Tanh\(\) is no name": lambda: shipped.WeightTransfer("a", torch.nn.Tanh()),
+    r"target=Tanh\(\) is not a name": lambda: shipped.WeightTransfer("a", torch.nn.Tanh()),
     "tokens_per_sample='16' is not a number above zero": lambda: shipped.Throughput(tokens_per_sample="16"),
     "device_flops='1e12' is not a number above zero": lambda: shipped.Throughput(device_flops="1e12"),
     "flops_per_sample='6' is .* Or a function of the trainer": lambda: shipped.Throughput(flops_per_sample="6"),
     "tokens=16 cannot be called.*function of a batch": lambda: shipped.Throughput(tokens=16),
-    "name=10 is no name": lambda: shipped.Throughput(10),
+    "name=10 is not a name": lambda: shipped.Throughput(10),
     "tokens_per_sample='4' is not a number above zero": lambda: shipped.Progress(tokens_per_sample="4"),
     "line_seconds='10' is not a number of at least 0": lambda: shipped.Progress(line_seconds="10"),
     "refresh_seconds='1' is not a number of at least 0": lambda: shipped.Progress(refresh_seconds="1"),
     "histograms='no' is not a boolean": lambda: shipped.GradientStats(histograms="no"),
-    "key=0 is no name. Use a string, such as key='samples'": lambda: shipped.ImageFiles(0),
+    "key=0 is not a name. Use a string, such as key='samples'": lambda: shipped.ImageFiles(0),
     "main_process_only=0 is not a boolean": lambda: shipped.Every(1, "steps", nothing, main_process_only=0),
 }
 

@@ -134,7 +134,7 @@ def test_an_optimizer_that_the_trainer_does_not_know_is_refused_in_words() -> No
             return {}
 
     trainer = Hides(make_config(callbacks=[LearningRate()], n_epochs=1), batches(1))
-    with pytest.raises(HookError, match=r"of type SGD stepped that is no public attribute .* self\.optimizer"):
+    with pytest.raises(HookError, match=r"of type SGD stepped that is not a public attribute .* self\.optimizer"):
         trainer.fit()
 
 

@@ -111,7 +111,7 @@ def test_a_state_dict_that_makes_its_tensors_anew_is_an_error() -> None:
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {name: value.half() for name, value in super().state_dict(*args, **kwargs).items()}
 
-    with pytest.raises(CheckpointError, match=r"gives 'weight', which is none of its parameters or buffers"):
+    with pytest.raises(CheckpointError, match=r"gives 'weight', which is not one of its parameters or buffers"):
         model_tensors({"net": Halved(2, 2)})
 
 

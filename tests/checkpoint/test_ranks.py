@@ -311,7 +311,7 @@ def test_ranks_may_hold_different_names_as_under_a_pipeline(saved: list[dict[str
     first, second = (report["faults"] for report in saved)
     assert first["pipeline"] == "ok"
     assert (first["stage"], second["stage"]) == ([0.0, 0.0], [1.0, 1.0])
-    assert "it holds stage1, which this run does not have" in first["unused"]
+    assert "it contains stage1, which this run does not have" in first["unused"]
 
 
 @pytest.mark.pitfall(63)

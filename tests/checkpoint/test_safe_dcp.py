@@ -145,7 +145,7 @@ def test_torch_archives_in_place_of_safetensors_are_not_run(path: Path, tmp_path
     torch.save({"c": Payload(trace)}, path / "rank_00000.safetensors")
     assert zipfile.is_zipfile(path / "rank_00000.safetensors")
     reseal(path)
-    with pytest.raises(DamagedCheckpointError, match="no safetensors file"):
+    with pytest.raises(DamagedCheckpointError, match="not a safetensors file"):
         read_rank(path, 0)
     assert not trace.exists()
 

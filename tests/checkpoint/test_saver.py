@@ -56,7 +56,7 @@ class Counter:
     ) -> None:
         self.parameters = CheckpointParameters(**parameters)
         self.directory, self.clock = directory, Clock()
-        self.step, self.owes = 0, False
+        self.step, self.has_pending_work = 0, False
         self.saved: list[int] = []
         self.warmed: list[int] = []
         self.said: list[str] = []
@@ -66,7 +66,7 @@ class Counter:
             self.parameters,
             self.world,
             SnapshotWriter(directory, Retention.of(self.parameters), self.world, copies),
-            settle=lambda: Moment(self.step, self.owes),
+            settle=lambda: Moment(self.step, self.has_pending_work),
             snapshot=self.snapshot,
             warm=lambda _: lambda: self.warmed.append(self.step),
             on_save=lambda path: self.saved.append(read_manifest(path).step),
@@ -148,10 +148,10 @@ def test_the_last_step_is_on_the_disk_when_it_is_done(tmp_path: Path) -> None:
 
 def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.owes = True
+        run.has_pending_work = True
         run.train()
         run.saver.save()
-        run.owes = False
+        run.has_pending_work = False
         run.saver.validated(1, {"val/loss": 0.5})
         run.saver.save()
         run.saver.save()
@@ -315,7 +315,7 @@ def test_what_a_run_leaves_by_going_back_is_set_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.saver.goes_on_from(list_checkpoints(tmp_path)[1], owes=False)
+        run.saver.goes_on_from(list_checkpoints(tmp_path)[1], has_pending_work=False)
         assert run.on_disk == [1, 2]
         run.step = 2
         run.saver.save()  # it is there
@@ -332,7 +332,7 @@ def test_a_run_that_goes_on_from_another_runs_checkpoint_sets_its_own_aside_when
     theirs = read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.step = 2
-        run.saver.goes_on_from(theirs, owes=False)
+        run.saver.goes_on_from(theirs, has_pending_work=False)
         assert run.on_disk == [1, 2, 3, 4]
         run.train()
         assert run.on_disk == [1, 3]
@@ -345,8 +345,8 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
         save(own, step)
     theirs = read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.saver.goes_on_from(theirs, owes=False)
-        run.saver.goes_on_from(list_checkpoints(own)[-1], owes=False)
+        run.saver.goes_on_from(theirs, has_pending_work=False)
+        run.saver.goes_on_from(list_checkpoints(own)[-1], has_pending_work=False)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]

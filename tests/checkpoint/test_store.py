@@ -182,7 +182,7 @@ def test_names_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path)
     weight = torch.zeros(3, 4)
     with pytest.raises(CheckpointError, match=r"has no models\.net\.renamed"):
         load_tensors(path, {"models.net.weight": weight, "models.net.renamed": torch.tensor(0)}, world=Ranks.alone())
-    with pytest.raises(CheckpointError, match=r"it holds models\.net\.steps, which this run does not have"):
+    with pytest.raises(CheckpointError, match=r"it contains models\.net\.steps, which this run does not have"):
         load_tensors(path, {"models.net.weight": weight}, world=Ranks.alone())
     assert not weight.any()
 

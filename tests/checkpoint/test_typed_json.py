@@ -51,7 +51,7 @@ PLAIN_VALUES = [
 @pytest.mark.parametrize("value", PLAIN_VALUES, ids=repr)
 def test_a_value_comes_back_equal_and_of_its_own_type(value: Any) -> None:
     text = typed_json.dumps(value)
-    json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     back = typed_json.loads(text)
     assert back == value
     assert repr(back) == repr(value)

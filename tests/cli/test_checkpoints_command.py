@@ -103,7 +103,7 @@ class Printed:
 
     def json(self, *arguments: object, code: int = 0) -> Any:
         def refuse(constant: str) -> None:
-            raise ValueError(f"{constant} is no JSON")
+            raise ValueError(f"{constant} is not JSON")
 
         return json.loads(self(*arguments, "--json", code=code), parse_constant=refuse)
 
@@ -382,7 +382,7 @@ def test_export_says_why_it_does_not(run: Path, tmp_path: Path, command: Printed
     assert "belongs to a run's checkpoints" in command.error("export", run, run / "checkpoints" / "hf")
     assert "has no model 'other'. It has 'net'" in command.error("export", run, tmp_path / "b", "--model", "other")
     assert "no EMA" in command.error("export", run, tmp_path / "b", "--weights", "ema.4")
-    assert "is no size" in command.error("export", run, tmp_path / "b", "--max-shard-size", "big", code=2)
+    assert "is not a size" in command.error("export", run, tmp_path / "b", "--max-shard-size", "big", code=2)
     assert not (tmp_path / "b").exists()
 
 

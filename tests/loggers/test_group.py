@@ -17,7 +17,7 @@ from dream_trainer.loggers.group import LoggerGroup
         (CSVLogger(), r"configure_loggers returned a CSVLogger, not a list\. Return a list of loggers"),
         (None, r"configure_loggers returned None, not a list\. Return a list of loggers"),
         ([CSVLogger(), CSVLogger], r"configure_loggers returned CSVLogger in its list, a class\. Write CSVLogger\(\)"),
-        (["csv"], r"configure_loggers returned 'csv' in its list, which is no logger\. Derive its class from"),
+        (["csv"], r"configure_loggers returned 'csv' in its list, which is not a logger\. Derive its class from"),
     ],
 )
 def test_what_is_no_list_of_loggers_is_refused_with_what_to_write(given: Any, message: str) -> None:

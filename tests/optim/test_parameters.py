@@ -69,7 +69,7 @@ def test_every_hyperparameter_is_an_argument_of_pytorchs_optimizer(name: str) ->
         ({"groups": ("head",)}, "groups has 'head'. Use GroupParameters"),
         ({"decay_vectors": 1}, "decay_vectors=1 is not a boolean"),
         ({"name": "muon", "ns_steps": 0}, "ns_steps=0"),
-        ({"name": "muon", "hidden": ("(",)}, "hidden='(' is no regular expression"),
+        ({"name": "muon", "hidden": ("(",)}, "hidden='(' is not a regular expression"),
         ({"name": "muon", "adjust_lr_fn": "original"}, "Set adamw_lr too"),
         ({"name": "muon", "adjust_lr_fn": "none"}, "adjust_lr_fn='none' is not known"),
         ({"name": "muon", "adamw_lr": -1}, "adamw_lr=-1"),
@@ -84,7 +84,7 @@ def test_a_value_that_cannot_work_is_refused_when_built(values: dict[str, Any], 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"pattern": "["}, "pattern='[' is no regular expression"),
+        ({"pattern": "["}, "pattern='[' is not a regular expression"),
         ({"pattern": "", "lr": 1.0}, "pattern='' is not a pattern"),
         ({"pattern": "a"}, "the group 'a' changes nothing"),
         ({"pattern": "a", "lr": 1.0, "lr_scale": 2.0}, "both set the rate"),

@@ -229,7 +229,7 @@ def test_a_step_that_was_not_saved_is_an_error_that_lists_those_that_were() -> N
 
 def test_none_in_a_used_directory_is_an_error_and_in_a_fresh_one_a_start() -> None:
     assert run(resume=None).global_step == STEPS
-    with pytest.raises(ConfigError, match=r"resume=None.*checkpoints holds 1 checkpoint"):
+    with pytest.raises(ConfigError, match=r"resume=None.*checkpoints has 1 checkpoint"):
         run(resume=None)
 
 
@@ -288,7 +288,7 @@ def test_a_damaged_newest_is_passed_over_and_said(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         trainer = run(save_every_n_steps=2)
     assert trainer.loaded == ["step_00000004"]
-    assert "passing over" in caplog.text
+    assert "skipping a damaged" in caplog.text
     assert f"step_00000006/{name}" in caplog.text
     assert "step_00000099" in caplog.text
     assert trainer.seen == first.seen[4:]
@@ -344,7 +344,7 @@ def test_an_edited_learning_rate_is_reported_and_other_fields_are_not(caplog: py
     assert "learning_rate: 0.1 -> 0.05" in message
     assert "training_parameters.n_epochs: 1 -> 2" in message
     assert message.count("->") == 2
-    assert "The new values hold, except where optimizers and schedulers saved the old ones" in message
+    assert "The new values apply, except where optimizers and schedulers saved the old ones" in message
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         run(training={"n_epochs": 2}, learning_rate=0.05)

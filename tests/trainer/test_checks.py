@@ -83,7 +83,7 @@ def hands_on(function: Any) -> Any:
 
 
 class Opaque:
-    """A method that is no function."""
+    """A method that is not a function."""
 
     def __call__(self, *args: Any) -> None: ...
 

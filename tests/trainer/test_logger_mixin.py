@@ -347,7 +347,7 @@ def test_a_prefix_that_the_user_writes_too_is_there_once() -> None:
 
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name!r} is no name"):
+    with pytest.raises(TypeError, match=f"{name!r} is not a name"):
         Algorithm(make_config()).log(name, 1.0)
 
 
@@ -514,11 +514,11 @@ def test_wrong_parameters_are_named(wrong: dict[str, Any]) -> None:
     ("cls", "field", "value", "shown"),
     [
         (dt.LoggerParameters, "loggers", "jsonl", r"\('jsonl',\)"),
-        (dt.LoggerParameters, "loggers", None, "no tuple of strings"),
+        (dt.LoggerParameters, "loggers", None, "not a tuple of strings"),
         (dt.WandbParameters, "tags", "baseline", r"\('baseline',\)"),
         (dt.ActivationCheckpointingParameters, "keep", "aten.mm.default", r"\('aten.mm.default',\)"),
         (dt.OptimizerParameters, "hidden", "blocks", r"\('blocks',\)"),
-        (dt.OptimizerParameters, "groups", dt.GroupParameters(pattern="head", lr_scale=2), "no tuple"),
+        (dt.OptimizerParameters, "groups", dt.GroupParameters(pattern="head", lr_scale=2), "not a tuple"),
         (Progress, "metrics", "train/loss", r"\('train/loss',\)"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:9],

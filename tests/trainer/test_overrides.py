@@ -15,7 +15,7 @@ heard: list[str] = []
 
 
 class NoiseMixin:
-    """A user's mixin that is no trainer."""
+    """A user's mixin that is not a trainer."""
 
     def pre_optimizer_step(self, model: Any, optimizer: Any) -> None:
         heard.append("noise")

@@ -112,7 +112,7 @@ def test_every_dtype_is_read_back_bit_for_bit_and_aligned(tmp_path: Path) -> Non
 def test_a_dtype_that_the_format_lacks_is_named_before_anything_is_written(tmp_path: Path) -> None:
     tensors = {"models.net.phase": torch.zeros(2, dtype=torch.complex128), "models.net.weight": torch.zeros(2)}
     path = save(tmp_path / "run" / "checkpoints", 1, tensors=tensors)
-    with pytest.raises(CheckpointError, match=r"safetensors cannot hold phase \(torch\.complex128\)"):
+    with pytest.raises(CheckpointError, match=r"safetensors cannot store phase \(torch\.complex128\)"):
         export_checkpoint(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export_checkpoint(path, tmp_path / "out.pt")
@@ -129,7 +129,7 @@ def test_sizes_are_read_as_hugging_face_reads_them(text: int | str, size: int) -
 
 @pytest.mark.parametrize("text", ["5", "many", "-1GB", 0, 1.5, True, "0GB"])
 def test_what_is_no_size_is_an_error(text: Any) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
 
 
@@ -283,7 +283,7 @@ def test_what_no_export_wrote_is_never_removed(tmp_path: Path, model: Tied, chec
     with pytest.raises(CheckpointError, match="exists already"):
         export_checkpoint(checkpoint, out)
     (out / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="holds the directories folder, which no export wrote"):
+    with pytest.raises(CheckpointError, match="contains the directories folder, which no export wrote"):
         export_checkpoint(checkpoint, out, overwrite=True)
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):
@@ -453,10 +453,10 @@ def test_a_sharded_model_is_gathered_and_failures_are_every_ranks(tmp_path: Path
     assert first["written"][-1] == "model.safetensors.index.json"
     failures = first["failures"]
     assert "out exists already" in failures["exists"]
-    assert "'x' is no size" in failures["size"]
+    assert "'x' is not a size" in failures["size"]
     assert "/dev/full" in failures["full"]
     assert "File too large" in failures["midway"]
-    assert "ranks hold different tensors" in failures["different"]
+    assert "ranks have different tensors" in failures["different"]
     assert {path.name for path in tmp_path.iterdir()} == {"truth.pt", "out", "out.pt", "run"}
     # And the checkpoint of two ranks is put together by one process.
     export_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "stored")

@@ -336,14 +336,14 @@ def test_an_index_that_names_what_a_shard_does_not_hold_is_refused(tmp_path: Pat
     content = json.loads(index.read_text())
     content["weight_map"]["more.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(content))
-    assert "'more.weight' lies in model-00001-of-00003.safetensors, which does not" in refused(Net(), tmp_path / "it")
+    assert "'more.weight' is in model-00001-of-00003.safetensors, which does not" in refused(Net(), tmp_path / "it")
 
 
 def test_a_name_in_two_files_without_an_index_is_an_error(tmp_path: Path) -> None:
     state = {"weight": torch.ones(3, 4)}
     save_file(state, tmp_path / "a.safetensors")
     save_file(state, tmp_path / "b.safetensors")
-    assert "several files hold ['weight']" in refused(nn.Linear(4, 3, bias=False), tmp_path)
+    assert "several files contain ['weight']" in refused(nn.Linear(4, 3, bias=False), tmp_path)
 
 
 @pytest.mark.parametrize("content", [torch.ones(3), [1, 2], {"epoch": 3, "config": {"depth": 2}}])
@@ -362,11 +362,11 @@ def test_a_dcp_directory_without_all_pieces_of_a_tensor_is_refused(tmp_path: Pat
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["weight"].chunks[0].sizes = torch.Size([2, 4])
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp holds something else where 'weight'"):
+    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp contains something else where 'weight'"):
         load_weights(nn.Linear(4, 3, bias=False), path)
     metadata.state_dict_metadata["weight"].chunks.clear()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpointError, match="holds only a part of 'weight'"):
+    with pytest.raises(DamagedCheckpointError, match="contains only a part of 'weight'"):
         load_weights(nn.Linear(4, 3, bias=False), path)
 
 

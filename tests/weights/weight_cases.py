@@ -134,7 +134,7 @@ def checkpoint(at: Path, state: State) -> Path:
 
 
 def foreign_dcp(at: Path, state: State) -> Path:
-    """Somebody else's DCP directory, with values that are no tensors."""
+    """Somebody else's DCP directory, with values that are not tensors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save({**state, "step": 7, "name": "run"}, storage_writer=dcp.FileSystemWriter(at), no_dist=True)

@@ -141,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         map_blocks_above(1 << 16)
-        measure(*runs[0], 1)  # what the first run imports and opens is no tensor
+        measure(*runs[0], 1)  # what the first run imports and opens is not a tensor
         memory = {run: measure(*run, 2)[0] for run in runs}
         map_blocks_above(1 << 25)
         seconds = [{run: measure(*run, options.steps)[1:] for run in runs} for _ in range(options.rounds)]

@@ -1,4 +1,4 @@
-"""CheckpointMixin: when a checkpoint is saved, and from which one a run goes on.
+"""CheckpointMixin: when a checkpoint is saved, and from which one a run continues.
 
 It acts between windows, on all ranks at the same step: after a window's validation, so that the checkpoint carries its
 metrics, and never inside a window. The state is copied to the host's memory, and a thread of each rank writes it while
@@ -51,7 +51,7 @@ class CheckpointMixin(AbstractTrainer):
         return self.run_dir / "checkpoints"
 
     def checkpoints(self) -> list[Manifest]:
-        """The run's whole checkpoints, oldest first."""
+        """The run's complete checkpoints, oldest first."""
         return list_checkpoints(self.checkpoint_dir)
 
     def save_checkpoint(self) -> Path:
@@ -72,7 +72,7 @@ class CheckpointMixin(AbstractTrainer):
         """Loads the checkpoint at `path` into this trainer; between windows, called by every rank.
 
         Launches and sets up on the first call. Newer checkpoints of this run are set aside (renamed, not deleted): the
-        run goes on from this one and will write those steps anew. Every file's checksum is compared before anything is
+        run continues from this one and writes those steps again. Every file's checksum is compared before anything is
         loaded.
 
         Raises:
@@ -181,7 +181,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _load(self, manifest: Manifest) -> None:
         saved_state.restore(self, manifest)
-        self._saver.goes_on_from(manifest, owes=self.progress.owed is not None)
+        self._saver.goes_on_from(manifest, has_pending_work=self.progress.owed is not None)
         self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
 
@@ -192,7 +192,7 @@ class CheckpointMixin(AbstractTrainer):
         changed = difference(manifest.config, to_dict(self.config))
         if changed:
             logger.warning(
-                "the config differs from the checkpoint's: %s. The new values hold, except where optimizers and "
+                "the config differs from the checkpoint's: %s. The new values apply, except where optimizers and "
                 "schedulers saved the old ones, such as learning rates: those go on.",
                 "; ".join(changed),
             )
@@ -226,7 +226,7 @@ def _settled(trainer: AbstractTrainer) -> Moment:
     """Waits until it is known that the steps so far were good ones, on all ranks; a collective."""
     trainer.settle()
     trainer._agreement.check_order()
-    return Moment(trainer.global_step, owes=trainer.progress.owed is not None)
+    return Moment(trainer.global_step, has_pending_work=trainer.progress.owed is not None)
 
 
 def _model_to_export(models: Collection[str], asked: str | None) -> str:

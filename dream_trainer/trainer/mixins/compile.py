@@ -30,7 +30,7 @@ class CompileMixin(AbstractTrainer):
         config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_compile(self) -> None:
-        """Compiles the blocks of every model in place; a model without repeated blocks as a whole."""
+        """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one."""
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
         for model in self._parameterised_models():

@@ -63,8 +63,8 @@ class EvalMixin(AbstractTrainer):
             self._session.start()
             if type(self).validation_step is Hooks.validation_step:
                 raise HookError(f"{type(self).__name__} does not override validation_step, which evaluate() runs.")
-            own, limit = dataloader is None, None
-            if own:
+            is_own_data, limit = dataloader is None, None
+            if is_own_data:
                 batches, limit = self._data.validation, self.config.training_parameters.val_steps_per_epoch
                 if not batches:
                     raise HookError(
@@ -83,7 +83,7 @@ class EvalMixin(AbstractTrainer):
                 self._tell_validated(metrics)
             finally:
                 self.is_evaluating = was_evaluating
-                for loader in () if own else batches.values():
+                for loader in () if is_own_data else batches.values():
                     loader.close()
             return metrics
 
@@ -98,17 +98,17 @@ class EvalMixin(AbstractTrainer):
         """
         with self._session.failing_for_all():
             self._session.start()
-            mine: list[Any] = []
+            local_results: list[Any] = []
             batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)
             with validation_mode(self), self._validation_context():
                 for batch_idx, (batch, is_padding) in enumerate(in_step(self, batches, None)):
                     result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:
-                        mine.append(to_device(detach(result), torch.device("cpu")))
+                        local_results.append(to_device(detach(result), torch.device("cpu")))
             batches.close()
-            found = self.world.all_gather_object(mine if self.world.counts_data else None)
-            ranks = [results for results in found if results is not None]
+            results_of_ranks = self.world.all_gather_object(local_results if self.world.counts_data else None)
+            ranks = [results for results in results_of_ranks if results is not None]
             longest = max(len(results) for results in ranks)
             return [results[index] for index in range(longest) for results in ranks if index < len(results)]
 

@@ -76,11 +76,11 @@ class LoggerMixin(AbstractTrainer):
             KeyError: Others were logged, and none of that name.
         """
         lines = self._run_log.history
-        found = [(int(line["step"]), line[name]) for line in lines if name in line]
-        if not found and lines and not self._session.is_training:
+        curve = [(int(line["step"]), line[name]) for line in lines if name in line]
+        if not curve and lines and not self._session.is_training:
             names = sorted({key for line in lines for key in line if key not in Stamp._fields})
             raise KeyError(f"no metric {name!r} was logged; there are {', '.join(names)}.")
-        return found
+        return curve
 
     def configure_loggers(self) -> list[Logger]:
         """The loggers, by `logger_parameters.loggers`. Called on rank 0 alone; an override may add to `super()`'s."""
@@ -110,14 +110,14 @@ class LoggerMixin(AbstractTrainer):
             reduce: "mean", "sum", "min", "max" or "last" (on the highest rank that logged it).
 
         Raises:
-            TypeError: The value is no scalar.
+            TypeError: The value is not a scalar.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
         if unknown:
             refuse_unknown(unknown)
         if self._validation.buffer is not None:
-            own = self._validation.weight if weight is None else weight
-            self._validation.buffer.add(name.removeprefix("val/"), value, own, reduce)
+            weight_in_validation = self._validation.weight if weight is None else weight
+            self._validation.buffer.add(name.removeprefix("val/"), value, weight_in_validation, reduce)
             return
         if not self.training:
             where = "a sanity validation" if self.is_sanity_validation else "predict or before a validation's loaders"
@@ -156,22 +156,22 @@ class LoggerMixin(AbstractTrainer):
 
         Raises:
             RuntimeError: A DTensor is logged where rank 0 runs alone, as in a main_process_only callback.
-            ValueError: A shape is no image's, or there are more or fewer captions than images.
-            TypeError: An image is no tensor or array, or of another dtype.
+            ValueError: A shape is not that of an image, or there are more or fewer captions than images.
+            TypeError: An image is not a tensor or array, or of another dtype.
         """
-        found = [self._gathered(name, image) for image in images]
-        captions = [None] * len(found) if captions is None else captions
-        if len(captions) != len(found):
-            raise ValueError(f"{name!r} has {len(found)} images and {len(captions)} captions. Give one for each.")
-        for image in found:
+        tensors = [self._gathered(name, image) for image in images]
+        captions = [None] * len(tensors) if captions is None else captions
+        if len(captions) != len(tensors):
+            raise ValueError(f"{name!r} has {len(tensors)} images and {len(captions)} captions. Give one for each.")
+        for image in tensors:
             if image.dim() > 3:
                 raise ValueError(
                     f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
                     f"Log several with log_images({name!r}, images)."
                 )
-        if found and self._takes_media():
+        if tensors and self._takes_media():
             shown = tuple(
-                media.Image(self._pixels(name, image), text) for image, text in zip(found, captions, strict=True)
+                media.Image(self._pixels(name, image), text) for image, text in zip(tensors, captions, strict=True)
             )
             self._add_media(name, media.Images(shown))
 
@@ -184,16 +184,16 @@ class LoggerMixin(AbstractTrainer):
             fps: Frames per second.
 
         Raises:
-            ValueError: The shape is no video's, or `fps` is not positive.
+            ValueError: The shape is not that of a video, or `fps` is not positive.
         """
-        found = self._gathered(name, frames)
-        if found.dim() != 4 or not fps > 0:
-            shape = tuple(found.shape)
+        tensor = self._gathered(name, frames)
+        if tensor.dim() != 4 or not fps > 0:
+            shape = tuple(tensor.shape)
             raise ValueError(
                 f"{name!r} has shape {shape}, fps={fps}. Log [time, channels, height, width], fps above 0."
             )
         if self._takes_media():
-            self._add_media(name, media.Video(self._pixels(name, found), fps))
+            self._add_media(name, media.Video(self._pixels(name, tensor), fps))
 
     def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
         """Logs sound, as `log_images` does.
@@ -204,23 +204,23 @@ class LoggerMixin(AbstractTrainer):
             sample_rate: Samples per second.
 
         Raises:
-            ValueError: The shape is no sound's.
+            ValueError: The shape is not that of a sound.
             TypeError: The samples are not floating point.
         """
-        found = self._gathered(name, samples)
+        tensor = self._gathered(name, samples)
         if self._takes_media():
-            self._add_media(name, media.audio(name, found, sample_rate))
+            self._add_media(name, media.audio(name, tensor, sample_rate))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Logs rows under named columns, as `log_images` does; cells are numbers, strings, or shown by `str`.
 
         Raises:
             ValueError: A row has more or fewer cells than there are columns.
-            TypeError: The columns are a string, or the rows or one of them are no sequence.
+            TypeError: The columns are a string, or the rows or one of them are not a sequence.
         """
-        found = media.table(name, columns, rows)
+        item = media.table(name, columns, rows)
         if self._takes_media():
-            self._add_media(name, found)
+            self._add_media(name, item)
 
     def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
         """Logs how the finite elements of a tensor of any shape are distributed, as `log_images` does.
@@ -232,15 +232,15 @@ class LoggerMixin(AbstractTrainer):
         """
         if bins < 1:
             raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
-        found = self._gathered(name, values)
+        tensor = self._gathered(name, values)
         if self._takes_media():
-            self._add_media(name, media.histogram(found, bins))
+            self._add_media(name, media.histogram(tensor, bins))
 
     def log_text(self, name: str, text: str) -> None:
         """Logs text, as Markdown where it can be shown; with the step, as `log_images` does.
 
         Raises:
-            TypeError: It is no string.
+            TypeError: It is not a string.
         """
         if not isinstance(text, str):
             raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
@@ -260,15 +260,15 @@ class LoggerMixin(AbstractTrainer):
         return self.world.is_main and not (self.is_padding_batch or self.is_sanity_validation)
 
     def _pixels(self, name: str, value: Tensor) -> Tensor:
-        found, was_clamped = media.pixels(name, value)
+        pixels, was_clamped = media.pixels(name, value)
         if was_clamped:
             self.warn_once(f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display.")
-        return found
+        return pixels
 
     def _add_media(self, name: str, item: media.Media) -> None:
         if not self.training:
-            own = f"val/{self.val_name}/" if self.val_name else "val/"
-            self._run_log.media.add_in_validation(own + name.removeprefix("val/"), item)
+            prefix = f"val/{self.val_name}/" if self.val_name else "val/"
+            self._run_log.media.add_in_validation(prefix + name.removeprefix("val/"), item)
             return
         if self.is_evaluating:  # in its post_val_epoch
             return
@@ -292,8 +292,8 @@ class LoggerMixin(AbstractTrainer):
         super()._log_step(result, weight)
         run_log = self._run_log
         if result:
-            own = self._samples_in_batch() if weight is None else weight
-            run_log.metrics.add_result(result, own, "train/")
+            batch_weight = self._samples_in_batch() if weight is None else weight
+            run_log.metrics.add_result(result, batch_weight, "train/")
         run_log.batch_finished(weight)
         # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
         if run_log.is_to_be_opened and not run_log.open_if_needed() and not self._events["post_train_batch"]:

@@ -110,7 +110,7 @@ class SetupMixin(AbstractTrainer):
         return policies
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
-        """Keeps every model whole on every rank; `step` averages its gradients.
+        """Replicates every model on every rank; `step` averages its gradients.
 
         Args:
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.

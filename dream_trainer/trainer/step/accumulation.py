@@ -1,8 +1,8 @@
 """Accumulation: one window from its start to its end, and what each `backward` adds to it.
 
-Gradients are summed as they come and normalised once, in `step`, by what the window really held: the number of its
-micro-batches, or the sum of their weights over all ranks. So a short window needs no foresight, and unequal counts are
-exact: derivation and measured error are in docs/measurements.md#exact-gradients.
+Gradients are summed as they come and normalised once, in `step`, by what the window really contained: the number of its
+micro-batches, or the sum of their weights over all ranks. So a short window need not be known in advance, and unequal
+counts are exact: derivation and measured error are in docs/measurements.md#exact-gradients.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Accumulation:
     """State of the running window.
 
     Args:
-        trainer: Whose world, config and models are used.
+        trainer: Its world, config and models are used.
 
     Attributes:
         size: Micro-batches of the window, agreed over ranks.
         is_last: Whether the running micro-batch is the window's last.
         batch_weight: The running micro-batch's backward weight, or None.
         loss_scale: Under fp16, what losses are multiplied by; else None.
-        turns: What each optimizer's parameters hold in the window.
+        turns: Which gradients each optimizer's parameters have in the window.
         stepped: Whether `step` ran in the window.
         is_open: Whether a window is running.
-        losses: What `backward` was given in the running micro-batch; None, and not kept, unless a listener puts a list.
-        counted_batches: Micro-batches whose mean an unweighted step takes: all but those of `backward(None)`.
+        losses: Losses of the running micro-batch's backwards; None, and not kept, unless a listener sets a list.
+        counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -47,7 +47,7 @@ class Accumulation:
         devices = trainer.config.device_parameters
         self.loss_scale = LossScale(trainer.world.parameter_device) if devices.precision == "fp16" else None
         self._backward_context = without_autocast(devices, self._world.device)
-        self._own = trainer._parallel.gradients
+        self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
         self.losses: list[Tensor] | None = None
         self.size = 1
@@ -74,7 +74,7 @@ class Accumulation:
         self._weighted = None
         self._totals.clear()
         self._spent.clear()
-        self._own.ran.clear()
+        self._local_gradients.ran.clear()
         self.turns.start_window()
         self._backwards = self._stepped_backwards = 0
         self.counted_batches = size
@@ -102,8 +102,8 @@ class Accumulation:
                 self._refuse_mixture()
             if self._is_uneven:
                 raise StepError(
-                    "the ranks hold different numbers of samples in this window, so micro-batches do not count alike. "
-                    "Pass backward(loss, weight=number of samples), or use drop_last=True."
+                    "the ranks have different numbers of samples in this window, so micro-batches do not count the "
+                    "same. Pass backward(loss, weight=number of samples), or use drop_last=True."
                 )
             self._weighted = False
         else:
@@ -125,7 +125,7 @@ class Accumulation:
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
         self.turns.before_backward()
-        for group in self._own.graphs:
+        for group in self._local_gradients.graphs:
             group.hold()
         if self._backward_context is None:
             loss.backward()
@@ -188,17 +188,17 @@ class Accumulation:
         return self.stepped
 
     def drop_window(self) -> None:
-        """The window broke off; if nothing has stepped in it, it is as if it had not begun."""
+        """The window was interrupted; if nothing has stepped in it, it is as if it had not begun."""
         if not self.stepped:
             self.is_open = False
 
-    # -- what a step takes of the window
+    # -- what a step needs of the window
 
     def begin_step(self) -> bool:
-        """A step of the window's gradients begins; returns whether no other came before it in the window.
+        """A step on the window's gradients begins; returns whether it is the first in the window.
 
         Raises:
-            StepError: It comes in the middle of the window, or gradients have not been reduced over the ranks.
+            StepError: It is in the middle of the window, or gradients have not been reduced over the ranks.
         """
         if not self.is_last:
             raise StepError(
@@ -217,7 +217,7 @@ class Accumulation:
         return is_first
 
     def spend_weight(self, model: nn.Module) -> Weight | None:
-        """The total weight of `model` in this window, on this rank; from now on spent. None in an unweighted window."""
+        """The total weight of `model` in this window on this rank, marked as spent. None in an unweighted window."""
         if not self._weighted:
             return None
         key = id(model)
@@ -233,10 +233,10 @@ class Accumulation:
     # -- state
 
     def loss_scale_state(self) -> dict[str, Any] | None:
-        """For a checkpoint; None but under fp16."""
+        """For a checkpoint; None unless the precision is fp16."""
         return None if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, Any] | None) -> None:
-        """Takes back what `loss_scale_state` gave; a run that goes on in another precision has no use for it."""
+        """Restores what `loss_scale_state` returned; ignored by a run that continues in another precision."""
         if self.loss_scale is not None and state is not None:
             self.loss_scale.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""AccumulationWindow: what a watcher may see of the micro-batches between two optimizer steps."""
+"""AccumulationWindow: what callbacks can see of the micro-batches between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AccumulationWindow:
     Before training is set up there is none: nothing is open, and everything else is None or empty.
 
     Args:
-        trainer: Whose window it is.
+        trainer: The owner of the window.
     """
 
     __slots__ = ("_trainer",)
@@ -29,7 +29,7 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is running, whose gradients are no state that could be kept: not a moment to save, to load
+        """Whether a window is running, whose gradients cannot be saved: not a moment to save, to load
         or to move averages. In `post_train_step` it is over."""
         return self._trainer._session.is_ready and self._trainer._accumulation.is_open
 
@@ -51,8 +51,8 @@ class AccumulationWindow:
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
-        that a listener may follow without asking the host; None if it is known that it did not."""
+        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step did not change the weights, so that
+        a listener can do the same without a host read; None if it is known that the step changed them."""
         return self._trainer._optimizer_step.maybe_skipped if self._trainer._session.is_ready else None
 
     @property
@@ -67,11 +67,11 @@ class AccumulationWindow:
         return (self._trainer._accumulation.losses or ()) if self._trainer._session.is_ready else ()
 
     def watch(self, left_out: Callable[[Optimizer], None]) -> None:
-        """Keeps `losses` and tells of steps that are left out, from now on to the end of the run; from `pre_fit` on.
+        """Keeps `losses` and reports skipped steps from now on to the end of the run; can be called from `pre_fit` on.
 
         Args:
-            left_out: Called with each optimizer whose step the host leaves out since its gradients are not finite,
-                while they are there; `post_optimizer_step` does not come then.
+            left_out: Called with each optimizer whose step the host skips since its gradients are not finite, while
+                they still exist; `post_optimizer_step` is not called then.
         """
         accumulation = self._trainer._accumulation
         if accumulation.losses is None:

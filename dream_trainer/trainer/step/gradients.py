@@ -1,11 +1,11 @@
 """Global gradient norm and scaling over any mix of sharded, replicated and plain parameters.
 
 Everything works on this rank's local shards, a small part of the time that DTensors take
-(docs/measurements.md#norms-of-local-shards). An element that several ranks hold is counted once, by dividing its square
+(docs/measurements.md#norms-of-local-shards). An element that several ranks hold is counted once: its square is divided
 by the number of its copies before one all-reduce.
 
-Ranks need not use the same parameters. What only some of them used counts as zero on the others; what none of them used
-has no gradient anywhere, as in one process, where an optimizer leaves it alone.
+Ranks need not use the same parameters. A parameter that only some ranks used has a gradient of zero on the others. One
+that no rank used has no gradient anywhere, as in one process, where an optimizer then does not change it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParameterGroup:
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients that are there."""
+        """This rank's part of the gradients that exist."""
         if self.is_sharded:
             return local_gradients(self.parameters)
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -73,18 +73,18 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What `step` needs to know of a set of optimizers, worked out once.
+    """What `step` needs to know of a set of optimizers, computed once.
 
     Attributes:
         parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
         buckets: Parameters that no backward reduces over ranks; empty at world size 1.
-        shared: Parameters that a backward reduces, each rank keeping its share.
+        shared: Parameters whose gradients a backward reduces, each rank keeping its shard.
         shared_ids: Their ids.
-        guards_itself: Whether every optimizer skips on the device when told `found_inf`.
-        n_groups: Parameter count per optimizer group when this was worked out, to notice `add_param_group`.
-        dtype: The widest dtype among the parameters, in which the norm is taken.
-        one_dtype: Whether they share it.
+        guards_itself: Whether every optimizer skips a step on the device if its `found_inf` is set.
+        n_groups: Parameter count per optimizer group when the plan was made, to notice `add_param_group`.
+        dtype: The widest dtype among the parameters, in which the norm is computed.
+        one_dtype: Whether all parameters have it.
     """
 
     parameters: list[nn.Parameter]
@@ -103,8 +103,8 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
     return tuple([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
 
 
-def plan_step(optimizers: Sequence[Optimizer], world: World, own: LocalGradients) -> StepPlan:
-    """Works out the plan for stepping `optimizers` together."""
+def plan_step(optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients) -> StepPlan:
+    """Makes the plan for stepping `optimizers` together."""
     from torch.distributed.tensor import DTensor
 
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
@@ -117,11 +117,11 @@ def plan_step(optimizers: Sequence[Optimizer], world: World, own: LocalGradients
     dtype = torch.float32
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
-    shared = [p for p in parameters if id(p) in own.shared]
+    shared = [p for p in parameters if id(p) in gradients.shared]
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        buckets=_buckets(parameters, world, own) if world.world_size > 1 else [],
+        buckets=_buckets(parameters, world, gradients) if world.world_size > 1 else [],
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
@@ -132,7 +132,7 @@ def plan_step(optimizers: Sequence[Optimizer], world: World, own: LocalGradients
 
 
 def guards_itself(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves weights and state alone on the device when told `found_inf`, without a host read."""
+    """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
     from torch.distributed.tensor import DTensor
 
     sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
@@ -155,29 +155,29 @@ def copies_of(parameter: nn.Parameter, world_size: int) -> int:
 
 
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
-    """This rank's part of the gradients that are there, group by group."""
+    """This rank's part of the gradients that exist, group by group."""
     return [group.gradients() for group in plan.groups]
 
 
-def _buckets(parameters: Sequence[nn.Parameter], world: World, own: LocalGradients) -> list[Bucket]:
+def _buckets(parameters: Sequence[nn.Parameter], world: World, gradients: LocalGradients) -> list[Bucket]:
     from torch.distributed.tensor import DTensor
 
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for p in parameters:
-        if id(p) in own.whole:
+        if id(p) in gradients.whole:
             if world.dp_size == 1:
                 continue
-            dtype, group = own.whole[id(p)] or p.dtype, world.data_group
+            dtype, group = gradients.whole[id(p)] or p.dtype, world.data_group
         elif isinstance(p, DTensor):
             continue
         else:
             dtype, group = p.dtype, None
-        fits = (b for b in found if (b.dtype, b.group) == (dtype, group) and _bytes(b.parameters) < BUCKET_BYTES)
+        fits = (b for b in buckets if (b.dtype, b.group) == (dtype, group) and _bytes(b.parameters) < BUCKET_BYTES)
         bucket = next(fits, None)
         if bucket is None:
-            found.append(bucket := Bucket(dtype, group, []))
+            buckets.append(bucket := Bucket(dtype, group, []))
         bucket.parameters.append(p)
-    return found
+    return buckets
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:
@@ -187,7 +187,7 @@ def _bytes(parameters: Sequence[nn.Parameter]) -> int:
 def average(bucket: Bucket, world: World) -> None:
     """Averages gradients over ranks in one collective.
 
-    A rank without a gradient that others have counts as zero; a parameter without one on all ranks stays without.
+    On a rank without a gradient that others have it counts as zero; a parameter without one on all ranks gets none.
     """
     import torch.distributed as dist
 
@@ -199,11 +199,11 @@ def average(bucket: Bucket, world: World) -> None:
     parts = [local_tensor(p if p.grad is None else p.grad).flatten() for p in parameters]
     for i in lacking:
         parts[i] = torch.zeros_like(parts[i])
-    # One number a parameter tells who has it. Only a rank that lacks one has to ask, and then waits for the device.
-    there = torch.ones(len(parameters), dtype=bucket.dtype, device=world.parameter_device)
+    # One number per parameter: on how many ranks it has a gradient. Only a rank that lacks one reads it, and waits.
+    has_gradient = torch.ones(len(parameters), dtype=bucket.dtype, device=world.parameter_device)
     if lacking:
-        there[lacking] = 0
-    flat = torch.cat([*(part.to(bucket.dtype) for part in parts), there])
+        has_gradient[lacking] = 0
+    flat = torch.cat([*(part.to(bucket.dtype) for part in parts), has_gradient])
     for p in parameters:
         p.grad = None
     del parts
@@ -212,9 +212,9 @@ def average(bucket: Bucket, world: World) -> None:
     dist.all_reduce(flat, group=bucket.group)
     flat = flat.to(world.parameter_device)
     sizes = [local_tensor(p).numel() for p in parameters]
-    *means, there = flat.split([*sizes, len(parameters)])
-    found = there.tolist() if lacking else [1.0] * len(parameters)
-    for p, mean, is_there in zip(parameters, means, found, strict=True):
+    *means, has_gradient = flat.split([*sizes, len(parameters)])
+    presence = has_gradient.tolist() if lacking else [1.0] * len(parameters)
+    for p, mean, is_there in zip(parameters, means, presence, strict=True):
         if is_there:
             p.grad = with_local(p, mean.view(local_tensor(p).shape).to(p.dtype))
 
@@ -244,11 +244,11 @@ def global_norm(
         grads: From `gradients_of`.
         weight: This rank's total weight, or None when nothing is weighted.
         device: Where the collective runs.
-        lacking: Places in `plan.shared` of the parameters that this rank brought zeros for.
+        lacking: Positions in `plan.shared` of the parameters that this rank did not use, and contributed zeros for.
 
     Returns:
-        Norm and total weight, 0-dim tensors, and which of `lacking` no rank has used; one all-reduce for all of it.
-        Where this rank lacks something it waits for the device.
+        Norm and total weight, 0-dim tensors, and which of `lacking` no rank has used; with one all-reduce in all.
+        If `lacking` is not empty it waits for the device.
     """
     import torch.distributed as dist
 
@@ -256,8 +256,8 @@ def global_norm(
     sums[2:] = 1.0
     if lacking:
         sums[[2 + place for place in lacking]] = 0.0
-    for group, own in zip(plan.groups, grads, strict=True):
-        sums[0] += local_norm(plan, own, device).double().square() / group.copies
+    for group, group_gradients in zip(plan.groups, grads, strict=True):
+        sums[0] += local_norm(plan, group_gradients, device).double().square() / group.copies
     if weight is not None:
         sums[1] = weight
     dist.all_reduce(sums)
@@ -270,11 +270,14 @@ def global_norm(
 
 def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:
     """Multiplies the gradients in place by a 0-dim tensor; by a Python float it would cost three times as much."""
-    for own in grads:
-        if not own:
+    for group_gradients in grads:
+        if not group_gradients:
             continue
         if plan.one_dtype:
-            foreach_mul_(own, factor if factor.dtype is own[0].dtype else factor.to(own[0].dtype))
+            foreach_mul_(
+                group_gradients,
+                factor if factor.dtype is group_gradients[0].dtype else factor.to(group_gradients[0].dtype),
+            )
         else:
-            for grad in own:
+            for grad in group_gradients:
                 grad.mul_(factor.to(grad.dtype))

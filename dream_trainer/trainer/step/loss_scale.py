@@ -2,7 +2,7 @@
 
 The rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018, arXiv:1710.03740): halve the scale after a window
 whose gradients overflowed, double it after many without. An overflow shows in the gradient norm, which all ranks and
-shards have in common, so they agree without a word; all of it stays on the device.
+shards have in common, so all ranks agree without communication; everything stays on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LossScale:
     """The scale of a run, updated once per accumulation window.
 
     Args:
-        device: Where it lives.
+        device: The device of `scale`.
 
     Attributes:
         scale: What losses are multiplied by; a 0-dim float32 tensor.
@@ -36,19 +36,19 @@ class LossScale:
         self._one = torch.ones((), device=device)
 
     def scaled(self, loss: Tensor, *, is_weighted: bool) -> Tensor:
-        """What to call `backward` on in the place of `loss`, the mean over a micro-batch, times its weight if it has
+        """What to call `backward` on instead of `loss`, the mean over a micro-batch, times its weight if it has
         one."""
         return loss * (self.scale / WEIGHT_DIVISOR if is_weighted else self.scale)
 
     def inverse(self, *, is_weighted: bool) -> Tensor:
-        """What undoes it in the gradients."""
+        """The factor that removes the scale from the gradients."""
         return (WEIGHT_DIVISOR if is_weighted else 1.0) / self.scale
 
     def note(self, norm: Tensor) -> Tensor:
         """Takes a gradient norm of the window.
 
         Returns:
-            Whether it is not finite although the scale is below 1: the gradients are bad in themselves.
+            Whether it is not finite although the scale is below 1: then the cause is not the scale.
         """
         bad = ~torch.isfinite(norm)
         self._overflowed |= bad
@@ -68,6 +68,6 @@ class LossScale:
         return {"scale": float(self.scale), "windows": int(self._windows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
         self.scale.fill_(state["scale"])
         self._windows.fill_(state["windows"])

@@ -1,9 +1,9 @@
 """What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
 
-Fused optimizers take a `found_inf` tensor and then leave weights and state untouched, so the guard costs no host sync:
-the norms are kept and looked at every `SETTLE_EVERY` steps, before a validation, before a save and at the end. Under
-"raise" the guard latches, so that between the bad step and its being noticed no further step changes anything.
-Other optimizers cannot skip on the device; for them the norm is read at each step.
+Fused optimizers take a `found_inf` tensor, and do not change weights and state if it is set. So the guard needs no host
+sync: the norms are kept, and read every `SETTLE_EVERY` steps, before a validation, before a save and at the end. Under
+"raise" the guard latches: until the host notices the bad step, no further step changes anything. Other optimizers
+cannot skip on the device; for them the norm is read at each step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class NonFiniteGuard:
 
     Args:
         policy: "raise", "skip" or "retry".
-        limit: How many bad steps in a row "skip" and "retry" put up with.
-        trainer: Whose counters are advanced.
-        loss_scale: Under fp16. A norm that is not finite is then an overflow, left out under any policy, as long as a
-            lower scale may mend it.
+        limit: How many bad steps in a row "skip" and "retry" allow.
+        trainer: Its counters are advanced.
+        loss_scale: Under fp16. A norm that is not finite is then an overflow: its step is skipped under any policy, as
+            long as a lower scale may help.
 
     Attributes:
-        left_out: Called with each optimizer whose step the host leaves out under "skip", while its gradients are there.
+        left_out: Called with each optimizer whose step the host skips under "skip", while its gradients exist.
     """
 
     def __init__(self, policy: str, limit: int, trainer: AbstractTrainer, loss_scale: LossScale | None) -> None:
@@ -50,7 +50,7 @@ class NonFiniteGuard:
         self._trainer = trainer
         self._loss_scale = loss_scale
         device = trainer.world.parameter_device
-        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._latch = torch.zeros((), dtype=torch.float32, device=device)
         # A tensor: an operation with a Python number takes more than twice as long.
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -62,9 +62,9 @@ class NonFiniteGuard:
         self.left_out: list[Callable[[Optimizer], None]] = []
 
     def read_on_the_host(self, optimizers: Sequence[Optimizer]) -> None:
-        """From now on reads the norm at each step, since these optimizers cannot leave one out on the device.
+        """From now on reads the norm at each step, since these optimizers cannot skip one on the device.
 
-        For all optimizers of the run: else others would train on between a bad step and its being noticed.
+        For all optimizers of the run: otherwise the others would continue to train until a bad step is noticed.
         """
         self.settle()
         self._reads_the_host = True
@@ -85,7 +85,7 @@ class NonFiniteGuard:
         *,
         can_rerun: bool,
     ) -> bool:
-        """Steps the optimizers unless the norm is not finite or the window weighed nothing.
+        """Steps the optimizers unless the norm is not finite or the window's total weight is 0.
 
         `can_rerun` says that no other optimizer has stepped in this window yet.
 
@@ -114,19 +114,19 @@ class NonFiniteGuard:
             seen = torch.where(torch.isfinite(norm) | hopeless, norm, _OVERFLOW)
             if self._policy == "raise":
                 self._latch.add_(torch.where(hopeless, norm, 0.0), alpha=0)
-            torch.ne(self._latch + norm * self._zero, self._zero, out=self._found)
+            torch.ne(self._latch + norm * self._zero, self._zero, out=self._found_inf)
         elif self._policy == "raise":
-            torch.ne(self._latch.add_(weighed, alpha=0), self._zero, out=self._found)
+            torch.ne(self._latch.add_(weighed, alpha=0), self._zero, out=self._found_inf)
         else:
-            torch.ne(norm * self._zero, self._zero, out=self._found)
+            torch.ne(norm * self._zero, self._zero, out=self._found_inf)
         if isinstance(empty, Tensor):
-            torch.maximum(self._found, empty.to(self._found.dtype), out=self._found)
+            torch.maximum(self._found_inf, empty.to(self._found_inf.dtype), out=self._found_inf)
             seen = torch.where(empty, _EMPTY, seen)
         self._may_skip = self._policy == "skip" or self._loss_scale is not None or isinstance(empty, Tensor)
         self._norms.append(seen)
         self._steps.append(self._step)
         for optimizer in optimizers:
-            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+            optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             try:
                 optimizer.step()
             finally:
@@ -168,14 +168,14 @@ class NonFiniteGuard:
 
     @property
     def _step(self) -> int:
-        """The running optimizer step, as what it logs will have it: it is not counted yet."""
+        """The number that the running optimizer step will have: it is not counted yet."""
         return self._trainer.progress.global_step + 1
 
     @property
     def maybe_skipped(self) -> Tensor | None:
         """On the device, not 0 if the optimizers left out the step just made and training goes on; None if they did
         not."""
-        return self._found if self._may_skip else None
+        return self._found_inf if self._may_skip else None
 
     def settle_when_full(self) -> None:
         """Looks at the kept norms once there are `SETTLE_EVERY` of them."""

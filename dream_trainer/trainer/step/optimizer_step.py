@@ -1,7 +1,7 @@
 """OptimizerStep: what `step` does with a window's gradients: reduce, normalise, clip, guard, step, and zero.
 
-Gradients are sums; what the window really held normalises them here, once: the number of its micro-batches, or the sum
-of their weights over all ranks.
+Gradients are sums, and are normalised here, once, by what the window really contained: the number of its micro-batches,
+or the sum of their weights over all ranks.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class OptimizerStep:
         self._device = trainer.world.parameter_device
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        # Not the backward's: a context that is entered again inside itself does not find its way out.
+        # Not the one of `backward`: such a context cannot be entered again inside itself.
         self._context = without_autocast(trainer.config.device_parameters, self._world.device)
         self._clip_norm = parameters.gradient_clip_val
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
         self._parallel = trainer._parallel
-        self._own = trainer._parallel.gradients
+        self._local_gradients = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
-        # Listeners may change gradients, so the norm is taken anew: on all ranks, also where only rank 0 listens.
+        # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
         self._after_step = trainer._events["post_optimizer_step"]
         self.had_gradients = False
@@ -91,7 +91,7 @@ class OptimizerStep:
         plan = self._plan(optimizers)
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
-        self._own.let_graphs_go()
+        self._local_gradients.let_graphs_go()
         self._parallel.reshard()
         self._trainer._saver.before_update()
         with torch.no_grad():
@@ -111,7 +111,7 @@ class OptimizerStep:
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
-            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._own)
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients)
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan
@@ -119,8 +119,8 @@ class OptimizerStep:
     def _finish_gradients(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[Tensor, Tensor | bool]:
-        """Normalises and clips in place; returns the norm before clipping and whether the window weighed nothing."""
-        if self._own.waiting:
+        """Normalises and clips in place; returns the norm before clipping, and whether the total weight is 0."""
+        if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         for bucket in plan.buckets:
             average(bucket, self._world)
@@ -147,29 +147,29 @@ class OptimizerStep:
             self.had_gradients = any(grads)
         factor = scale
         if self._clip_norm is not None:
-            # fmin passes over NaN, so that a norm that is NaN leaves the good gradients good for whoever looks.
+            # fmin ignores NaN: so a norm that is NaN does not spoil the finite gradients for those who look at them.
             limit, epsilon, one = self._clipping(norm, self._clip_norm)
             coefficient = torch.fmin(torch.div(limit, norm + epsilon), one)
             factor = coefficient if scale is None else coefficient * scale
         if factor is not None:
             scale_gradients(plan, grads, factor)
         if self._clip_value is not None:
-            for own in filter(None, grads):
-                foreach_clamp_min_(own, -self._clip_value)
-                foreach_clamp_max_(own, self._clip_value)
+            for group_gradients in filter(None, grads):
+                foreach_clamp_min_(group_gradients, -self._clip_value)
+                foreach_clamp_max_(group_gradients, self._clip_value)
         return norm, empty
 
     def _clipping(self, norm: Tensor, limit: float) -> tuple[Tensor, ...]:
         """The limit, 1e-6 and 1 as tensors like the norm: with Python numbers operations take 2 to 5 times as long."""
-        found = self._clip_constants.get(norm.dtype)
-        if found is None:
-            found = tuple([torch.full_like(norm, value) for value in (limit, 1e-6, 1.0)])
-            self._clip_constants[norm.dtype] = found
-        return found
+        constants = self._clip_constants.get(norm.dtype)
+        if constants is None:
+            constants = tuple([torch.full_like(norm, value) for value in (limit, 1e-6, 1.0)])
+            self._clip_constants[norm.dtype] = constants
+        return constants
 
     def _lacking(self, plan: StepPlan) -> list[int]:
-        """Places in `plan.shared` of the parameters whose gradient, if there is one, is of other ranks' making."""
-        used = self._own.used
+        """Positions in `plan.shared` of the parameters whose gradients, if any, come only from other ranks."""
+        used = self._local_gradients.used
         if plan.shared_ids <= used:
             lacking = []
         else:
@@ -181,13 +181,13 @@ class OptimizerStep:
         self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None, lacking: Sequence[int]
     ) -> tuple[Tensor, Weight | None]:
         if self._world.world_size == 1:
-            own = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
-            return local_norm(plan, own, self._device), weight
+            gradients = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
+            return local_norm(plan, gradients, self._device), weight
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
             plan.shared[place].grad = None
         for place in set(lacking).difference(unused):
-            if id(self._own.shared[id(plan.shared[place])]) not in self._own.ran:
+            if id(self._local_gradients.shared[id(plan.shared[place])]) not in self._local_gradients.ran:
                 self._refuse_left_out_block(plan.shared[place])
         return norm, total
 
@@ -207,14 +207,14 @@ class OptimizerStep:
     def _scale(
         self, weight: Weight | None, total: Weight | None, n_batches: int
     ) -> tuple[Tensor | None, Tensor | bool]:
-        """What the summed gradients are multiplied by (None: by one), and whether nothing was weighed."""
+        """What the summed gradients are multiplied by (None: by one), and whether the total weight is 0."""
         if weight is None or total is None:
             if n_batches == 1:
                 return None, False
             if n_batches not in self._inverses:
                 self._inverses[n_batches] = self._scalar(1.0 / n_batches)
             return self._inverses[n_batches], False
-        # The total is over all ranks. Those that see the same data each add it, and each see the same gradients.
+        # The total is over all ranks. Ranks that see the same data each add its weight, and have the same gradients.
         ranks = self._world.world_size
         if isinstance(total, Tensor):
             total = total.detach().to(device=self._device, dtype=self._scalar_dtype)
@@ -225,26 +225,26 @@ class OptimizerStep:
         return self._scalar(ranks / total), False
 
     def _scalar(self, value: float) -> Tensor:
-        """A 0-dim tensor on the device, made there: a copy from the host would wait."""
+        """A 0-dim tensor, created on the device: a copy from the host would wait."""
         return torch.full((), value, dtype=self._scalar_dtype, device=self._device)
 
-    # -- steps that are left out
+    # -- steps that are skipped
 
     @property
     def maybe_skipped(self) -> Tensor | None:
-        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step left the weights as they were, so
-        that a listener may follow without asking the host; None if it is known that it did not."""
+        """In `post_optimizer_step`: a 0-dim device tensor that is not 0 if the step did not change the weights, so that
+        a listener can do the same without a host read; None if it is known that the step changed them."""
         return self._guard.maybe_skipped
 
     def watch_left_out(self, listener: Callable[[Optimizer], None]) -> None:
-        """From now on calls `listener` with each optimizer whose step the host leaves out, since its gradients are not
-        finite, while they are there; `post_optimizer_step` does not come then."""
+        """From now on calls `listener` with each optimizer whose step the host skips, since its gradients are not
+        finite, while they still exist; `post_optimizer_step` is not called then."""
         self._guard.left_out.append(listener)
 
     def settle_when_full(self) -> None:
-        """Looks at the norms not yet looked at once they are many; between windows."""
+        """Reads the norms not yet read, if there are many; between windows."""
         self._guard.settle_when_full()
 
     def settle(self) -> None:
-        """Reads the norms not yet looked at, counts what was skipped, and raises if the policy says so."""
+        """Reads the norms not yet read, counts the skipped steps, and raises if the policy says so."""
         self._guard.settle()

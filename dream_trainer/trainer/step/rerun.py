@@ -1,4 +1,4 @@
-"""What a training step moves besides gradients: buffers, such as batch norm's statistics, and metrics."""
+"""What a training step changes besides gradients: buffers, such as batch norm's statistics, and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MovedByForward:
-    """All of it as it is now, to be put back where a window runs again: it would count twice.
+    """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice.
 
     Args:
         trainer: Between two windows.
@@ -26,7 +26,7 @@ class MovedByForward:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Everything is as it was; may be called again."""
+        """Restores everything; may be called several times."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for metric, then in self._metrics:

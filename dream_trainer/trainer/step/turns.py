@@ -1,9 +1,9 @@
 """Turns: several optimizers in one window, and the gradients that one model's loss leaves in another.
 
-A generator's loss goes through its critic, and a backward leaves gradients there that the critic's next step would use.
-In a loop by hand `zero_grad` of the critic drops them; here they are an error, with `frozen` as the way to have none.
-One loss that trains two models, each stepped afterwards, is none. Only looks at which gradients exist, so nothing runs
-on the device; with one optimizer it looks at nothing.
+A generator's loss goes through its critic, and its backward leaves gradients there that the critic's next step would
+use. In a hand-written loop `zero_grad` of the critic drops them. Here they are an error, and `frozen` prevents them.
+One loss that trains two models, each stepped afterwards, is not an error. This only looks at which gradients exist, so
+nothing runs on the device; with one optimizer it does nothing.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _REMEDY = "Keep that loss out of it: `with self.frozen({0}): self.backward(...)`
 
 
 class Turns:
-    """What each optimizer's parameters hold in the running window.
+    """Which gradients each optimizer's parameters have in the running window.
 
     Args:
-        trainer: Whose optimizers they are.
+        trainer: The owner of the optimizers.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
-        self._own = trainer._parallel.gradients
+        self._local_gradients = trainer._parallel.gradients
         self._optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
         self._backwards = 0
         self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients
         self._stepped: set[Optimizer] = set()
-        # Who has gradients of a loss that also trained another, which has stepped since.
+        # Optimizers with gradients of a loss that also trained another optimizer, which has stepped since.
         self._left: dict[Optimizer, Optimizer] = {}
         self._marks: dict[Optimizer, list[tuple[int, int]]] = {}
 
     def start_window(self) -> None:
-        """A window begins; no gradients are there."""
+        """A window begins; there are no gradients."""
         self._backwards = 0
-        for kept in (self._origins, self._stepped, self._left, self._marks):
-            kept.clear()
+        for of_window in (self._origins, self._stepped, self._left, self._marks):
+            of_window.clear()
 
     def before_backward(self) -> None:
         """A backward is about to run."""
@@ -93,8 +93,8 @@ class Turns:
         """The window of `n_batches` micro-batches is over.
 
         Raises:
-            StepError: An optimizer's parameters have gradients that it never stepped, or had such that were dropped: in
-                the micro-batches before its step the same loss left some, too, which it has stepped.
+            StepError: An optimizer's parameters have gradients that it never stepped. Or such gradients were dropped,
+                though in earlier micro-batches the same loss left some that it did step.
         """
         if len(self._optimizers) < 2:
             return
@@ -112,17 +112,17 @@ class Turns:
                 )
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        return self._own.has_gradients(_parameters(optimizer))
+        return self._local_gradients.has_gradients(_parameters(optimizer))
 
     def _mark(self, optimizer: Optimizer) -> list[tuple[int, int]]:
-        """Differs when gradients were added."""
+        """Changes when gradients are added."""
         grads = [local_tensor(p.grad) for p in _parameters(optimizer) if p.grad is not None]
         return [(id(grad), write_count(grad)) for grad in grads]
 
     def _models(self, optimizer: Optimizer) -> list[str]:
-        own = {id(p) for p in _parameters(optimizer)}
+        parameters = {id(p) for p in _parameters(optimizer)}
         models = self._trainer.named_models().items()
-        return [name for name, model in models if any(id(p) in own for p in model.parameters())]
+        return [name for name, model in models if any(id(p) in parameters for p in model.parameters())]
 
     def _name(self, optimizer: Optimizer) -> str:
         return " and ".join(self._models(optimizer)) or type(optimizer).__name__

@@ -66,12 +66,12 @@ def _check_hooks(cls: type) -> None:
 
 def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
     """The names of what may be overridden in the user's trainer and in each class of callbacks."""
-    own: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers"}}
-    return own | {type(callback): {*vars(Callback)} for callback in callbacks}
+    hooks: dict[type, set[str]] = {cls: {*vars(Hooks), "predict_step", "configure_loggers"}}
+    return hooks | {type(callback): {*vars(Callback)} for callback in callbacks}
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    """Raises HookError if a definition in a class of the user's stands behind ours, where nothing calls it.
+    """Raises HookError if a definition in a user's class comes after ours in the MRO, where nothing calls it.
 
     A trainer's events are called there too.
     """
@@ -97,10 +97,10 @@ def _order(cls: type, part: type) -> str:
 
 def _refuse_hooks_of_others(cls: type) -> None:
     """Raises HookError if a method of the user's has the name of another trainer's hook and nothing calls it."""
-    own = [
+    definitions = [
         (part, name, written(value)) for part in cls.__mro__ if not is_ours(part) for name, value in vars(part).items()
     ]
-    functions = [(part, name, function) for part, name, function in own if isinstance(function, FunctionType)]
+    functions = [(part, name, function) for part, name, function in definitions if isinstance(function, FunctionType)]
     used = {name for _, own_name, function in functions for name in names_in(function.__code__) - {own_name}}
     for part, name, _ in functions:
         if name in METHODS and name not in used:
@@ -151,15 +151,15 @@ def _check_arguments(part: type, name: str, declared: Any) -> None:
     written = inspect.unwrap(vars(part)[name], stop=_may_change_arguments)
     if not isinstance(written, FunctionType) or not isinstance(declared, FunctionType):
         return
-    expected, found = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
+    expected, actual = inspect.signature(declared).parameters, inspect.signature(written, follow_wrapped=False)
     by_name = [key for key, parameter in expected.items() if parameter.kind is parameter.KEYWORD_ONLY]
     by_place = [key for key, parameter in expected.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     try:
-        found.bind(*by_place, **dict.fromkeys(by_name))
+        actual.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
-        given = ", ".join([*by_place[1:], *by_name])
+        arguments = ", ".join([*by_place[1:], *by_name])
         raise HookError(
-            f"{part.__name__}.{name}{_bare(found)} cannot be called with ({given}), as it will be: "
+            f"{part.__name__}.{name}{_bare(actual)} cannot be called with ({arguments}), as it will be: "
             f"{error}. Write `def {name}{_bare(inspect.signature(declared))}`."
         ) from None
 
@@ -228,17 +228,17 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     kinds = _hooks(type(trainer), trainer.callbacks)
     parts = [(cls, part, is_ours(part)) for cls in kinds for part in cls.__mro__]
     called = {name for _, part, is_ours in parts if is_ours for name in vars(part)}
-    own = [
+    users_functions = [
         (cls, name, function)
         for cls, part, is_ours in parts
         for name, value in vars(part).items()
         if not is_ours and isinstance(function := inspect.unwrap(value), FunctionType)
     ]
-    called |= {used for _, name, function in own for used in names_in(function.__code__) - {name}}
+    called |= {used for _, name, function in users_functions for used in names_in(function.__code__) - {name}}
     return [
-        f"nothing calls {cls.__name__}.{name}, which is no hook; the nearest hook is {nearest}. Rename it: to "
+        f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
         f"{nearest}, or to my_{name} if code of yours outside the class calls it."
-        for cls, name, _ in own
+        for cls, name, _ in users_functions
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
     ]
 

@@ -29,7 +29,7 @@ ATTRIBUTES: dict[str, str] = {
     "eval": "the trainer switches the modes of its models; write self.model.eval()",
     **dict.fromkeys(
         ("parameters", "named_parameters", "modules", "named_modules", "children", "buffers", "zero_grad"),
-        "a trainer is no module; write it of its model, such as self.model.parameters()",
+        "a trainer is not a module; write it of its model, such as self.model.parameters()",
     ),
     **dict.fromkeys(
         ("to", "cpu", "cuda", "half", "float", "double", "bfloat16"),

@@ -3,7 +3,7 @@
 Python calls the first one in the class's resolution order, and each further one only through `super()`. That loses
 definitions without a word: of a mixin that stands behind the trainer it is mixed into, whose own no-op comes first, and
 of two mixins with the same event. So every definition of an event that is mixed in is heard once, and a hook that
-nothing would call is an error. A class with a single base is no mixture: it overrides what it inherits, as in Python.
+nothing would call is an error. A class with one base mixes nothing in: it overrides what it inherits, as in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def heard(cls: type, event: str) -> list[type]:
 
     One that a definition before it reaches by `super()` is not among them.
     """
-    found = []
+    heard_classes = []
     is_reached = False
     mixed = _mixed(cls, event)
     for part in (part for part in definers(cls, event) if is_ours(part) or part in mixed):
@@ -37,26 +37,26 @@ def heard(cls: type, event: str) -> list[type]:
             is_reached = False
             continue
         if not is_reached:
-            found.append(part)
+            heard_classes.append(part)
         is_reached = hands_on(part, event)
-    return found
+    return heard_classes
 
 
 def _mixed(cls: type, event: str) -> set[type]:
     """The user's classes that define `event`, but for those that a class with a single base overrides."""
     if is_ours(cls):
         return set()
-    own = {cls} if event in vars(cls) else set()
-    if own and len(cls.__bases__) == 1 and not hands_on(cls, event):
-        return own
-    return own.union(*(_mixed(base, event) for base in cls.__bases__))
+    mixed_in = {cls} if event in vars(cls) else set()
+    if mixed_in and len(cls.__bases__) == 1 and not hands_on(cls, event):
+        return mixed_in
+    return mixed_in.union(*(_mixed(base, event) for base in cls.__bases__))
 
 
 def bound(instance: object, name: str, part: type) -> Callable[..., Any]:
     """The definition of `name` in `part`, a class of `instance`, as a method of `instance`."""
     order = type(instance).__mro__
     index = order.index(part)
-    # super() goes on behind a class, so it is told the one before.
+    # super() continues after the class that it is given, so it gets the one before.
     owner: Any = instance if index == 0 else super(order[index - 1], instance)
     method: Callable[..., Any] = getattr(owner, name)
     return method

@@ -17,7 +17,7 @@ from dream_trainer.trainer.user_class.overrides import definers, hands_on, is_ou
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-# What a mixin of somebody else's declares of itself.
+# Attributes that a mixin of another library declares.
 _DECLARATIONS = frozenset(
     {"_required_hooks", "_config_class", "_keeps_ranks_equal", "_shards_parameters", "_names_validation_loaders"}
 )
@@ -58,16 +58,16 @@ def note_assignment(trainer: AbstractTrainer, name: str, value: Any) -> None:
         HookError: The name is the framework's and somebody else assigns it, or the other way about.
     """
     attributes = vars(trainer)
-    own: dict[str, str] = attributes.setdefault(_OURS, {_OURS: __name__})
+    owner_of_name: dict[str, str] = attributes.setdefault(_OURS, {_OURS: __name__})
     frame = sys._getframe(2)
     place = frame.f_globals.get("__name__", "")
     if place.startswith("dream_trainer."):
-        if name not in own:
-            own[name] = place
+        if name not in owner_of_name:
+            owner_of_name[name] = place
             _refuse_users(trainer, name, value)
-    elif name in own:
+    elif name in owner_of_name:
         if attributes[name] is not value and name not in _FOLLOWED:
-            raise _taken(f"self.{name}, assigned in {_line(frame)},", name, own[name])
+            raise _taken(f"self.{name}, assigned in {_line(frame)},", name, owner_of_name[name])
     else:
         owners = [part for part in definers(type(trainer), name) if is_ours(part)]
         if owners and not (name in _STEPS and callable(value)):
@@ -75,7 +75,7 @@ def note_assignment(trainer: AbstractTrainer, name: str, value: Any) -> None:
 
 
 def _refuse_users(trainer: AbstractTrainer, name: str, value: Any) -> None:
-    """The framework assigns `name` for the first time: nobody else may have it."""
+    """The framework assigns `name` for the first time: the user's class must not have it."""
     attributes = vars(trainer)
     if name in attributes and attributes[name] is not value:
         raise _taken(f"self.{name} of {type(trainer).__name__}", name, vars(trainer)[_OURS][name])
