@@ -32,7 +32,7 @@ class Flags(NamedTuple):
         short: Ranks that cannot fill a window, or have no validation batch left.
         clocks: A bit for each callback that is due by rank 0's clock; from rank 0 alone.
         samples: Samples of the next window that a rank counts; each counts all, where every window is of one size.
-        order: What tells the collectives of sharded models, in their order; the same on ranks that ran alike.
+        order: What tells the collectives of sharded models, in their order; the same on ranks that ran the same.
         order_squared: Its square. The sums of both tell whether all ranks said the same.
     """
 

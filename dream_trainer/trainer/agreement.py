@@ -121,9 +121,9 @@ class Agreement:
         self.signals.wait_for_data(feed.fetch, self._save_while_waiting)
         if self.stopped:
             return None
-        own = self._count_samples(feed.window)
+        local_samples = self._count_samples(feed.window)
         while True:
-            flags = state.flags = self.exchange(samples=own, short=feed.is_short)
+            flags = state.flags = self.exchange(samples=local_samples, short=feed.is_short)
             if self.stopped:
                 return None
             if flags.save:
@@ -133,9 +133,9 @@ class Agreement:
         total = flags.samples
         if flags.short:
             feed.agree()
-            own = self._count_samples(feed.window)
-            total = int(self._trainer.world.all_reduce(torch.tensor([own])).item())
-        state.samples = own if self._trainer._data.is_even else total
+            local_samples = self._count_samples(feed.window)
+            total = int(self._trainer.world.all_reduce(torch.tensor([local_samples])).item())
+        state.samples = local_samples if self._trainer._data.is_even else total
         return feed.take()
 
     def _save_while_waiting(self) -> bool:

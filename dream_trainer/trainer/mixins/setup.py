@@ -121,8 +121,8 @@ class SetupMixin(AbstractTrainer):
             shard_by_blocks(model, self.model_blocks(model), config, config)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
-        own = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
-        return [*super()._setup_stages(), *own, ("resume", "last, over everything it restores")]
+        stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
+        return [*super()._setup_stages(), *stages_with_reasons, ("resume", "last, over everything it restores")]
 
 
 class Stage(NamedTuple):
@@ -169,7 +169,7 @@ def _make_real_weights_equal(trainer: SetupMixin) -> None:
     if early:
         trainer.warn_once(
             "built early",
-            f"{', '.join(early)} was built before configure_models, where no seed of the run's holds: unless its "
+            f"{', '.join(early)} was built before configure_models, where the run's seed does not apply: unless its "
             f"weights come from elsewhere, each start has others. Build it in configure_models.{taken}",
         )
     elif differ:
