@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dream_trainer.errors import StepError
+
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest
 
@@ -61,7 +63,9 @@ class Saving:
 
         Raises:
             CheckpointError: Some rank could not write; the same on every rank.
+            StepError: There is nothing to save yet.
         """
+        raise StepError("save_checkpoint() was called before the trainer is set up. Call it in post_setup or later.")
 
     def finish(self) -> None:
         """Waits for the save that is running, if there is one.

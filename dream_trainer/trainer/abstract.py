@@ -100,6 +100,7 @@ class AbstractTrainer(Hooks, Cooperation):
         check_trainer(type(self), config)
         self.config = config
         hold(config, self)
+        self._run_dir = config.run_dir  # as it is now: a closed trainer's config may be changed for the next one
         self.progress = Counters()
         self.total_steps: int | None = None
         self.steps_per_epoch: int | None = None
@@ -232,7 +233,7 @@ class AbstractTrainer(Hooks, Cooperation):
     @property
     def run_dir(self) -> Path:
         """Where this run keeps its files: `runs/<project>/<group>/<experiment>`."""
-        return self.config.run_dir
+        return self._run_dir
 
     # -- registries
 
@@ -327,6 +328,15 @@ class AbstractTrainer(Hooks, Cooperation):
         if self._session.is_ready:
             self._schedule.update()
             self._optimizer_step.settle()
+
+    def close(self) -> None:
+        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
+
+        Everything is closed even if a part of it fails. The first exception is raised then, and the process group is
+        left only at the end of the process, since the other ranks may not be closing. After an exception in `fit` or in
+        the `with`, exceptions of closing are only logged.
+        """
+        self._session.close()
 
     def callback_is_due(self, callback: TimedCallback) -> bool:
         """In `post_train_step`: whether it was time for `callback` before the window just completed, by rank 0's clock;

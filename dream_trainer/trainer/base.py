@@ -174,15 +174,6 @@ class BaseTrainer(AbstractTrainer):
         print(text)
         return text
 
-    def close(self) -> None:
-        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
-
-        Everything is closed even if a part of it fails. The first exception is raised then, and the process group is
-        left only at the end of the process, since the other ranks may not be closing. After an exception in `fit` or in
-        the `with`, exceptions of closing are only logged.
-        """
-        self._session.close()
-
     def __enter__(self) -> Self:
         return self
 

@@ -56,7 +56,7 @@ class Cooperation:
         ends, which may be found out only after the window's validation."""
 
     def _land(self) -> None:
-        """Loggers write what is on its way to them; a collective, between windows."""
+        """Before a validation of the training, loggers write what is on its way to them; a collective."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""

@@ -57,4 +57,4 @@ def _record_collectives(trainer: AbstractTrainer) -> None:
 def _close_if_alive(reference: weakref.ref[AbstractTrainer]) -> None:
     trainer = reference()
     if trainer is not None:
-        trainer._session.close()
+        trainer.close()

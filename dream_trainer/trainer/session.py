@@ -167,12 +167,12 @@ class Session:
         """The end of a `with`, which an exception may have caused."""
         world = self._trainer._world
         if kind is None:
-            self.close()
+            self._trainer.close()
         elif world is not None and world.world_size > 1 and isinstance(exc, Exception):
             world.fail_unless_all_do(exc)
         elif world is not None and world.world_size == 1:
             self.has_failed |= issubclass(kind, Exception)
-            self.close()
+            self._trainer.close()
 
     def close(self) -> None:
         """See `BaseTrainer.close`."""

@@ -63,6 +63,7 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
             NonFiniteError: A gradient norm was not finite and the policy says to raise.
+            StepError: The trainer is not set up yet, or an accumulation window is open.
         """
         self._refuse_inside_window("save_checkpoint")
         self._saver.save()

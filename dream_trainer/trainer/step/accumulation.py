@@ -194,8 +194,8 @@ class Accumulation:
 
     # -- what a step needs of the window
 
-    def begin_step(self) -> bool:
-        """A step on the window's gradients begins; returns whether it is the first in the window.
+    def check_step(self) -> None:
+        """Checks that a step of the window's gradients may begin.
 
         Raises:
             StepError: It is in the middle of the window, or gradients have not been reduced over the ranks.
@@ -210,10 +210,12 @@ class Accumulation:
                 "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "
                 "Call backward for every batch; weight=0 where there is nothing to learn."
             )
+
+    def begin_step(self) -> bool:
+        """A step of the window's gradients begins; returns whether it is the first of the window."""
         is_first = not self.stepped
-        if self.counted_batches:
-            self.stepped = True
-            self._stepped_backwards = self._backwards
+        self.stepped = True
+        self._stepped_backwards = self._backwards
         return is_first
 
     def spend_weight(self, model: nn.Module) -> Weight | None:

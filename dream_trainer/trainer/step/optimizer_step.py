@@ -82,7 +82,7 @@ class OptimizerStep:
             return self._step(model, optimizers, schedulers)
 
     def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
-        can_rerun = self._accumulation.begin_step()
+        self._accumulation.check_step()
         for scheduler in schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise StepError(
@@ -91,6 +91,7 @@ class OptimizerStep:
         plan = self._plan(optimizers)
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
+        can_rerun = self._accumulation.begin_step()
         self._local_gradients.let_graphs_go()
         self._parallel.reshard()
         self._trainer._saver.before_update()

@@ -222,6 +222,9 @@ def uncalled_hooks(cls: type[AbstractTrainer]) -> list[str]:
     return [hook for hook in _SETUP_HOOKS if getattr(cls, hook) is not getattr(Hooks, hook)]
 
 
+_CALLED_BY = {"predict_step": "EvalMixin", "configure_loggers": "LoggerMixin"}
+
+
 def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     """What to say of public methods of the user's trainer and callbacks that look like a hook or an event and are
     none, so that nothing calls them: misspelt, or another framework's."""
@@ -236,7 +239,9 @@ def uncalled_methods(trainer: AbstractTrainer) -> list[str]:
     ]
     called |= {used for _, name, function in users_functions for used in names_in(function.__code__) - {name}}
     return [
-        f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
+        f"nothing calls {cls.__name__}.{name}: only {_CALLED_BY[name]} does. Add it to the trainer."
+        if name in _CALLED_BY
+        else f"nothing calls {cls.__name__}.{name}, which is not a hook; the nearest hook is {nearest}. Rename it: to "
         f"{nearest}, or to my_{name} if code of yours outside the class calls it."
         for cls, name, _ in users_functions
         if not name.startswith("_") and name not in called and (nearest := _nearest(name, kinds[cls]))
