@@ -43,6 +43,13 @@ MUTANTS = [
         f"{PARITY} -k [1]",
     ),
     Mutant(
+        "a step that is refused counts",
+        "dream_trainer/trainer/step/optimizer_step.py",
+        "        self._accumulation.check_step()\n",
+        "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n",
+        "tests/trainer/test_edges.py",
+    ),
+    Mutant(
         "weights not summed over ranks",
         "dream_trainer/trainer/step/optimizer_step.py",
         "torch.zeros_like(total), ranks / total)",
