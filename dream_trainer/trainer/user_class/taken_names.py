@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import HookError
 from dream_trainer.trainer.cooperation import Cooperation
-from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.user_class.overrides import definers, hands_on, is_ours, written
 
 if TYPE_CHECKING:
@@ -25,8 +24,10 @@ _DECLARATIONS = frozenset(
 # Hooks that a user may assign, say `self.training_step = torch.compile(self.training_step)`.
 _STEPS = frozenset({"training_step", "validation_step", "predict_step", "move_batch", "batch_size"})
 _OURS = "_names_of_ours"
-# What users write. Any other method of ours does something for the framework, too, so an override calls `super()`.
-_TO_OVERRIDE = frozenset({*vars(Hooks), "predict_step", "configure_loggers"})
+# Public methods that the framework itself calls for what they do: an override calls `super()`.
+_CALLED_BY_US = frozenset(
+    {"warn_once", "changing_weights", "callback_is_due", "settle", "close", "request_stop", "request_save"}
+)
 
 
 def refuse_taken_names(cls: type) -> None:
@@ -48,7 +49,7 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         return
     if not name.startswith("_"):
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
-        if not is_method or not (name in _TO_OVERRIDE or hands_on(part, name)):
+        if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
         return
     if name not in vars(Cooperation) or not (isinstance(written(value), FunctionType) and hands_on(part, name)):
