@@ -33,6 +33,7 @@ TRAINER, DATA, META, SAVED = (
 PARITY = "tests/trainer/test_arithmetic_parity.py"
 TURNS = "tests/trainer/test_turns.py"
 UNEVEN = "tests/trainer/test_uneven_use.py"
+MUON = "tests/optim/test_muon.py"
 
 MUTANTS = [
     Mutant(
@@ -111,6 +112,28 @@ MUTANTS = [
         "plan.shared[place].grad = None",
         "pass",
         UNEVEN,
+    ),
+    Mutant(
+        "one rank works on every matrix",
+        "dream_trainer/optim/matrix_exchange.py",
+        "        heapq.heapreplace(hands, (load + costs[i], owners[i]))\n",
+        "",
+        MUON,
+    ),
+    Mutant(
+        "the momentum of matrices that other replicas work on stands still",
+        "dream_trainer/optim/muon.py",
+        "        for place, (parameter, group) in enumerate(members):\n            update",
+        "        for place, (parameter, group) in enumerate(members):\n"
+        "            if place not in exchange.wanted:\n                continue\n            update",
+        MUON,
+    ),
+    Mutant(
+        "replicas do not share Muon's work",
+        "dream_trainer/trainer/mixins/setup.py",
+        "            optimizer.replicas = trainer.world.averaging_group()\n",
+        "            pass\n",
+        "tests/optim/test_in_a_trainer.py",
     ),
     Mutant(
         "what no rank used decays in replicas",

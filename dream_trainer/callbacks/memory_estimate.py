@@ -80,7 +80,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _state_after_a_step(optimizer: Optimizer) -> Bytes | None:
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith(("torch.optim.", "dream_trainer.optim.")):
         return None
     # Equal shards have equal state, so one of them is enough: on meta a parameter takes a millisecond or two.
     counts: Counter[Tensor] = Counter()

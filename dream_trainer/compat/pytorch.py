@@ -74,6 +74,15 @@ foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage
 foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 
 
+def all_gather_flat(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Fills `gathered` with every rank's `own`, one after the other; `own` may be this rank's place in it."""
+    import torch.distributed as dist
+
+    # The first is new in 2.13, which warns of the other.
+    gather = dist.all_gather_single if torch.__version__ >= "2.13" else dist.all_gather_into_tensor
+    gather(gathered, own, group=group)
+
+
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
 

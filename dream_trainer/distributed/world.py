@@ -144,6 +144,15 @@ class World(Ranks):
         group, _ = dist.new_subgroups_by_enumeration(groups)
         return cast("dist.ProcessGroup", group)
 
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
+        others."""
+        if self.dp_size == 1:
+            return None
+        import torch.distributed as dist
+
+        return self.data_group or dist.group.WORLD
+
     def _join(self) -> None:
         global _group_users, _launches, _owns_group
         import torch.distributed as dist

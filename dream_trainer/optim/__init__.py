@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dream_trainer.optim.learning_rates import build_schedule as build_schedule
     from dream_trainer.optim.learning_rates import build_schedules as build_schedules
     from dream_trainer.optim.learning_rates import rate_factor as rate_factor
+    from dream_trainer.optim.muon import Muon as Muon
     from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
     from dream_trainer.optim.optimizers import build_optimizer as build_optimizer
     from dream_trainer.optim.optimizers import build_optimizers as build_optimizers
@@ -27,6 +28,7 @@ else:
         __name__,
         {
             "GroupParameters": "optim.groups",
+            "Muon": "optim.muon",
             "OptimizerParameters": "optim.optimizer_parameters",
             "ScheduleParameters": "optim.learning_rates",
             "build_optimizer": "optim.optimizers",

@@ -48,7 +48,7 @@ class OptimizerParameters:
     """
 
     name: OptimizerName = "adamw"
-    """Optimizer; "muon" is torch.optim.Muon on hidden matrices and AdamW on all other parameters."""
+    """Optimizer; "muon" is `dream_trainer.optim.Muon` on hidden matrices and AdamW on all other parameters."""
     lr: float = 1e-3
     """Learning rate; 1e-3 is PyTorch's for AdamW."""
     weight_decay: float | None = None

@@ -2,9 +2,8 @@
 
 Measured with torch 2.13 in float64, three steps under `fully_shard` on 2 ranks and on a 2 x 2 mesh with tensor
 parallelism, against one process: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta and ASGD agree to
-4e-14. Muon orthogonalises whole matrices, not shards: with its bfloat16 iteration lifted to float64 it agrees to 8e-15,
-as it is to bfloat16's rounding, which the iteration enlarges to some percent of an update's largest element. The others
-are below.
+4e-14. PyTorch's Muon orthogonalises whole matrices, not shards, but gathers them in each product; ours (muon.py) once a
+step. The others are below.
 """
 
 from __future__ import annotations

@@ -390,3 +390,27 @@ def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
     from dream_trainer.compat import stores
 
     assert (stores.Store, stores.PrefixStore, stores.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
+
+
+def gathered_flat() -> tuple[list[float], list[float]]:
+    import torch
+    import torch.distributed as dist
+
+    from dream_trainer.compat.pytorch import all_gather_flat
+
+    dist.init_process_group("gloo")
+    apart, inside = torch.zeros(4), torch.zeros(4)
+    own = inside.chunk(2)[dist.get_rank()].fill_(dist.get_rank() + 1)
+    group = dist.group.WORLD
+    assert group is not None
+    all_gather_flat(apart, own.clone(), group)
+    all_gather_flat(inside, own, group)
+    dist.destroy_process_group()
+    return apart.tolist(), inside.tolist()
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_flat_tensors_are_gathered_also_in_place() -> None:
+    from tests.worlds import run_world
+
+    assert run_world(gathered_flat, 2) == [([1, 1, 2, 2], [1, 1, 2, 2])] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,53 @@ def test_a_frozen_base_trains_its_head_alone(config: Config) -> None:
     untouched = run(replace(frozen, experiment="untouched", training_parameters=dt.TrainingParameters(max_steps=0)))
     for (name, trained), start in zip(trainer.model.named_parameters(), untouched.model.parameters(), strict=True):
         assert torch.equal(trained, start) is not name.startswith("head."), name
+
+
+class Exact(Trainer):
+    """Muon's rounding to bfloat16 would hide what ranks do; the last window's loss is not a number."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.optimizers[0].iteration_dtype = torch.float32
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        self.factor = float("nan") if self.global_step == 3 else 1.0
+        value = loss(self.model, batch) * self.factor
+        self.backward(value)
+        self.step(self.model, self.optimizers)
+        return {"loss": value}
+
+
+def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]:
+    """After three good steps and a bad one, skipped: whole weights, and whether ranks share Muon's work."""
+    os.chdir(directory)
+    config = Config(
+        project="t",
+        group="t",
+        experiment="-".join(mesh) or "one",
+        device_parameters=dt.DeviceParameters(device="cpu", **mesh),
+        training_parameters=dt.TrainingParameters(max_steps=4, nonfinite="skip"),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+    with Exact(config) as trainer:
+        trainer.fit()
+        assert trainer.skipped_steps == 1
+        with trainer.gathered(trainer.model):
+            found = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return found, trainer.optimizers[0].replicas is not None
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": 2}])
+def test_muon_on_two_ranks_trains_as_on_one(
+    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected, is_shared = muon_weights(tmp_path)
+    assert not is_shared
+    for found, is_shared in run_world(partial(muon_weights, **mesh), 2, tmp_path):
+        assert is_shared
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
 
 
 def config_in(directory: Path, **values: Any) -> Config:

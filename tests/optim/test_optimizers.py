@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim import GroupParameters, OptimizerParameters, build_optimizer, build_optimizers
+from dream_trainer.optim.muon import Muon
 from tests.optim.models import Transformer, batch, model, train
 
 BY_HAND: list[tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = [
@@ -91,7 +92,7 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
     optimizers = build_optimizers(parameters, by_name)
     assert [type(optimizer) for optimizer in optimizers] == [Muon, AdamW]
     hidden, rest = split(by_hand)
-    muon = Muon(hidden, lr=0.01, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(hidden, lr=0.01, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw")
     train(by_name, optimizers, batch())
     train(by_hand, [muon, AdamW(rest, lr=0.003, betas=(0.8, 0.9), fused=True)], batch())
     assert_equal(by_name, by_hand)
@@ -102,7 +103,7 @@ def test_muons_original_rule_is_to_be_had() -> None:
     parameters = OptimizerParameters(name="muon", lr=0.02, adjust_lr_fn="original", adamw_lr=1e-3, decay_vectors=True)
     hidden, rest = split(by_hand)
     train(by_name, build_optimizers(parameters, by_name), batch())
-    train(by_hand, [Muon(hidden, lr=0.02), AdamW(rest, lr=1e-3, fused=True)], batch())
+    train(by_hand, [torch.optim.Muon(hidden, lr=0.02), AdamW(rest, lr=1e-3, fused=True)], batch())
     assert_equal(by_name, by_hand)
 
 

@@ -12,6 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Optimizer, Rprop,
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.optim import OptimizerParameters, build_optimizer, build_optimizers, refuse_unshardable
+from dream_trainer.optim.muon import Muon
 from tests.optim.models import N_TOKENS, batch, loss, model, train
 from tests.worlds import run_world
 
@@ -102,16 +103,20 @@ def step_everything() -> dict[str, Any]:
 
 def muon(mesh: Any, rank: int) -> dict[str, Any]:
     """Muon as it is, and with its bfloat16 iteration lifted to float64, where rounding hides nothing."""
-    parameters, found = OptimizerParameters(name="muon", lr=0.01), {}
-    rounded = torch.Tensor.bfloat16
-    for name, cast in (("muon", rounded), ("muon exact", lambda tensor: tensor)):
-        torch.Tensor.bfloat16 = cast  # type: ignore[assignment,method-assign]
+    found = {}
+    for name, dtype in (("muon", torch.bfloat16), ("muon exact", torch.float64)):
         module, alone = sharded(mesh), model(torch.float64)
-        train(module, build_optimizers(parameters, module), batch(rank, 2))
-        train(alone, build_optimizers(parameters, alone), batch())
+        train(module, muon_and_adamw(module, dtype), batch(rank, 2))
+        train(alone, muon_and_adamw(alone, dtype), batch())
         found[name], found[f"{name} alone"] = weights(module), weights(alone)
-    torch.Tensor.bfloat16 = rounded  # type: ignore[method-assign]
     return found
+
+
+def muon_and_adamw(module: nn.Module, iteration_dtype: torch.dtype) -> list[Optimizer]:
+    muon, adamw = build_optimizers(OptimizerParameters(name="muon", lr=0.01), module)
+    assert isinstance(muon, Muon)
+    muon.iteration_dtype = iteration_dtype
+    return [muon, adamw]
 
 
 def errors(mesh: Any) -> dict[str, str]:

@@ -33,6 +33,7 @@ from dream_trainer.modules.sharding import (
     refuse_unsupported,
     shard_by_blocks,
 )
+from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.data_setup import connect_data
@@ -245,6 +246,8 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
     refuse_strangers(trainer, plan.parameters)
     for optimizer in optimizers.values():
         refuse_unshardable(optimizer)
+        if isinstance(optimizer, Muon):
+            optimizer.replicas = trainer.world.averaging_group()
 
 
 def _configure_schedulers(trainer: SetupMixin) -> None:

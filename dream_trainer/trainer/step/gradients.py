@@ -27,6 +27,7 @@ from dream_trainer.compat.pytorch import (
     local_tensor,
     with_local,
 )
+from dream_trainer.optim.muon import Muon
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -135,6 +136,8 @@ def guards_itself(optimizer: Optimizer) -> bool:
     """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
     from torch.distributed.tensor import DTensor
 
+    if type(optimizer) is Muon:
+        return True
     sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,280 @@
+"""Our Muon steps as PyTorch's in one process, bit for bit, however its matrices lie on ranks, and each on one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.optim import Muon
+from dream_trainer.optim.matrix_exchange import deal
+from dream_trainer.trainer.step.gradients import guards_itself
+from tests.worlds import run_world
+
+# Tall, wide, square, a single row or column; 5 rows on 4 ranks leave one without any.
+SHAPES = ((5, 3), (3, 5), (8, 8), (1, 4), (4, 1), (16, 7), (6, 6))
+UNUSED = (1, 2)  # place and step: the matrix has no gradient then
+LR = 0.1
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(1 + step)
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [None if (place, step) == UNUSED else gradient for place, gradient in enumerate(drawn)]
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 2 * LR, "nesterov": False, "ns_steps": 4}]
+
+
+def by_pytorch() -> list[Tensor]:
+    """Weights and momentum after four steps of torch.optim.Muon in one process."""
+    parameters = [nn.Parameter(matrix) for matrix in matrices()]
+    optimizer = torch.optim.Muon(groups(parameters), lr=LR)
+    for step in range(4):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return [p.detach() for p in parameters] + [optimizer.state[p]["momentum_buffer"] for p in parameters]
+
+
+def by_ours(parameters: list[nn.Parameter], **options: Any) -> list[Tensor]:
+    """The same by ours over parameters of any layout, as whole tensors."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    optimizer = Muon(groups(parameters), lr=LR, **options)
+    for step in range(4):
+        for p, gradient in zip(parameters, gradients(step), strict=True):
+            if isinstance(p, DTensor) and gradient is not None:
+                p.grad = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+            else:
+                p.grad = gradient
+        optimizer.step()
+    found = [*parameters, *(optimizer.state[p]["momentum_buffer"] for p in parameters)]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach() for tensor in found]
+
+
+def layouts() -> dict[str, Any]:
+    """On each of four ranks: results under every layout, and how many matrices this rank orthogonalised in all."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from dream_trainer.optim import muon
+
+    dist.init_process_group("gloo")
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    cases: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "rows over four": (line, (Shard(0),)),
+        "columns over four": (line, (Shard(1),)),
+        "copied over four": (line, (Replicate(),)),
+        "rows over two, copied over two": (square, (Replicate(), Shard(0))),
+        "columns over two, copied over two": (square, (Shard(1), Replicate())),
+        "rows and columns": (square, (Shard(0), Shard(1))),
+    }
+    results: dict[str, Any] = {}
+    counted, calls = muon.orthogonalised, 0
+
+    def count(*args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return counted(*args)
+
+    muon.orthogonalised = count
+    for name, (mesh, placements) in cases.items():
+        parameters = [
+            nn.Parameter(distribute_tensor(matrix, mesh, placements, src_data_rank=None)) for matrix in matrices()
+        ]
+        calls = 0
+        results[name] = by_ours(parameters), calls
+    for name, replicas in (("plain, shared", dist.group.WORLD), ("plain, each for itself", None)):
+        calls = 0
+        results[name] = by_ours([nn.Parameter(matrix) for matrix in matrices()], replicas=replicas), calls
+    muon.orthogonalised = counted
+    results["versions"] = counts_writes(line)
+    results["beside tensor parallelism"] = [p.full_tensor().detach() for p in trained(sharded=True)]
+    dist.destroy_process_group()
+    return results
+
+
+def trained(*, sharded: bool = False) -> list[Any]:
+    """Two linear layers after three steps in float64, iterated in float64; or over (2, 2) ranks.
+
+    `fully_shard` cuts rows that are cut already into strided shards.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(module, mesh=mesh["dp"])
+        x = x.chunk(2)[mesh["dp"].get_local_rank()]
+    optimizer = Muon(module.parameters(), lr=LR, iteration_dtype=torch.float64)
+    for _ in range(3):
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(module.parameters())
+
+
+def counts_writes(mesh: Any) -> bool:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),), src_data_rank=None))
+    before = parameter._version
+    parameter.grad = torch.ones_like(parameter)
+    Muon([parameter]).step()
+    return parameter._version > before
+
+
+LAYOUTS = (
+    "rows over four",
+    "columns over four",
+    "copied over four",
+    "rows over two, copied over two",
+    "columns over two, copied over two",
+    "rows and columns",
+    "plain, shared",
+    "plain, each for itself",
+)
+REPEATED = ("rows and columns", "plain, each for itself")
+
+
+@pytest.fixture(scope="module")
+def world() -> list[dict[str, Any]]:
+    return run_world(layouts, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_momentum_are_bit_equal_to_pytorchs_in_one_process(
+    layout: str, world: list[dict[str, Any]]
+) -> None:
+    for results in world:
+        for found, expected in zip(results[layout][0], by_pytorch(), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_beside_tensor_parallelism_steps_are_those_of_one_process(world: list[dict[str, Any]]) -> None:
+    for results in world:
+        for found, expected in zip(results["beside tensor parallelism"], trained(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_matrix_is_orthogonalised_on_one_rank(layout: str, world: list[dict[str, Any]]) -> None:
+    calls = [results[layout][1] for results in world]
+    once = 4 * len(SHAPES) - 1  # one has no gradient in one step
+    assert sum(calls) == (4 * once if layout in REPEATED else once)
+    assert min(calls) > 0
+
+
+def test_a_write_to_shards_counts_as_one_to_the_parameter(world: list[dict[str, Any]]) -> None:
+    assert all(results["versions"] for results in world)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float64, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}),
+        (torch.bfloat16, {"momentum": 0.8, "adjust_lr_fn": "original"}),
+    ],
+)
+def test_in_one_process_steps_are_those_of_pytorch_bit_for_bit(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    found: list[list[nn.Parameter]] = []
+    for cls in (Muon, torch.optim.Muon):
+        parameters = [nn.Parameter(matrix) for matrix in matrices(dtype)]
+        optimizer = cls(parameters, lr=LR, **options)
+        for step in range(3):
+            for p, gradient in zip(parameters, gradients(step, dtype), strict=True):
+                p.grad = gradient
+            optimizer.step()
+        found.append(parameters)
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+
+
+def test_a_step_with_found_inf_changes_nothing_and_one_without_all() -> None:
+    guarded, free = ([nn.Parameter(matrix) for matrix in matrices()] for _ in range(2))
+    ours, theirs = Muon(guarded, lr=LR), Muon(free, lr=LR)
+    for step in (0, 1):
+        for p, q, gradient in zip(guarded, free, gradients(step), strict=True):
+            p.grad, q.grad = gradient, gradient
+        ours.found_inf = torch.zeros(())
+        ours.step()
+        theirs.step()
+        for p in guarded:
+            p.grad = torch.full_like(p, float("nan"))
+        ours.found_inf = torch.ones(())
+        ours.step()
+    for p, q in zip(guarded, free, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+
+
+def test_the_trainer_need_not_read_the_norm_of_each_step() -> None:
+    assert guards_itself(Muon([nn.Parameter(torch.ones(2, 2))]))
+
+
+def test_state_of_pytorchs_muon_loads() -> None:
+    theirs = [nn.Parameter(matrix) for matrix in matrices()]
+    optimizer = torch.optim.Muon(theirs, lr=LR)
+    ours = [nn.Parameter(matrix) for matrix in matrices()]
+    resumed = Muon(ours, lr=1.0)
+    for step in range(4):
+        for p, q, gradient in zip(theirs, ours, gradients(step), strict=True):
+            p.grad, q.grad = gradient, gradient
+        if step == 2:
+            with torch.no_grad():
+                for p, q in zip(theirs, ours, strict=True):
+                    q.copy_(p)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        resumed.step()
+    for p, q in zip(theirs, ours, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_copy_and_a_group_added_later_step_too() -> None:
+    first, second = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    optimizer = Muon([first])
+    first.grad, second.grad = torch.ones(3, 2), torch.ones(3, 2)
+    optimizer.step()
+    optimizer.add_param_group({"params": [second]})
+    copy.deepcopy(optimizer).step()
+    optimizer.step()
+    assert not torch.equal(second, torch.ones(3, 2))
+    assert optimizer.step(lambda: 7.0) == 7.0
+
+
+def test_what_is_no_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\), and steps real matrices"):
+        Muon([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="lr=-1"):
+        Muon([nn.Parameter(torch.ones(3, 3))], lr=-1)
+    with pytest.raises(ValueError, match="ns_steps=100"):
+        Muon([nn.Parameter(torch.ones(3, 3))], ns_steps=100)
+    with pytest.raises(ValueError, match="adjust_lr_fn='none'"):
+        Muon([nn.Parameter(torch.ones(3, 3))], adjust_lr_fn="none")
+
+
+def test_matrices_are_dealt_by_cost_and_alike_on_every_rank() -> None:
+    assert deal([5, 1, 4, 1, 3], 2) == [0, 0, 1, 0, 1]
+    costs = [float(1 + i * 7 % 13) for i in range(100)]
+    owners = deal(costs, 8)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == hand) for hand in range(8)]
+    assert max(loads) - min(loads) <= 1
+    assert deal([], 4) == []
