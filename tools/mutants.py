@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(
         "validation moves training's random stream",
         "dream_trainer/distributed/seeds.py",
-        "torch.default_generator.set_state(state[0])",
+        "torch.default_generator.set_state(torch_state)",
         "pass",
         "tests/trainer/test_validation.py tests/data",
     ),
@@ -246,6 +246,20 @@ MUTANTS = [
         "copy.deepcopy(self._stateful.state_dict())",
         "self._stateful.state_dict()",
         "tests/data/test_foreign_resume.py",
+    ),
+    Mutant(
+        "a pass's first draw comes from the batch before",
+        "dream_trainer/data/pass_draws.py",
+        "        set_python_state(self._python_start)\n",
+        "",
+        "tests/data/test_pass_draws.py",
+    ),
+    Mutant(
+        "a sample that begins to draw is not seeded",
+        "dream_trainer/data/sample_seeds.py",
+        "            if not more:\n",
+        "            if True:\n",
+        "tests/data/test_seeding.py",
     ),
     Mutant(
         "loaders of one's own draw unseeded",

@@ -20,7 +20,7 @@ from dream_trainer.data.foreign import (
 )
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.window import DataPosition, TrainStream, Window
-from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
@@ -72,6 +72,7 @@ class ForeignStream(TrainStream):
         self._samples = 0  # of this rank in this pass
         self._iterator: Iterator[Any] | None = None
         self._draws: bool | None = None
+        self._drawn: Iterable[str] = ()
         self._is_exhausted = False
         # Whether the state of a finished pass was loaded: for some loaders that is where the next pass begins, others
         # have to be read to their end, where they are, before they begin again.
@@ -89,6 +90,7 @@ class ForeignStream(TrainStream):
         self._position = position
         if rank_state is not None:
             self._draws = rank_state.get("draws", self._draws)
+            self._drawn = rank_state.get("drawn", GENERATORS)
         if rank_state is not None and self._stateful is not None and self._resumes_by(rank_state):
             self._load(self._stateful, rank_state)
         elif is_pass_over:
@@ -147,7 +149,13 @@ class ForeignStream(TrainStream):
         epoch = self._position.epoch
         set_epoch(self._source, epoch)
         return iterate(
-            self._source, seed=self._seed, epoch=epoch, dp_rank=self._dp_rank, first=first, draws=self._watched_draws()
+            self._source,
+            seed=self._seed,
+            epoch=epoch,
+            dp_rank=self._dp_rank,
+            first=first,
+            draws=self._watched_draws(),
+            drawn=self._drawn if first else (),
         )
 
     def _watched_draws(self) -> bool | None:
@@ -164,10 +172,11 @@ class ForeignStream(TrainStream):
         }
         if self._stateful is not None:
             if isinstance(self._iterator, SeededPass):
-                self._draws = self._iterator.draws
+                self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
             # A copy: what is handed out may be what the loader goes on with, and the next window is read ahead.
             # An exhausted loader's own state means "begin the next pass", which is not where a short last window ends.
-            state |= {"loader": copy.deepcopy(self._stateful.state_dict()), "draws": self._draws}
+            loader = copy.deepcopy(self._stateful.state_dict())
+            state |= {"loader": loader, "draws": self._draws, "drawn": self._drawn}
         return state
 
     def _resumes_by(self, rank_state: dict[str, Any]) -> bool:

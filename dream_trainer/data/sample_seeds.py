@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 
 from dream_trainer.data.order import sample_seed
 from dream_trainer.data.sampler import BatchKey
-from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import GENERATORS, drawn_since, generator_marks, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -27,13 +35,18 @@ class BatchedDataset(Protocol):
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Whether loading from `dataset` is known to make no random draw: tensors, and subsets and concatenations of
-    them."""
+    """Whether loading from `dataset` is known to make no random draw: tensors, lists, and subsets and concatenations
+    of them."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
         return all(draws_nothing(part) for part in dataset.datasets)
-    return type(dataset) is TensorDataset
+    return type(dataset) in (TensorDataset, list, tuple, range)
+
+
+def collates_without_draws(collate_fn: object) -> bool:
+    """Whether `collate_fn` is one of torch's own."""
+    return collate_fn is default_collate or collate_fn is default_convert
 
 
 def loads_batches(dataset: object) -> bool:
@@ -48,6 +61,10 @@ class KeyedDataset(Dataset[Any]):
     Collation belongs in here so that a random `collate_fn` draws from the last sample's stream, and not from the
     training process's.
 
+    To seed all generators takes 10 us a sample, more than many a sample takes to load. So only those are seeded that
+    a sample was seen to draw from: in the first batch, for which all are, or in a later one, which is then loaded again
+    with its seeds. Whatever a sample draws comes from its own seed.
+
     Args:
         dataset: The user's dataset. One with `__getitems__` is seeded once per batch, from the batch's first sample;
             its draws then depend on which samples share a batch, and so on the world size.
@@ -58,8 +75,9 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int | None) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.seed = None if draws_nothing(dataset) and collate_fn is default_collate else seed
+        self.seed = None if draws_nothing(dataset) and collates_without_draws(collate_fn) else seed
         self.is_batched = loads_batches(dataset)
+        self._drawn: set[str] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,9 +99,37 @@ class KeyedDataset(Dataset[Any]):
         if self.is_batched:
             seed_cpu(sample_seed(seed, epoch, indices[0]))
             return self.collate_fn(self.dataset.__getitems__(indices))
-        samples = []
+        if self._drawn is None:
+            return self._load_first(epoch, indices, seed)
+        if self._drawn == GENERATORS:
+            return self._load(epoch, indices, seed, GENERATORS)
+        while True:
+            marks = generator_marks()
+            batch = self._load(epoch, indices, seed, self._drawn)
+            more = drawn_since(marks) - self._drawn
+            if not more:
+                return batch
+            self._drawn |= more
+
+    def _load_first(self, epoch: int, indices: list[int], seed: int) -> Any:
+        """Loads a batch with all generators seeded, and sees which of them are drawn from."""
+        drawn: set[str] = set()
+        samples, marks = [], generator_marks()
         for index in indices:
             seed_cpu(sample_seed(seed, epoch, index))
+            marks = generator_marks()
+            samples.append(self.dataset[index])
+            drawn |= drawn_since(marks)
+        batch = self.collate_fn(samples)
+        self._drawn = drawn | drawn_since(marks)
+        return batch
+
+    def _load(self, epoch: int, indices: list[int], seed: int, generators: Collection[str]) -> Any:
+        if not generators:
+            return self.collate_fn([self.dataset[index] for index in indices])
+        samples = []
+        for index in indices:
+            seed_cpu(sample_seed(seed, epoch, index), generators)
             samples.append(self.dataset[index])
         return self.collate_fn(samples)
 

@@ -14,6 +14,7 @@ from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.seeds import seed_cpu
 from tests.data.samples import DrawingDataset, global_states, rows
+from tests.data.test_pass_draws import DRAWS, drawn_with
 
 
 class HubDataset:
@@ -99,6 +100,59 @@ def test_unseeded_loading_draws_from_the_process_itself() -> None:
     expected = torch.rand((), dtype=torch.float64).item()
     torch.manual_seed(3)
     assert rows(data.__getitems__((0, [1])))[0][1] == expected
+
+
+class LateDataset:
+    """Draws from one generator for samples from `first` on, and notes what it loads."""
+
+    def __init__(self, kind: str, first: int) -> None:
+        self.kind, self.first = kind, first
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float | None:
+        self.loaded.append(index)
+        return DRAWS[self.kind]() if index >= self.first else None
+
+
+@pytest.mark.parametrize("is_in_process", [True, False])
+@pytest.mark.parametrize("first", [0, 1, 3, 7, 11])
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_a_sample_that_is_the_first_to_draw_does_so_from_its_own_seed(
+    kind: str, first: int, is_in_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_in_process:
+        monkeypatch.setattr("dream_trainer.data.sample_seeds.get_worker_info", lambda: "a worker")
+    dataset = LateDataset(kind, first)
+    data = KeyedDataset(dataset, list, 7)
+    seed_cpu(1)
+    before = global_states()
+    drawn = [number for start in (0, 3, 6, 9) for number in data.__getitems__((2, [start, start + 1, start + 2]))]
+    expected = [next(drawn_with(sample_seed(7, 2, index))[kind]) for index in range(first, 12)]
+    assert drawn == [None] * first + expected
+    assert len(dataset.loaded) == (15 if first > 2 else 12)  # the batch with the first draw is loaded twice
+    if is_in_process:
+        assert global_states() == before
+
+
+def test_samples_that_begin_to_draw_from_more_generators_are_still_drawn_from_their_own_seeds() -> None:
+    class Growing:
+        def __getitem__(self, index: int) -> list[float]:
+            return [DRAWS[kind]() for kind in ("python", "torch", "numpy")[: index + 1]]
+
+    data = KeyedDataset(Growing(), list, 7)
+    drawn = [data.__getitems__((0, [index]))[0] for index in range(3)]
+    for index, numbers in enumerate(drawn):
+        own = drawn_with(sample_seed(7, 0, index))
+        assert numbers == [next(own[kind]) for kind in ("python", "torch", "numpy")[: index + 1]]
+
+
+def test_a_collate_function_that_begins_to_draw_late_does_so_from_its_last_samples_seed() -> None:
+    data = KeyedDataset(LateDataset("torch", 12), lambda samples: random.random() if len(samples) == 3 else None, 7)
+    assert data.__getitems__((0, [0])) is None
+    assert data.__getitems__((0, [1, 2, 3])) == random.Random(sample_seed(7, 0, 3)).random()
 
 
 class OffsetDataset:

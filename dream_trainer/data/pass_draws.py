@@ -1,0 +1,87 @@
+"""The random draws of a loader that is used as it is, apart from training's.
+
+Seeding all generators for each batch takes 10 us and would be for nothing with most loaders. torch's is seeded in 1 us,
+so it is for every batch. python's takes 6 and numpy's 2: they are seeded for every batch that follows their first draw
+in a pass. Up to that draw they stand at the start of the pass's own stream, to which their bytes are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from dream_trainer.compat.generator_bytes import numpy_memory, python_state, set_python_state, torch_bytes
+from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
+from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
+
+
+class PassDraws:
+    """The global generators during one pass, inside `apart`.
+
+    Args:
+        drawn: Its `drawn`, where the pass was interrupted.
+
+    Attributes:
+        drawn: Of python and numpy, those that were drawn from in this pass; torch, if the pass's first batch drew.
+    """
+
+    def __init__(self, drawn: Iterable[str]) -> None:
+        self.drawn = set(drawn)
+        self._numpy = np.random.MT19937(0)
+        self._numpy_memory = numpy_memory(self._numpy)
+
+    def apart(self) -> preserved_random_state:
+        """Inside, the pass draws; training's generators are put back at the end."""
+        return preserved_random_state(numpy_generator=self._numpy)
+
+    def begin(self, seed: int) -> None:
+        """Begins the pass's own stream."""
+        seed_cpu(seed)
+        self._torch_start, self._python_start, self._numpy_start = torch_bytes(), python_state(), self._numpy_memory.raw
+
+    def seed_batch(self, seed: int) -> None:
+        """Seeds the generators that a batch may draw from; the others go to the start of the pass's stream."""
+        set_python_state(self._python_start)
+        seed_cpu(seed, self.drawn | {"torch"} if self.drawn else ("torch",))
+
+    def notice(self) -> None:
+        """Sees whether python's and numpy's were drawn from since one of the above."""
+        if "python" not in self.drawn and python_state() != self._python_start:
+            self.drawn.add("python")
+        if "numpy" not in self.drawn and self._numpy_memory.raw != self._numpy_start:
+            self.drawn.add("numpy")
+
+    def notice_order(self) -> None:
+        """Sees whether torch's was drawn from in the pass's first batch, as an order is."""
+        if torch_bytes() != self._torch_start:
+            self.drawn.add("torch")
+
+
+def draws_at_start_only(loader: object) -> bool:
+    """Whether batches after a pass's first are known to draw nothing in this process: their samples are tensors or come
+    from workers, and a sampler of torch's draws the order, or the seed of its own generator, when it begins."""
+    if type(loader) is not DataLoader:
+        return False
+    if loader.num_workers == 0 and not (draws_nothing(loader.dataset) and collates_without_draws(loader.collate_fn)):
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    sampler = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is RandomSampler:
+        return sampler.generator is not torch.default_generator
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

@@ -1,0 +1,83 @@
+"""The bytes of the global generators, beside what `random` and numpy say of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.compat import generator_bytes
+from dream_trainer.compat.generator_bytes import as_tuple, numpy_memory, python_state, set_python_state, torch_bytes
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    before = random.getstate()
+    random.seed(5)
+    yield
+    random.setstate(before)
+
+
+@pytest.fixture(params=["by its memory", "by getstate"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generator_bytes._memory is not None  # in every CPython that is supported
+    if request.param == "by getstate":
+        monkeypatch.setattr(generator_bytes, "_memory", None)
+
+
+PYTHON_DRAWS: list[Callable[[], Any]] = [
+    random.random,
+    lambda: random.getrandbits(1),
+    lambda: random.gauss(0, 1),
+    lambda: [random.getrandbits(32) for _ in range(624)],  # comes back to the position it began at
+]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("draw", PYTHON_DRAWS)
+@pytest.mark.parametrize("drawn_before", [0, 1, 311, 700])
+def test_pythons_generator_is_put_back_and_every_draw_is_seen(draw: Callable[[], Any], drawn_before: int) -> None:
+    for _ in range(drawn_before):
+        random.random()
+    before, expected = python_state(), random.getstate()
+    assert as_tuple(before) == expected
+    assert python_state() == before
+    drawn = draw()
+    assert python_state() != before
+    set_python_state(before)
+    assert random.getstate() == expected
+    assert draw() == drawn
+
+
+@pytest.mark.usefixtures("way")
+def test_the_second_of_a_pair_of_normal_numbers_is_kept_and_its_draw_seen() -> None:
+    random.gauss(0, 1)
+    before, expected = python_state(), random.getstate()
+    assert as_tuple(before) == expected
+    second = random.gauss(0, 1)
+    assert python_state() != before
+    random.random()
+    set_python_state(before)
+    assert random.gauss(0, 1) == second
+
+
+def test_the_bytes_of_numpys_generator_change_with_every_draw_and_hold_its_whole_state() -> None:
+    bit_generator = np.random.MT19937(3)
+    memory, random_state = numpy_memory(bit_generator), np.random.RandomState(bit_generator)
+    before = memory.raw
+    first = random_state.random_sample(312).tolist()  # 624 words: the position it began at
+    assert memory.raw != before
+    memory.raw = before
+    assert random_state.random_sample(312).tolist() == first
+
+
+def test_the_bytes_of_torchs_generator_change_with_every_draw() -> None:
+    for draw in (lambda: torch.rand(1), lambda: torch.randn(1), lambda: torch.randperm(3)):
+        before = torch_bytes()
+        assert torch_bytes() == before
+        draw()
+        assert torch_bytes() != before

@@ -1,0 +1,286 @@
+"""What a loader that is used as it is draws, beside generators of the test's own with the same seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.data.foreign import iterate
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.data.pass_draws import draws_at_start_only
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
+from tests.data.samples import global_states
+from tests.data.test_foreign import read
+
+SEED, EPOCH, RANK, LENGTH = 3, 0, 1, 8
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand((), dtype=torch.float64).item(),
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch normal": lambda: torch.randn(()).item(),
+    "python normal": lambda: random.gauss(0, 1),
+    "numpy normal": np.random.randn,
+}
+
+
+def drawn_with(seed: int) -> dict[str, Iterator[float]]:
+    """What each of `DRAWS` gives, one after the other, from generators with nobody else."""
+    torch_generator = torch.Generator().manual_seed(seed & 0xFFFF_FFFF)
+    of_python, of_numpy = random.Random(seed), np.random.RandomState(seed >> 32)
+    return {
+        "torch": iter(lambda: torch.rand((), dtype=torch.float64, generator=torch_generator).item(), None),
+        "python": iter(of_python.random, None),
+        "numpy": iter(of_numpy.rand, None),
+        "torch normal": iter(lambda: torch.randn((), generator=torch_generator).item(), None),
+        "python normal": iter(lambda: of_python.gauss(0, 1), None),
+        "numpy normal": iter(of_numpy.randn, None),
+    }
+
+
+def expected_draws(kind: str, first: int) -> list[float]:
+    """The draws of a pass whose batches draw from number `first` on."""
+    of_pass = drawn_with(hash_seed(b"pass", SEED, EPOCH, RANK))
+    of_batch = [drawn_with(hash_seed(b"batch", SEED, EPOCH, number, RANK)) for number in range(LENGTH)]
+    is_torch = kind.startswith("torch")
+    return [
+        next((of_pass if number == 0 or (number == first and not is_torch) else of_batch[number])[kind])
+        for number in range(first, LENGTH)
+    ]
+
+
+class LateNoise:
+    """Batches of a number and, from number `first` on, one draw; it may know where it is."""
+
+    def __init__(self, kind: str, first: int) -> None:
+        self.kind, self.first = kind, first
+
+    def __iter__(self) -> Iterator[list[float]]:
+        for number in range(LENGTH):
+            yield [number, DRAWS[self.kind]()] if number >= self.first else [number]
+
+
+class LateNoiseWithState(LateNoise):
+    next = 0
+
+    def __iter__(self) -> Iterator[list[float]]:
+        while self.next < LENGTH:
+            self.next += 1
+            number = self.next - 1
+            yield [number, DRAWS[self.kind]()] if number >= self.first else [number]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_each_batch_draws_from_its_own_seed_and_the_first_to_draw_from_the_passes(kind: str, first: int) -> None:
+    batches = iterate(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK)
+    assert [batch[1] for batch in batches if len(batch) == 2] == expected_draws(kind, first)
+
+
+@pytest.mark.pitfall(32)
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_training_draws_as_if_there_were_no_loader(kind: str, first: int) -> None:
+    """Of numpy's normal numbers only the first of a pair, as documented."""
+    seed_cpu(7)
+    alone = drawn_with(7)
+    for _ in iterate(LateNoise(kind, first), seed=SEED, epoch=EPOCH, dp_rank=RANK):
+        for name in ("torch", "python", "numpy", "python normal"):
+            assert DRAWS[name]() == next(alone[name])
+
+
+def open_stream(loader: Any, **options: Any) -> TrainStream:
+    return train_stream(loader, **({"accumulation": 2, "dp_rank": 0, "dp_size": 1, "seed": SEED} | options))
+
+
+@pytest.mark.pitfall(33)
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("make", [LateNoise, LateNoiseWithState])
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy normal"])
+def test_a_pass_that_begins_to_draw_late_is_resumed_exactly(make: type[LateNoise], first: int, kind: str) -> None:
+    expected = read(open_stream(make(kind, first)), passes=2)
+    for stop_after in range(1, LENGTH):
+        interrupted = open_stream(make(kind, first))
+        windows = []
+        while len(windows) < stop_after:
+            if (window := interrupted.next_window()) is not None:
+                windows.append(window)
+        interrupted.next_window()  # read ahead, as the loop does
+        state = typed_json.loads(typed_json.dumps(windows[-1].rank_state))
+        seed_cpu(stop_after)
+        resumed = open_stream(make(kind, first))
+        resumed.seek(windows[-1].end, state)
+        assert read(resumed, passes=2 - windows[-1].end.epoch) == expected[stop_after:], stop_after
+
+
+@pytest.mark.pitfall(33)
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_a_state_of_before_that_does_not_say_what_was_drawn_seeds_every_batch_as_then(kind: str) -> None:
+    stream = open_stream(LateNoiseWithState(kind, 1))
+    window = stream.next_window()
+    assert window is not None
+    assert window.rank_state is not None
+    state = {name: value for name, value in window.rank_state.items() if name != "drawn"}
+    resumed = open_stream(LateNoiseWithState(kind, 5))
+    resumed.seek(window.end, state)
+    drawn = [batch[1] for batches in read(resumed, passes=1) for batch in batches if len(batch) == 2]
+    assert drawn == [next(drawn_with(hash_seed(b"batch", SEED, 0, number, 0))[kind]) for number in range(5, LENGTH)]
+
+
+@pytest.mark.pitfall(11)
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_ranks_and_passes_draw_differently_also_where_they_begin_late(kind: str) -> None:
+    found = []
+    for rank in (0, 1):
+        stream = open_stream(PerRankLoader(LateNoise(kind, 5)), dp_rank=rank, dp_size=2)
+        found += [[batch[1] for window in read(stream, passes=1) for batch in window if len(batch) == 2] for _ in "01"]
+    assert len({number for numbers in found for number in numbers}) == 4 * (LENGTH - 5)
+
+
+class Order:
+    """Somebody's sampler, which draws its order from a global generator when a pass begins."""
+
+    def __init__(self, permutation: Callable[[int], Any]) -> None:
+        self.permutation = permutation
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (int(index) for index in self.permutation(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+ORDERS: dict[str, Callable[[int], Any]] = {
+    "torch": torch.randperm,
+    "python": lambda length: random.sample(range(length), length),
+    "numpy": np.random.permutation,
+}
+
+
+@pytest.mark.pitfall(76)
+@pytest.mark.parametrize("kind", list(ORDERS))
+@pytest.mark.parametrize("noise", ["torch", "python", "numpy"])
+def test_a_drawn_order_and_drawn_samples_do_not_disturb_each_other_nor_training(kind: str, noise: str) -> None:
+    def make() -> DataLoader[Any]:
+        data = [None] * LENGTH
+        sampler: Any = Order(ORDERS[kind])
+        return DataLoader(data, 1, sampler=sampler, collate_fn=lambda _: [DRAWS[noise]()])
+
+    before = global_states()
+    expected = read(open_stream(make()), passes=2)
+    assert global_states() == before
+    resumed = open_stream(make())
+    resumed.seek(DataPosition(0, 0, 4), None)
+    assert read(resumed, passes=2) == expected[2:]
+    seeds = [hash_seed(b"batch", SEED, 0, number, 0) for number in range(1, LENGTH)]
+    drawn = [batch for window in expected[: LENGTH // 2] for (batch,) in window]
+    if kind == noise or noise == "torch":
+        assert drawn[1:] == [next(drawn_with(seed)[noise]) for seed in seeds]
+
+
+@pytest.mark.pitfall(76)
+def test_a_generator_of_the_loaders_own_goes_on_from_pass_to_pass() -> None:
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(range(LENGTH), 1, sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH, generator=generator))
+
+    plain = make()
+    expected = [[int(batch) for batch in plain] for _ in range(2)]
+    stream = open_stream(make())
+    assert [[n for window in read(stream, passes=1) for (n,) in window] for _ in range(2)] == expected
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+class Passing(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+WEIGHTS = [1.0] * LENGTH
+TENSORS = TensorDataset(torch.arange(LENGTH))
+QUIET: dict[str, Callable[[], DataLoader[Any]]] = {
+    "list": lambda: DataLoader(list(range(LENGTH)), batch_size=None),
+    "shuffled tensors": lambda: DataLoader(TENSORS, 1, shuffle=True),
+    "replacement": lambda: DataLoader(TENSORS, 1, sampler=RandomSampler(TENSORS, replacement=True, num_samples=80)),
+    "weighted": lambda: DataLoader(TENSORS, 1, sampler=WeightedRandomSampler(WEIGHTS, LENGTH)),
+    "subset": lambda: DataLoader(TENSORS, 1, sampler=SubsetRandomSampler(range(LENGTH))),
+    "batch sampler": lambda: DataLoader(TENSORS, batch_sampler=BatchSampler(RandomSampler(TENSORS), 1, False)),
+    "workers": lambda: DataLoader(Passing(), 1, sampler=SubsetRandomSampler(range(LENGTH)), num_workers=1),
+    "iterable in workers": lambda: DataLoader(Numbers(), 1, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", list(QUIET))
+def test_loaders_that_are_known_to_draw_at_a_passes_start_only_do(name: str) -> None:
+    loader = QUIET[name]()
+    assert draws_at_start_only(loader)
+    with preserved_random_state():
+        batches = iter(loader)
+        next(batches)
+        before = global_states()
+        assert len(list(batches)) >= LENGTH - 1
+        assert global_states() == before
+
+
+NOT_KNOWN: dict[str, Callable[[], Any]] = {
+    "own samples": lambda: DataLoader(Passing(), 1),
+    "own collate_fn": lambda: DataLoader(TENSORS, 1, collate_fn=lambda samples: samples),
+    "own sampler": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm)),  # type: ignore[arg-type]
+    "own sampler, workers": lambda: DataLoader(TENSORS, 1, sampler=Order(torch.randperm), num_workers=1),  # type: ignore[arg-type]
+    "own sampler in batches": lambda: DataLoader(
+        TENSORS,
+        batch_sampler=BatchSampler(Order(torch.randperm), 1, False),  # type: ignore[arg-type]
+    ),
+    "own batch sampler": lambda: DataLoader(TENSORS, batch_sampler=[[0], [1]]),
+    "iterable in this process": lambda: DataLoader(Numbers(), 1),
+    "training's generator": lambda: DataLoader(
+        TENSORS, 1, sampler=RandomSampler(TENSORS, num_samples=20, generator=torch.default_generator)
+    ),
+    "a subclass": lambda: type("Mine", (DataLoader,), {})(TENSORS, 1),
+    "no DataLoader": lambda: SequentialSampler(range(3)),
+}
+
+
+@pytest.mark.parametrize("name", list(NOT_KNOWN))
+def test_nothing_is_taken_for_known_that_could_draw_later(name: str) -> None:
+    assert not draws_at_start_only(NOT_KNOWN[name]())
+
+
+@pytest.mark.pitfall(76)
+def test_an_order_drawn_in_parts_from_trainings_generator_is_kept_apart_too() -> None:
+    before = global_states()
+    batches = read(open_stream(NOT_KNOWN["training's generator"]()), passes=1)
+    assert len(batches) == 10
+    assert global_states() == before
