@@ -41,6 +41,8 @@ class ForeignStream(TrainStream):
         dp_size: Number of data-parallel ranks.
         seed: The run's seed.
         count: Samples of a batch; None counts none, and then a pass is read again by batches.
+        keeps_state: Whether each window holds the loader's own state, if it has one. Without it a pass that was begun
+            is read to its end, or not at all: not knowing what to put back, the stream cannot be sought any more.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ForeignStream(TrainStream):
         dp_size: int,
         seed: int,
         count: Callable[[Any], int] | None = None,
+        keeps_state: bool = True,
     ) -> None:
         length = known_length(source)
         if length == 0 and dp_size == 1:
@@ -68,6 +71,7 @@ class ForeignStream(TrainStream):
         self._dp_size = dp_size
         self._seed = seed
         self._count = count
+        self._keeps_state = keeps_state
         self._position = DataPosition(0, 0, 0)
         self._samples = 0  # of this rank in this pass
         self._iterator: Iterator[Any] | None = None
@@ -84,6 +88,11 @@ class ForeignStream(TrainStream):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
                 "cannot go back. Give an object whose `__iter__` begins again."
+            )
+        if self._was_read and self._stateful is not None and not self._keeps_state:
+            raise DataError(
+                f"The training loader ({type(self._source).__name__}) was interrupted, and its state is kept only "
+                "where checkpoints are saved. Build a new trainer, or add CheckpointMixin."
             )
         self._iterator = None
         self._holds_end = False
@@ -170,7 +179,7 @@ class ForeignStream(TrainStream):
             "batch_size": loader_batch_size(self._source),
             "is_exhausted": self._is_exhausted,
         }
-        if self._stateful is not None:
+        if self._stateful is not None and self._keeps_state:
             if isinstance(self._iterator, SeededPass):
                 self._draws, self._drawn = self._iterator.draws, self._iterator.drawn
             # A copy: what is handed out may be what the loader goes on with, and the next window is read ahead.

@@ -33,6 +33,7 @@ def train_stream(
     dp_size: int,
     seed: int,
     batch_size: Callable[[Any], int] | None = None,
+    keeps_state: bool = True,
 ) -> TrainStream:
     """The stream over any loader that a user may return from `configure_dataloaders`.
 
@@ -43,6 +44,7 @@ def train_stream(
         dp_size: Number of data-parallel ranks.
         seed: The run's seed.
         batch_size: Counts the samples of a batch of a loader that is not ours; None does not count them.
+        keeps_state: As in `ForeignStream`.
 
     Raises:
         DataError: The data is empty or too small for one window, or cannot be dealt to `dp_size` ranks.
@@ -51,7 +53,13 @@ def train_stream(
     if distributed_loader is None:
         source = foreign_iterable(loader, dp_size)
         return ForeignStream(
-            source, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed, count=batch_size
+            source,
+            accumulation=accumulation,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            seed=seed,
+            count=batch_size,
+            keeps_state=keeps_state,
         )
     # A plain loader's user did not ask for ragged shards, which would train wrong without `weight=`.
     drop_last = distributed_loader.drop_last or (dp_size > 1 and distributed_loader is not loader)

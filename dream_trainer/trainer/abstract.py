@@ -85,6 +85,8 @@ class AbstractTrainer(Hooks, Cooperation):
     _shards_parameters: ClassVar[bool] = False
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
+    # Whether the run can be saved, at any time (CheckpointMixin).
+    _saves_checkpoints: ClassVar[bool] = False
 
     if TYPE_CHECKING:
         # Inferred and not declared, so that a user's class may say `config: MyConfig`: pyright takes no narrower

@@ -177,6 +177,7 @@ def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
         dp_size=world.dp_size,
         seed=trainer.config.seed,
         batch_size=trainer.batch_size,
+        keeps_state=trainer._saves_checkpoints,
     )
 
 

@@ -41,6 +41,7 @@ class CheckpointMixin(AbstractTrainer):
     """Saves the whole run and resumes it exactly: the same command starts and restarts."""
 
     _config_class: ClassVar[type | None] = CheckpointConfigMixin
+    _saves_checkpoints: ClassVar[bool] = True
 
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
