@@ -9,17 +9,16 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from cattrs import Converter, transform_error
-from cattrs.errors import ForbiddenExtraKeysError
-from cattrs.preconf.json import make_converter
-from cattrs.v import format_exception
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
+
+if TYPE_CHECKING:
+    from cattrs import Converter
 
 T = TypeVar("T")
 
@@ -55,6 +54,8 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     except ConfigError:
         raise
     except Exception as error:
+        from cattrs import transform_error
+
         problems = "; ".join(transform_error(error, path=cls.__name__, format_exception=_describe))
         raise ConfigError(f"The data does not fit {cls.__name__}: {problems}.") from error
 
@@ -97,7 +98,12 @@ def _named(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 @cache
 def _converter() -> Converter:
-    """cattrs with this module's rules: by the class a value really has, strict in what it takes back."""
+    """cattrs with this module's rules: by the class a value really has, strict in what it takes back.
+
+    cattrs is imported where it is used: with attrs it takes as long as all of this package.
+    """
+    from cattrs.preconf.json import make_converter
+
     converter = make_converter(
         forbid_extra_keys=True,
         unstructure_fallback_factory=lambda cls: _qualified_name if _is_code(cls) else _refuse,
@@ -156,6 +162,9 @@ def _dtype(value: Any, _: Any) -> torch.dtype:
 
 def _describe(error: BaseException, expected: type | None) -> str:
     """One problem in words; cattrs knows the place and adds it."""
+    from cattrs.errors import ForbiddenExtraKeysError
+    from cattrs.v import format_exception
+
     if isinstance(error, ForbiddenExtraKeysError):
         return f"unknown keys {', '.join(sorted(error.extra_fields))}"
     if isinstance(error, ConfigError | TypeError):

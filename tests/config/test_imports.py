@@ -18,3 +18,16 @@ def test_building_a_config_imports_no_library_of_its_own() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.pitfall(51)
+def test_importing_the_trainer_imports_nothing_but_torch_and_checksums() -> None:
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from dream_trainer import DreamTrainer\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names\n"
+        "print(sorted(new - {'dream_trainer'}))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "['xxhash']"
