@@ -129,6 +129,13 @@ MUTANTS = [
         MUON,
     ),
     Mutant(
+        "Adafactor's statistics are those of a shard",
+        "dream_trainer/optim/adafactor.py",
+        "        dist.all_reduce(flat, group=group)\n",
+        "        pass\n",
+        "tests/optim/test_adafactor.py",
+    ),
+    Mutant(
         "replicas do not share Muon's work",
         "dream_trainer/trainer/mixins/setup.py",
         "            optimizer.replicas = trainer.world.averaging_group()\n",

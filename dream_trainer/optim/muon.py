@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
+from dream_trainer.modules.shards import local_gradient
 from dream_trainer.optim.matrix_exchange import Layout, MatrixExchange, layout_of
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Muon(Optimizer):
 
     def _momentum_update(self, parameter: nn.Parameter, group: dict[str, Any], skip: Tensor | None) -> Tensor:
         """Moves this rank's part of the momentum, and returns the part of what is to be orthogonalised."""
-        gradient = _local_gradient(parameter)
+        gradient = local_gradient(parameter)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
@@ -215,17 +216,6 @@ def _cost(shape: torch.Size, n_steps: int) -> float:
     """Multiplications of the iteration."""
     short, long = sorted(shape)
     return float(n_steps * short * short * (2 * long + short))
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient, laid out as the parameter: tensor parallelism leaves sums to be made."""
-    from torch.distributed.tensor import DTensor
-
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_tensor(gradient)
 
 
 def _move(parameter: nn.Parameter, update: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:

@@ -1,4 +1,5 @@
-"""Optimizers from OptimizerParameters: PyTorch's own classes with PyTorch's own arguments, and our Muon."""
+"""Optimizers from OptimizerParameters: PyTorch's own classes with PyTorch's own arguments, and our own Muon and
+Adafactor."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.sharding import repeated_blocks
+from dream_trainer.optim.adafactor import Adafactor
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters

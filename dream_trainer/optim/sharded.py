@@ -3,17 +3,19 @@
 Measured with torch 2.13 in float64, three steps under `fully_shard` on 2 ranks and on a 2 x 2 mesh with tensor
 parallelism, against one process: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta and ASGD agree to
 4e-14. PyTorch's Muon orthogonalises whole matrices, not shards, but gathers them in each product; ours (muon.py) once a
-step. The others are below.
+step. PyTorch's other ones are below; in the place of its Adafactor there is ours (adafactor.py).
 """
 
 from __future__ import annotations
 
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+import torch
+from torch.optim import LBFGS, SGD, Adagrad, Optimizer, Rprop, SparseAdam
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.optim.adafactor import Adafactor
 
 UNSHARDABLE: dict[type[Optimizer], str] = {
-    Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
+    torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
     LBFGS: "flattens all parameters into one vector, which sharded ones cannot",
     Rprop: "assigns to elements picked by a mask, which DTensor has no rule for",
     SparseAdam: "needs sparse gradients, which fully_shard does not reduce",
@@ -50,8 +52,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 def refuse_unshardable_class(cls: type[Optimizer]) -> None:
     """Raises ConfigError if no optimizer of this class can step sharded parameters."""
     for kind, reason in UNSHARDABLE.items():
-        if issubclass(cls, kind):
+        if issubclass(cls, kind) and not issubclass(cls, Adafactor):
             raise ConfigError(
-                f"{kind.__name__} cannot step sharded parameters: it {reason}. "
-                "Use AdamW, Adam, SGD, Adagrad, RMSprop, NAdam or Muon, or train in one process."
+                f"torch.optim.{kind.__name__} cannot step sharded parameters: it {reason}. Use AdamW, Adam, SGD, "
+                "Adagrad, RMSprop, NAdam, or Muon or Adafactor of dream_trainer.optim, or train in one process."
             )

@@ -22,6 +22,7 @@ from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.modules.shards import local_indices
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.weights.reading import Box, WeightFiles
 from dream_trainer.weights.weight_files import open_weights
@@ -237,18 +238,8 @@ def _part(tensor: Tensor) -> _Part:
 
 
 def _rows(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` that this rank has: a tensor of indices, sharded as this one is. No communication.
-
-    Correct for every kind of sharding, also strided and uneven, because PyTorch's own code does the sharding.
-    """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    shape = [1] * tensor.ndim
-    shape[dim] = tensor.shape[dim]
-    indices = torch.arange(tensor.shape[dim]).view(shape)
-    placements = [placement if shard_dim(placement) == dim else Replicate() for placement in tensor.placements]
-    sharded = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
-    rows = local_tensor(sharded).flatten().cpu()
+    """The indices along `dim` that this rank has."""
+    rows = local_indices(tensor, dim)
     if len(rows) != local_tensor(tensor).shape[dim]:
         raise CheckpointError(
             f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} has "

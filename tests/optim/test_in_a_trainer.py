@@ -234,3 +234,56 @@ def test_a_run_saved_on_two_ranks_goes_on_with_the_same_rates_on_one(
     assert first + [rates for *_, rates in resumed.steps] == [rates for *_, rates in whole.steps]
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def adafactor_config(directory: Path, **values: Any) -> Config:
+    return replace(
+        config_in(directory, **values), optimizer=OptimizerParameters(name="adafactor", lr=0.05, weight_decay=0.1)
+    )
+
+
+def adafactor_state(directory: Path, start: bool) -> dict[str, Tensor]:
+    """Whole state after step 5 of a run that is started, or resumed there and goes no further."""
+    config = adafactor_config(directory, experiment="parts", stop_at=5 if start else None)
+    if not start:
+        config = replace(config, training_parameters=dt.TrainingParameters(max_steps=5))
+    trainer = Trainer(config)
+    found: dict[str, Tensor] = {}
+    with trainer:
+        trainer.fit()
+        (optimizer,) = trainer.optimizers
+        for name, parameter in trainer.model.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_adafactors_state_is_the_same_on_another_number_of_ranks(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved, *_ = run_world(adafactor_state, before, tmp_path, True) if before > 1 else [adafactor_state(tmp_path, True)]
+    ranks = run_world(adafactor_state, after, tmp_path, False) if after > 1 else [adafactor_state(tmp_path, False)]
+    for loaded in ranks:
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], value) for key, value in saved.items())
+    assert any(".row_var" in key for key in saved)
+
+
+def adafactor_resumed(directory: Path) -> bool:
+    """Goes on, and saves again."""
+    trainer = run(adafactor_config(directory, experiment="parts"))
+    return trainer.global_step == 12
+
+
+def test_a_run_by_adafactor_goes_on_on_other_ranks_and_saves_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = run(adafactor_config(tmp_path, experiment="whole"))
+    run(adafactor_config(tmp_path, experiment="parts", stop_at=5))
+    assert run_world(adafactor_resumed, 2, tmp_path) == [True, True]
+    resumed = run(adafactor_config(tmp_path, experiment="parts"))
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)

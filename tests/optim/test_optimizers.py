@@ -42,7 +42,7 @@ def test_a_named_optimizer_steps_bit_for_bit_as_pytorchs(
 ) -> None:
     by_name, by_hand = model(), model()
     optimizer = build_optimizer(OptimizerParameters(lr=0.01, decay_vectors=True, **values), by_name)
-    assert type(optimizer) is cls
+    assert isinstance(optimizer, cls)
     options = {key: value for key, value in values.items() if key not in ("name", "fused")}
     theirs: Callable[..., Optimizer] = cls
     train(by_name, [optimizer], batch())

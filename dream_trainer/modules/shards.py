@@ -1,0 +1,40 @@
+"""What of a sharded tensor this rank has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.compat.pytorch import local_tensor, shard_dim
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local_indices(tensor: DTensor, dim: int) -> Tensor:
+    """The indices along `dim` that this rank has, int64 on the CPU. No communication.
+
+    Correct for every kind of sharding, also strided and uneven, because PyTorch's own code does the sharding.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    shape = [1] * tensor.ndim
+    shape[dim] = tensor.shape[dim]
+    indices = torch.arange(tensor.shape[dim]).view(shape)
+    placements = [placement if shard_dim(placement) == dim else Replicate() for placement in tensor.placements]
+    sharded = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None)
+    return local_tensor(sharded).flatten().cpu()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient that is there, laid out as the parameter: tensor parallelism leaves sums to be
+    made."""
+    from torch.distributed.tensor import DTensor
+
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_tensor(gradient)
