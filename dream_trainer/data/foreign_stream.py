@@ -72,6 +72,7 @@ class ForeignStream(TrainStream):
         self._seed = seed
         self._count = count
         self._keeps_state = keeps_state
+        self._batch_size = loader_batch_size(source)
         self._position = DataPosition(0, 0, 0)
         self._samples = 0  # of this rank in this pass
         self._iterator: Iterator[Any] | None = None
@@ -176,7 +177,7 @@ class ForeignStream(TrainStream):
     def _rank_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "samples": self._samples,
-            "batch_size": loader_batch_size(self._source),
+            "batch_size": self._batch_size,
             "is_exhausted": self._is_exhausted,
         }
         if self._stateful is not None and self._keeps_state:
@@ -192,7 +193,7 @@ class ForeignStream(TrainStream):
         """Whether the loader's own state brings it back exactly; if not it is read again."""
         return (
             rank_state.get("loader") is not None
-            and rank_state.get("batch_size", loader_batch_size(self._source)) == loader_batch_size(self._source)
+            and rank_state.get("batch_size", self._batch_size) == self._batch_size
             and keeps_what_it_draws(self._source, draws=self._draws)
         )
 
