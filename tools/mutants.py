@@ -136,6 +136,13 @@ MUTANTS = [
         "tests/optim/test_adafactor.py",
     ),
     Mutant(
+        "a save of other tensors takes the last one's plan",
+        "dream_trainer/checkpoint/dcp_writer.py",
+        "return self._known.plan is not None and self._known.layout == self._layout",
+        "return self._known.plan is not None",
+        "tests/checkpoint/test_known_plan.py",
+    ),
+    Mutant(
         "replicas do not share Muon's work",
         "dream_trainer/trainer/mixins/setup.py",
         "            optimizer.replicas = trainer.world.averaging_group()\n",

@@ -2,9 +2,10 @@
 
 `dcp.save` would do it in one call, but it changes the process's warning filters, hides the error of the file system,
 and each file would have to be read again for its checksum. So its steps are done here one by one, with DCP's public
-planner and writer: each rank plans, the plans are merged, each rank writes. The ranks exchange what the steps return
-(`store.write_checkpoint`). Nothing here communicates, so it may run in any thread. What is written is DCP's own format,
-which `torch.distributed.checkpoint.load` reads.
+planner and writer: each rank plans, rank 0 merges the plans, each rank writes. The ranks exchange what the steps return
+(`store.write_checkpoint`). A save of tensors that lie as those of the last one did is not planned again. Nothing here
+communicates, so it may run in any thread. What is written is DCP's own format, which
+`torch.distributed.checkpoint.load` reads.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dream_trainer.checkpoint.files import NewFile
+from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import FileEntry
 
 
@@ -52,15 +53,17 @@ class _HashingFileSystem(FileSystem):
 
 
 class TensorWriter:
-    """One rank's part in writing a DCP directory. The methods are called in the order in which they are written here.
+    """One rank's part in writing a DCP directory. The methods are called in the order in which they are written here;
+    if all ranks know the plan, none of `plan`, `merge` and `take` is.
 
     Args:
         directory: An empty directory.
         tensors: DTensors, of which each rank writes its own pieces, and plain tensors, of which one rank writes each.
         rank: This rank, 0-based.
+        known: The plan of the last save; it is replaced by this one's.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan) -> None:
         self._files = _HashingFileSystem()
         # `NewFile` syncs the files, since DCP does so before Python's buffer is flushed. Copying ahead would use a
         # stream of the thread's default device, which may be another rank's.
@@ -69,26 +72,42 @@ class TensorWriter:
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         self._tensors = dict(tensors)
         self._rank = rank
-        self._metadata = Metadata({})
+        self._known = known
+        self._layout = {name: _layout(tensor) for name, tensor in tensors.items()}
 
-    def plan(self) -> SavePlan:
-        """What this rank could write; to be exchanged."""
+    def knows_plan(self) -> bool:
+        """Whether this rank's tensors lie as those of the last save did."""
         is_main = self._rank == 0
         self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator=is_main)
         self._writer.set_up_storage_writer(is_main, rank=self._rank, use_collectives=True)
+        return self._known.plan is not None and self._known.layout == self._layout
+
+    def plan(self) -> SavePlan:
+        """What this rank could write; for rank 0."""
+        self._known.plan = None
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def write(self, plans: list[SavePlan]) -> list[WriteResult]:
-        """Writes this rank's shard; the result is for rank 0.
+    def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """What each rank is to write, so that everything is written once; on rank 0 only.
 
         Args:
-            plans: Those of all ranks, in order. Each rank merges them into the same global plan.
+            plans: Those of all ranks, in order.
+        """
+        merged, self._known.metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(merged)
+
+    def take(self, plan: SavePlan) -> None:
+        """Takes what this rank is to write."""
+        self._known.plan, self._known.layout = plan, self._layout
+
+    def write(self) -> list[WriteResult]:
+        """Writes this rank's shard; the result is for rank 0.
 
         Raises:
             OSError: The file system refused.
         """
-        merged, self._metadata = self._planner.create_global_plan(plans)
-        plan = self._planner.finish_plan(self._writer.prepare_global_plan(merged)[self._rank])
+        assert self._known.plan is not None
+        plan = self._planner.finish_plan(self._known.plan)
         try:
             return self._writer.write_data(plan, self._planner).wait()
         except RuntimeError as error:
@@ -103,12 +122,21 @@ class TensorWriter:
         Raises:
             OSError: The file system refused.
         """
-        self._writer.finish(self._metadata, list(results))
+        assert self._known.metadata is not None
+        self._writer.finish(self._known.metadata, list(results))
 
     @property
     def entries(self) -> dict[str, FileEntry]:
         """The files that this rank wrote so far."""
         return dict(self._files.entries)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    from torch.distributed.tensor import DTensor
+
+    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return tensor.shape, tensor.dtype, tensor.requires_grad, *placed
 
 
 def _said_by_file_system(error: BaseException) -> OSError | None:

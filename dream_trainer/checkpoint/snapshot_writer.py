@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dream_trainer.checkpoint.background import Background
+from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.retention import Retention, retire
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
@@ -39,6 +40,7 @@ class SnapshotWriter:
         self._writing: Background[Path] = Background("checkpoint writer")
         self._warming: Background[None] = Background("checkpoint memory")
         self._copies_are_pending = False
+        self._known_plan = KnownPlan()
 
     @property
     def is_busy(self) -> bool:
@@ -91,7 +93,7 @@ class SnapshotWriter:
         """Runs in the thread."""
         if self.copies is not None:
             self.copies.wait()
-        path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace)
+        path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace, known=self._known_plan)
         if self._world.is_main and not self._retention.keeps_all:
             try:
                 retire(self.directory, self._retention)

@@ -37,6 +37,7 @@ from dream_trainer.checkpoint.files import (
     sync_directory,
     write_file,
 )
+from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -46,7 +47,13 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.distributed.outcomes import (
+    dealt_by_main_rank,
+    from_all_ranks,
+    from_main_rank,
+    on_all_ranks,
+    to_main_rank,
+)
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.version import __version__
@@ -54,6 +61,8 @@ from dream_trainer.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
+
+    from dream_trainer.checkpoint.dcp_writer import TensorWriter
 
 SHARED_NAME = "shared.json"
 
@@ -63,7 +72,9 @@ def rank_name(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: bool = False) -> Path:
+def write_checkpoint(
+    root: Path, snapshot: Snapshot, *, world: Ranks, replace: bool = False, known: KnownPlan | None = None
+) -> Path:
     """Writes a checkpoint and publishes it. Every rank calls this; it returns when the checkpoint is on the disk.
 
     It may run in a thread of its own: it changes no global state, and communicates over `world` only.
@@ -76,6 +87,7 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
         snapshot: This rank's part. Nobody may change its tensors meanwhile.
         world: The ranks.
         replace: Whether an undamaged checkpoint of the step is replaced too.
+        known: Kept from save to save, so that only the first one is planned; None plans this one.
 
     Returns:
         The checkpoint's directory, `<root>/step_<step>`.
@@ -96,19 +108,20 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
     try:
         # DCP saves the value of the rank that has the least to write, so a rank with another value must not offer it.
         common = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rank_tensors}
-        writer = TensorWriter(temporary, common, rank=world.rank)
-        plans = from_all_ranks(world, task, writer.plan)
+        writer = TensorWriter(temporary, common, rank=world.rank, known=KnownPlan() if known is None else known)
+        if not all(from_all_ranks(world, task, writer.knows_plan)):
+            _plan(writer, world, task)
 
         def write() -> tuple[list[WriteResult], dict[str, FileEntry]]:
             entries = _write_small_files(temporary, snapshot, world)
-            results = writer.write(plans)
+            results = writer.write()
             sync_directory(temporary)
             return results, entries | writer.entries
 
-        written = from_all_ranks(world, task, write)
+        written = to_main_rank(world, task, write)
 
         def commit() -> None:
-            if world.is_main:
+            if written is not None:
                 writer.write_metadata([results for results, _ in written])
                 files = writer.entries | {name: entry for _, entries in written for name, entry in entries.items()}
                 write_file(temporary / MANIFEST_NAME, encode_manifest(_describe(final, snapshot, files, world)))
@@ -123,6 +136,12 @@ def write_checkpoint(root: Path, snapshot: Snapshot, *, world: Ranks, replace: b
         world.all_gather_object(None)  # so that it is gone on every rank
         raise
     return final
+
+
+def _plan(writer: TensorWriter, world: Ranks, task: str) -> None:
+    """Lets rank 0 say what each rank writes. Only it sees the plans of all: their number grows with that of ranks."""
+    plans = to_main_rank(world, task, writer.plan)
+    writer.take(dealt_by_main_rank(world, task, lambda: writer.merge(plans or [])))
 
 
 def _tidy(final: Path) -> bool:

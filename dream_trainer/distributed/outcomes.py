@@ -61,6 +61,28 @@ def from_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> T:
     return cast(T, from_all_ranks(world, task, lambda: function() if world.is_main else None)[0])
 
 
+def to_main_rank(world: Ranks, task: str, function: Callable[[], T]) -> list[T] | None:
+    """As `from_all_ranks`, but only rank 0 gets the results; None on the others, where they may be many and large.
+
+    Raises:
+        CheckpointError: It failed on some rank; the same on all ranks.
+    """
+    result, failure, cause = _attempt(function)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
+    return world.gather_object(result)
+
+
+def dealt_by_main_rank(world: Ranks, task: str, function: Callable[[], Sequence[T]]) -> T:
+    """Runs `function` on rank 0 only and returns to each rank its element of the result, which must be picklable.
+
+    Raises:
+        CheckpointError: It failed; the same on all ranks.
+    """
+    result, failure, cause = _attempt(function) if world.is_main else (None, None, None)
+    _raise_failures(world, task, world.all_gather_object(failure), cause)
+    return cast(T, world.scatter_object(result))
+
+
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
     try:
         return function(), None, None

@@ -6,6 +6,7 @@ is alone, and a script under torchrun takes the group that is there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,27 @@ class Ranks:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.cpu_group)
         return gathered
+
+    def gather_object(self, value: Any, /) -> list[Any] | None:
+        """Every rank's `value`, in rank order, on rank 0; None on the others, which so take no part of its cost."""
+        if not self._may_communicate():
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, gathered, dst=0, group=self.cpu_group)
+        return gathered
+
+    def scatter_object(self, values: Sequence[Any] | None, /) -> Any:
+        """Rank 0's `values[rank]` on each rank; the others pass None."""
+        if not self._may_communicate():
+            assert values is not None
+            return values[0]
+        import torch.distributed as dist
+
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.cpu_group)
+        return box[0]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s `value` on every rank."""

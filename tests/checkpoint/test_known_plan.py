@@ -1,0 +1,129 @@
+"""A save whose tensors lie as the last one's did is not planned again, and holds what it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dream_trainer.checkpoint.known_plan import KnownPlan
+from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
+from dream_trainer.distributed.outcomes import dealt_by_main_rank, to_main_rank
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
+from tests.checkpoint.states import make_snapshot
+from tests.worlds import run_world
+
+
+class Saves:
+    """Saves one after the other, counting those that are planned on this rank."""
+
+    def __init__(self, root: Path, world: Ranks) -> None:
+        self.root = root
+        self.world = world
+        self.known = KnownPlan()
+        self.planned = 0
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> bool:
+        """Returns whether the save was planned, after it was read back and compared."""
+        original = DefaultSavePlanner.create_local_plan
+        planned = self.planned
+
+        def counted(planner: DefaultSavePlanner) -> Any:
+            self.planned += 1
+            return original(planner)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DefaultSavePlanner, "create_local_plan", counted)
+            snapshot = make_snapshot(step, tensors=tensors)
+            path = write_checkpoint(self.root, snapshot, world=self.world, known=self.known)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(path, loaded, world=self.world)
+        for name, tensor in tensors.items():
+            assert torch.equal(local(loaded[name]), local(tensor)), name
+        return self.planned > planned
+
+
+def local(tensor: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_only_a_save_of_other_tensors_is_planned(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, Ranks.alone())
+    assert saves.save(1, {"a": torch.ones(3), "b": torch.zeros(2, 2)})
+    assert not saves.save(2, {"a": torch.full((3,), 2.0), "b": torch.ones(2, 2)})
+    assert not saves.save(3, {"b": torch.full((2, 2), 3.0), "a": torch.ones(3)})
+    assert saves.save(4, {"a": torch.ones(4), "b": torch.zeros(2, 2)})
+    assert saves.save(5, {"a": torch.ones(4).double(), "b": torch.zeros(2, 2)})
+    assert saves.save(6, {"a": torch.ones(4).double()})
+    assert not saves.save(7, {"a": torch.ones(4).double() * 7})
+
+
+def test_a_plan_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Saves(tmp_path, Ranks.alone())
+    saves.save(1, {"a": torch.ones(3)})
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("no plan")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "create_global_plan", refuse)
+        with pytest.raises(CheckpointError, match="no plan"):
+            saves.save(2, {"a": torch.ones(4)})
+    assert saves.save(3, {"a": torch.ones(4)})
+    assert saves.save(4, {"a": torch.ones(3)})
+
+
+def over_two_ranks(root: Path) -> list[bool]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    saves, mesh, rank = Saves(root, Ranks.of_default_group()), init_device_mesh("cpu", (2,)), dist.get_rank()
+
+    def tensors(value: float, placement: Any, *, mine: bool = False) -> dict[str, Tensor]:
+        whole = torch.arange(10).view(5, 2) * value
+        found = {"a": distribute_tensor(whole, mesh, [placement]), "b": torch.full((3,), value)}
+        return found | {"c": torch.full((2,), value)} if mine and rank == 1 else found
+
+    planned = [
+        saves.save(1, tensors(1.0, Shard(0))),
+        saves.save(2, tensors(2.0, Shard(0))),
+        saves.save(3, tensors(3.0, Replicate())),
+        saves.save(4, tensors(4.0, Replicate(), mine=True)),
+        saves.save(5, tensors(5.0, Replicate(), mine=True)),
+    ]
+    dist.destroy_process_group()
+    return planned
+
+
+def test_ranks_plan_again_if_the_tensors_of_one_of_them_lie_otherwise(tmp_path: Path) -> None:
+    assert run_world(over_two_ranks, 2, tmp_path) == [[True, False, True, True, False]] * 2
+
+
+def outcomes() -> list[Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    world, rank = Ranks.of_default_group(), dist.get_rank()
+    found: list[Any] = [to_main_rank(world, "count", lambda: rank + 1)]
+    found.append(dealt_by_main_rank(world, "deal", lambda: ["first", "second"]))
+    for function in (to_main_rank, dealt_by_main_rank):
+        try:
+            function(world, "divide", lambda: [1 // rank])
+        except CheckpointError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
+
+
+def test_what_goes_to_and_comes_from_rank_0_fails_on_all() -> None:
+    error = "Could not divide: rank 0: ZeroDivisionError: integer division or modulo by zero"
+    assert run_world(outcomes, 2) == [[[1, 2], "first", error, error], [None, "second", error, error]]
