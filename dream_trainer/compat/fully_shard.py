@@ -152,9 +152,7 @@ def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None
     shared = cast("SharedGroup", group)
     shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
     for parameter in group.fsdp_params:
-        if is_whole:
-            local_gradients.whole[id(parameter.sharded_param)] = group.mp_policy.reduce_dtype
-        else:
+        if not is_whole:
             local_gradients.shared[id(parameter.sharded_param)] = group
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 
@@ -16,7 +15,6 @@ class LocalGradients:
 
     Attributes:
         shared: The `fully_shard` group of each sharded parameter, by the parameter's id.
-        whole: For each replicated parameter, by id, the dtype its gradient is reduced in; None for its own.
         used: Ids of sharded parameters that a backward on this rank gave a gradient, since their last step.
         ran: Ids of the groups that ran a forward in the window.
         waiting: Groups that ended a backward whose gradients are not reduced over ranks yet.
@@ -25,7 +23,6 @@ class LocalGradients:
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
-    whole: dict[int, torch.dtype | None] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     ran: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)

@@ -68,6 +68,7 @@ def default_generator_of(device: torch.device) -> torch.Generator:
 
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_div_ = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
 foreach_clamp_min_ = torch._foreach_clamp_min_  # pyright: ignore[reportPrivateImportUsage]
 foreach_clamp_max_ = torch._foreach_clamp_max_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]

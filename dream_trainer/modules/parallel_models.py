@@ -33,7 +33,7 @@ class ParallelModels:
         self._world: World | None = None
 
     def watch(self, models: Iterable[nn.Module], world: World, sync_policy: str) -> None:
-        """From now on knows of the gradients of `models`, which are wrapped by `fully_shard` where they are trained.
+        """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`.
 
         Args:
             models: The models, real.

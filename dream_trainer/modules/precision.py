@@ -59,6 +59,11 @@ def under_autocast(
     return inside
 
 
+def reduce_dtype(parameters: DeviceParameters) -> torch.dtype | None:
+    """The type that gradients cross the data-parallel ranks in, if one is asked for."""
+    return None if parameters.reduce_dtype is None else _DTYPES[parameters.reduce_dtype]
+
+
 def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None:
     """How `fully_shard` casts parameters, inputs and gradients of blocks; None: not at all.
 
@@ -66,8 +71,7 @@ def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    dtype = half_dtype(parameters)
-    reduce = None if parameters.reduce_dtype is None else _DTYPES[parameters.reduce_dtype]
+    dtype, reduce = half_dtype(parameters), reduce_dtype(parameters)
     if dtype is None and reduce is None:
         return None
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if reduce is None else reduce)

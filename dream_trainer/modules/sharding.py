@@ -1,7 +1,6 @@
 """Where a model is cut and wrapped by `fully_shard`, and the few things done to wrapped models between steps.
 
-Functions of a model, its blocks and a `fully_shard` config. Replication is `fully_shard` over an `(n, 1)` mesh: one
-code path for FSDP, HSDP and replicas, with the same gradient arithmetic.
+Functions of a model, its blocks and a `fully_shard` config.
 """
 
 from __future__ import annotations
@@ -68,12 +67,17 @@ def shard_by_blocks(
     fully_shard(model, **root)
 
 
-def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None:
+def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_wrapped: bool) -> None:
     """Refuses what gives gradients that cannot be handled.
 
+    Args:
+        models: By name.
+        world_size: Number of ranks.
+        are_wrapped: Whether `fully_shard` will wrap them.
+
     Raises:
-        ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`, or two models share a
-            parameter.
+        ConfigError: An embedding makes sparse gradients; on several ranks, it has `max_norm`; two models that are
+            wrapped share a parameter.
     """
     owner: dict[int, str] = {}
     for model_name, model in models.items():
@@ -91,9 +95,9 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int) -> None
                 )
         for name, parameter in model.named_parameters(prefix=model_name):
             other = owner.setdefault(id(parameter), name)
-            if world_size > 1 and other != name:
+            if are_wrapped and other != name:
                 raise ConfigError(
-                    f"{other} and {name} are one parameter in two models, which several ranks cannot wrap twice. Put "
+                    f"{other} and {name} are one parameter in two models, which fully_shard cannot wrap twice. Put "
                     "both models into one module, assigned to self."
                 )
 

@@ -76,8 +76,8 @@ class Hooks:
         precision's and the offload's policy. FSDPMixin's default: by `model_blocks`, then the root."""
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
-        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: by `model_blocks`,
-        then the root."""
+        """Replicates every model over `mesh` (dp_replicate, dp_shard=1). SetupMixin's default: nothing, since `step`
+        averages gradients; with `cpu_offload` or tensor parallelism by `model_blocks`, then the root."""
 
     def init_weights(self) -> None:
         """Initialises parameters, seen as full tensors. Default: what the constructors computed, then each module's own

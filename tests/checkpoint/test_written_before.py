@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from dream_trainer.cli.main import main
 from tests.checkpoint.written_by_0_1.run import LAST_STEP, STOP_AFTER, Network, arithmetic, expected, put_run, train
 from tests.worlds import run_world
 
-NAMES = ["one_rank", "two_ranks"]
-RANKS = {"one_rank": 1, "two_ranks": 2}
+NAMES = ["one_rank", "two_ranks", "two_replicas"]
+RANKS = {"one_rank": 1, "two_ranks": 2, "two_replicas": 2}
 
 
 def go_on(name: str, directory: str) -> dict[str, Any]:
     """On each rank: resumes the copy in `directory` and trains to the end."""
+    return go_on_as(name, directory, replicated=name == "two_replicas")
+
+
+def go_on_as(name: str, directory: str, *, replicated: bool) -> dict[str, Any]:
+    """The same, replicated or sharded whatever it was."""
     os.chdir(directory)
-    return train(name)
+    return train(name, replicated=replicated)
 
 
 def assert_equal(found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -74,11 +80,21 @@ def test_a_run_goes_on_as_the_version_that_wrote_it_went_on(name: str, tmp_path:
     ]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("one_rank", 2), ("two_ranks", 1)])
-def test_a_run_goes_on_with_another_number_of_ranks(name: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "replicated"),
+    [
+        ("one_rank", 2, False),
+        ("one_rank", 2, True),
+        ("two_ranks", 1, False),
+        ("two_ranks", 2, True),
+        ("two_replicas", 1, False),
+        ("two_replicas", 2, False),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(name: str, ranks: int, replicated: bool, tmp_path: Path) -> None:
     put_run(name, tmp_path, name)
     loaded, _, told = expected(name)
-    results = run_world(go_on, ranks, name, str(tmp_path))
+    results = run_world(partial(go_on_as, replicated=replicated), ranks, name, str(tmp_path))
     assert_equal(results[0]["loaded"], loaded)
     found = results[0]["told"]
     assert found["batches_trained"] == told["batches_trained"]

@@ -1,88 +1,245 @@
-"""Replication by `fully_shard` over an (n, 1) mesh beside DistributedDataParallel: CPU time per step and rank.
+"""CPU time and memory of a replicated training step beside that of a plain DistributedDataParallel loop.
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tools/bench/replicate.py [--steps 40] [--pairs 5]
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tools/bench/replicate.py [--model small] [--accumulation 4]
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tools/bench/replicate.py --memory ours   (or ddp)
 
-Both train the same transformer (4 blocks, width 128) by hand-written loops with fused AdamW and accumulation 1 and 4,
-in interleaved pairs in one process group. Dream Trainer replicates by the first, for one code path with FSDP and HSDP.
+A decoder-only transformer of 0.87 M parameters ("small": 4 blocks, width 128, 8 x 64 tokens) or 25 M ("large": 8
+blocks, width 512, 1 x 32 tokens, so that communication and the optimizer weigh most), fused AdamW, clipping at 1.0.
+Both train in one process group, in turns of `--steps` steps, so that drift of the machine meets both. Time is the
+process's, with gloo's threads. With `--memory` one of them trains alone, and the peak of the resident set above the
+process before its model is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dream_trainer import (
+    BaseTrainer,
+    BaseTrainerConfig,
+    DeviceParameters,
+    SetupConfigMixin,
+    SetupMixin,
+    TrainingParameters,
+)
+from dream_trainer.data.loader import PerRankLoader
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-
-def by_ddp() -> nn.Module:
-    return DistributedDataParallel(make_model())
-
-
-def by_fully_shard() -> nn.Module:
-    model = make_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+CLIP, VOCABULARY = 1.0, 96
 
 
-def seconds_per_step(model: nn.Module, steps: int, accumulation: int) -> float:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x = torch.randn(4, 32, 128)
-    for step in range(steps + 3):
-        if step == 3:  # warm
-            dist.barrier()
-            started = time.process_time()
-        for micro in range(accumulation):
-            is_last = micro == accumulation - 1
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(is_last)
-                model(x).square().mean().backward()
-            elif is_last:
-                model(x).square().mean().backward()
-            else:
-                with model.no_sync():
-                    model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return (time.process_time() - started) / steps
+@dataclass
+class Shape:
+    blocks: int
+    width: int
+    batch: int
+    length: int
+
+
+SHAPES = {"small": Shape(4, 128, 8, 64), "large": Shape(8, 512, 1, 32)}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.places = nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Batches:
+    """Batches that cost nothing to load, as often as asked for."""
+
+    def __init__(self, shape: Shape, n: int) -> None:
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        size = (shape.batch, shape.length)
+        self.ready = [torch.randint(VOCABULARY, size, generator=generator) for _ in range(8)]
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.ready[index % 8] for index in range(self.n))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class PlainLoop:
+    """DistributedDataParallel as its documentation shows it."""
+
+    def __init__(self, shape: Shape, accumulation: int) -> None:
+        torch.manual_seed(0)
+        self.shape, self.accumulation = shape, accumulation
+        self.model = DistributedDataParallel(GPT(shape))
+        self.optimizer = make_optimizer(self.model)
+
+    def run(self, steps: int) -> float:
+        """Trains for some steps; CPU seconds that they took."""
+        started = time.process_time()
+        for index, tokens in enumerate(Batches(self.shape, steps * self.accumulation), start=1):
+            is_last = index % self.accumulation == 0
+            with nullcontext() if is_last else self.model.no_sync():
+                (loss_of(self.model, tokens) / self.accumulation).backward()
+            if is_last:
+                nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return time.process_time() - started
+
+
+@dataclass
+class Config(BaseTrainerConfig, SetupConfigMixin):
+    model: str = "small"
+    turn: int = 10
+    is_alone: bool = False
+
+
+class Trainer(BaseTrainer, SetupMixin):
+    """The same by the framework; after each turn of its own it gives the plain loop one."""
+
+    config: Config
+
+    def configure_models(self) -> None:
+        self.model = GPT(SHAPES[self.config.model])
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = make_optimizer(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        parameters = self.config.training_parameters
+        n_batches = parameters.max_steps * parameters.gradient_accumulation_steps
+        return PerRankLoader(Batches(SHAPES[self.config.model], n_batches)), None
+
+    def pre_fit(self) -> None:
+        self.pairs: list[tuple[float, float]] = []
+        accumulation = self.config.training_parameters.gradient_accumulation_steps
+        self.plain = None if self.config.is_alone else PlainLoop(SHAPES[self.config.model], accumulation)
+        self.started = time.process_time()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        loss = loss_of(self.model, batch)
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+    def post_train_step(self) -> None:
+        if self.plain is not None and self.global_step % self.config.turn == 0:
+            ours = time.process_time() - self.started
+            self.pairs.append((self.plain.run(self.config.turn), ours))
+            self.started = time.process_time()
+
+
+def train(options: argparse.Namespace, steps: int, *, is_alone: bool) -> Trainer:
+    config = Config(
+        project="bench",
+        group="replicate",
+        experiment="step",
+        device_parameters=DeviceParameters(device="cpu"),
+        training_parameters=TrainingParameters(
+            max_steps=steps,
+            n_epochs=None,
+            gradient_clip_val=CLIP,
+            gradient_accumulation_steps=options.accumulation,
+            train_batch_size=SHAPES[options.model].batch,
+        ),
+        model=options.model,
+        turn=options.steps,
+        is_alone=is_alone,
+    )
+    with Trainer(config) as trainer:
+        trainer.fit()
+    return trainer
+
+
+def resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_memory(options: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    before = resident_mib()
+    if options.memory == "ours":
+        train(options, options.steps, is_alone=True)
+    else:
+        PlainLoop(SHAPES[options.model], options.accumulation).run(options.steps)
+    if dist.get_rank() == 0:
+        print(f"{options.model}, {options.memory}: peak {resident_mib() - before:.0f} MiB above the start")
+    dist.destroy_process_group()
+
+
+def measure_time(options: argparse.Namespace) -> None:
+    pairs = train(options, options.steps * (options.pairs + 1), is_alone=False).pairs[1:]  # the first warms both up
+    if int(os.environ["RANK"]) == 0:
+        ratios = sorted(ours / plain for plain, ours in pairs)
+        plain, ours = (statistics.median(side) / options.steps * 1e3 for side in zip(*pairs, strict=True))
+        quarter = len(ratios) // 4
+        print(
+            f"torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {options.model}, accumulation "
+            f"{options.accumulation}, {len(pairs)} pairs, load {os.getloadavg()[0]:.1f}: CPU per step "
+            f"DistributedDataParallel {plain:.2f} ms, Dream Trainer {ours:.2f} ms, ratio "
+            f"{statistics.median(ratios):.3f} (quartiles {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="fully_shard over (n, 1) beside DistributedDataParallel.")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser = argparse.ArgumentParser(description="Replicas beside DistributedDataParallel.")
+    parser.add_argument("--model", choices=SHAPES, default="small")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--memory", choices=("ours", "ddp"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for accumulation in (1, 4):
-        rows = [
-            (
-                seconds_per_step(by_ddp(), options.steps, accumulation),
-                seconds_per_step(by_fully_shard(), options.steps, accumulation),
-            )
-            for _ in range(options.pairs)
-        ]
-        if dist.get_rank() == 0:
-            ddp, sharded = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
-            print(
-                f"accumulation {accumulation}: DDP {ddp:.1f} ms, fully_shard (n, 1) {sharded:.1f} ms, ratio "
-                f"{sharded / ddp:.2f}"
-            )
-    dist.barrier()
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        (measure_memory if options.memory else measure_time)(options)
+        os.chdir("/")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class SetupMixin(AbstractTrainer):
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
-        refuse_unsupported(models, self.world.world_size)
+        refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
         self._build.plan = remember(models, self._build.tape)
@@ -111,12 +111,17 @@ class SetupMixin(AbstractTrainer):
         return policies
 
     def apply_replicate(self, mesh: DeviceMesh) -> None:
-        """Replicates every model on every rank; `step` averages its gradients.
+        """Replicates every model on every rank: it stays as it is, and `step` averages its gradients.
+
+        Models are wrapped in `fully_shard` with `cpu_offload`, which moves them block by block, and with tensor
+        parallelism: its layers have DTensors, and one fused optimizer cannot step these beside plain parameters.
 
         Args:
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
         """
         super().apply_replicate(mesh)
+        if not _wraps_replicas(self):
+            return
         config = {"mesh": mesh} | self._sharding_policies()
         for model in self._trainable_models():
             shard_by_blocks(model, self.model_blocks(model), config, config)
@@ -199,17 +204,35 @@ def _shard_or_replicate(trainer: SetupMixin) -> None:
     world = trainer.world
     if world.world_size == 1:
         return
-    for model in trainer._parameterised_models():
-        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
-        keep_recurrent_weights_in_place(model)
-        if half_dtype(trainer.config.device_parameters) is not None:
-            norms_in_float32(model, world.device)
     mesh, shape = _mesh(trainer), world.mesh_shape
+    if _are_wrapped(trainer):
+        _make_ready_to_wrap(trainer)
     if shape.dp_shard == 1:
         trainer.apply_replicate(mesh["dp_replicate", "dp_shard"])
         return
     dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
     trainer.apply_fully_shard({"mesh": mesh[dims]} | trainer._sharding_policies())
+
+
+def _are_wrapped(trainer: SetupMixin) -> bool:
+    """Whether `fully_shard` will wrap the models, here or in a user's `apply_replicate`."""
+    shape = trainer.world.mesh_shape
+    is_overridden = type(trainer).apply_replicate is not SetupMixin.apply_replicate
+    return trainer.world.world_size > 1 and (shape.dp_shard > 1 or is_overridden or _wraps_replicas(trainer))
+
+
+def _wraps_replicas(trainer: SetupMixin) -> bool:
+    devices = trainer.config.device_parameters
+    return devices.cpu_offload or devices.tensor_parallel > 1
+
+
+def _make_ready_to_wrap(trainer: SetupMixin) -> None:
+    world = trainer.world
+    for model in trainer._parameterised_models():
+        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
+        keep_recurrent_weights_in_place(model)
+        if half_dtype(trainer.config.device_parameters) is not None:
+            norms_in_float32(model, world.device)
 
 
 def _mesh(trainer: SetupMixin) -> DeviceMesh:

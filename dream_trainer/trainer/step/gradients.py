@@ -2,7 +2,7 @@
 
 Everything works on this rank's local shards, a small part of the time that DTensors take
 (docs/measurements.md#norms-of-local-shards). An element that several ranks hold is counted once: its square is divided
-by the number of its copies before one all-reduce.
+by the number of its copies before one all-reduce. Where all ranks hold all, nothing crosses them.
 
 Ranks need not use the same parameters. A parameter that only some ranks used has a gradient of zero on the others. One
 that no rank used has no gradient anywhere, as in one process, where an optimizer then does not change it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -24,10 +24,9 @@ from dream_trainer.compat.pytorch import (
     foreach_mul_,
     foreach_norm,
     local_gradients,
-    local_tensor,
-    with_local,
 )
 from dream_trainer.optim.muon import Muon
+from dream_trainer.trainer.step.buckets import Averaging, make_buckets
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -55,31 +54,15 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients `step` averages over ranks in one collective.
-
-    Attributes:
-        dtype: The type that they are sent in.
-        group: The ranks; None for all.
-        parameters: The parameters.
-    """
-
-    dtype: torch.dtype
-    group: Any
-    parameters: list[nn.Parameter]
-
-
-BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """What `step` needs to know of a set of optimizers, computed once.
 
     Attributes:
         parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
-        buckets: Parameters that no backward reduces over ranks; empty at world size 1.
+        averaging: Of the gradients that no backward reduces over ranks; of none at world size 1.
+        is_whole: Whether all ranks have all of every parameter and see different data, so that averaged gradients are
+            equal to the bit on all of them.
         shared: Parameters whose gradients a backward reduces, each rank keeping its shard.
         shared_ids: Their ids.
         guards_itself: Whether every optimizer skips a step on the device if its `found_inf` is set.
@@ -90,7 +73,8 @@ class StepPlan:
 
     parameters: list[nn.Parameter]
     groups: list[ParameterGroup]
-    buckets: list[Bucket]
+    averaging: Averaging
+    is_whole: bool
     shared: list[nn.Parameter]
     shared_ids: frozenset[int]
     guards_itself: bool
@@ -104,8 +88,13 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
     return tuple([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
 
 
-def plan_step(optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients) -> StepPlan:
-    """Makes the plan for stepping `optimizers` together."""
+def plan_step(
+    optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients, reduce_dtype: torch.dtype | None
+) -> StepPlan:
+    """Makes the plan for stepping `optimizers` together.
+
+    Gradients cross ranks in `reduce_dtype`; None for their own type.
+    """
     from torch.distributed.tensor import DTensor
 
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
@@ -122,7 +111,8 @@ def plan_step(optimizers: Sequence[Optimizer], world: World, gradients: LocalGra
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        buckets=_buckets(parameters, world, gradients) if world.world_size > 1 else [],
+        averaging=Averaging(make_buckets(parameters, world, gradients.shared, reduce_dtype), world),
+        is_whole=world.data_copies == 1 and all(copies == world.world_size for copies, _ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
@@ -160,66 +150,6 @@ def copies_of(parameter: nn.Parameter, world_size: int) -> int:
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     """This rank's part of the gradients that exist, group by group."""
     return [group.gradients() for group in plan.groups]
-
-
-def _buckets(parameters: Sequence[nn.Parameter], world: World, gradients: LocalGradients) -> list[Bucket]:
-    from torch.distributed.tensor import DTensor
-
-    buckets: list[Bucket] = []
-    for p in parameters:
-        if id(p) in gradients.whole:
-            if world.dp_size == 1:
-                continue
-            dtype, group = gradients.whole[id(p)] or p.dtype, world.data_group
-        elif isinstance(p, DTensor):
-            continue
-        else:
-            dtype, group = p.dtype, None
-        fits = (b for b in buckets if (b.dtype, b.group) == (dtype, group) and _bytes(b.parameters) < BUCKET_BYTES)
-        bucket = next(fits, None)
-        if bucket is None:
-            buckets.append(bucket := Bucket(dtype, group, []))
-        bucket.parameters.append(p)
-    return buckets
-
-
-def _bytes(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(local_tensor(p).numel() * p.element_size() for p in parameters)
-
-
-def average(bucket: Bucket, world: World) -> None:
-    """Averages gradients over ranks in one collective.
-
-    On a rank without a gradient that others have it counts as zero; a parameter without one on all ranks gets none.
-    """
-    import torch.distributed as dist
-
-    n_ranks = world.world_size if bucket.group is None else world.dp_size
-    parameters = [p for p in bucket.parameters if p.requires_grad or p.grad is not None]
-    if not parameters:
-        return
-    lacking = [i for i, p in enumerate(parameters) if p.grad is None]
-    parts = [local_tensor(p if p.grad is None else p.grad).flatten() for p in parameters]
-    for i in lacking:
-        parts[i] = torch.zeros_like(parts[i])
-    # One number per parameter: on how many ranks it has a gradient. Only a rank that lacks one reads it, and waits.
-    has_gradient = torch.ones(len(parameters), dtype=bucket.dtype, device=world.parameter_device)
-    if lacking:
-        has_gradient[lacking] = 0
-    flat = torch.cat([*(part.to(bucket.dtype) for part in parts), has_gradient])
-    for p in parameters:
-        p.grad = None
-    del parts
-    flat = flat.to(world.device)
-    flat /= n_ranks
-    dist.all_reduce(flat, group=bucket.group)
-    flat = flat.to(world.parameter_device)
-    sizes = [local_tensor(p).numel() for p in parameters]
-    *means, has_gradient = flat.split([*sizes, len(parameters)])
-    presence = has_gradient.tolist() if lacking else [1.0] * len(parameters)
-    for p, mean, is_there in zip(parameters, means, presence, strict=True):
-        if is_there:
-            p.grad = with_local(p, mean.view(local_tensor(p).shape).to(p.dtype))
 
 
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:

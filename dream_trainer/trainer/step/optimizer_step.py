@@ -18,11 +18,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
-from dream_trainer.modules.precision import without_autocast
+from dream_trainer.modules.precision import reduce_dtype, without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
-    average,
     global_norm,
     gradients_of,
     group_sizes,
@@ -64,6 +63,7 @@ class OptimizerStep:
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
+        self._reduce_dtype = reduce_dtype(trainer.config.device_parameters)
         self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
@@ -112,7 +112,9 @@ class OptimizerStep:
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
-            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients)
+            plan = self._plans[optimizers] = plan_step(
+                optimizers, self._world, self._local_gradients, self._reduce_dtype
+            )
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan
@@ -123,11 +125,10 @@ class OptimizerStep:
         """Normalises and clips in place; returns the norm before clipping, and whether the total weight is 0."""
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
-        for bucket in plan.buckets:
-            average(bucket, self._world)
         weight = self._accumulation.spend_weight(model)
+        carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         grads = gradients_of(plan)
-        norm, total = self._norm(plan, grads, weight, self._lacking(plan))
+        norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
         # A second turn in the window is made of its last micro-batch alone.
         n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)
@@ -141,7 +142,7 @@ class OptimizerStep:
                 for listener in self._before_step:
                     listener(model, optimizer)
             grads, scale = gradients_of(plan), None
-            norm, _ = self._norm(plan, grads, None, ())
+            norm = self._norm_of_changed(plan, grads)
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
@@ -179,11 +180,18 @@ class OptimizerStep:
         return lacking
 
     def _norm(
-        self, plan: StepPlan, grads: list[list[Tensor]], weight: Weight | None, lacking: Sequence[int]
+        self,
+        plan: StepPlan,
+        grads: list[list[Tensor]],
+        weight: Weight | None,
+        total: Tensor | None,
+        lacking: Sequence[int],
     ) -> tuple[Tensor, Weight | None]:
+        """The gradients' norm, and all ranks' weight: `total`, or summed here if nothing carried it."""
         if self._world.world_size == 1:
-            gradients = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
-            return local_norm(plan, gradients, self._device), weight
+            return self._local_norm(plan, grads), weight
+        if plan.is_whole:
+            return self._local_norm(plan, grads), total
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
             plan.shared[place].grad = None
@@ -191,6 +199,16 @@ class OptimizerStep:
             if id(self._local_gradients.shared[id(plan.shared[place])]) not in self._local_gradients.ran:
                 self._refuse_left_out_block(plan.shared[place])
         return norm, total
+
+    def _norm_of_changed(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
+        """The norm once more; one for all ranks, even if a listener on one of them changed its copy of gradients."""
+        if self._world.world_size == 1:
+            return self._local_norm(plan, grads)
+        return global_norm(plan, grads, None, self._device)[0]
+
+    def _local_norm(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
+        gradients = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
+        return local_norm(plan, gradients, self._device)
 
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> None:
         names = [

@@ -1,11 +1,12 @@
 """The run whose directories lie here, written by dream_trainer 0.1.0 (commit 17a2c72) with torch 2.13.0 on a CPU.
 
-`one_rank` and `two_ranks` hold the run after its fourth step, in the middle of its second epoch; the `expected` files
-hold what version 0.1.0 itself made of each by going on to the end. They are never written again: a later version has to
-read them as they are. They were made, at that commit, by
+`one_rank`, `two_ranks` (sharded) and `two_replicas` hold the run after its fourth step, in the middle of its second
+epoch; the `expected` files hold what version 0.1.0 itself made of each by going on to the end. They are never written
+again: a later version has to read them as they are. They were made, at that commit, by
 
     python -m tests.checkpoint.written_by_0_1.run one_rank
     torchrun --standalone --nproc-per-node 2 -m tests.checkpoint.written_by_0_1.run two_ranks
+    torchrun --standalone --nproc-per-node 2 -m tests.checkpoint.written_by_0_1.run two_replicas
 
 What is used of dream_trainer here is public, so that this file stays as it is.
 """
@@ -122,7 +123,7 @@ class Written(dt.DreamTrainer):
         self.loaded = tensors(self)
 
 
-def make_config(experiment: str) -> dt.DreamTrainerConfig:
+def make_config(experiment: str, *, replicated: bool = False) -> dt.DreamTrainerConfig:
     """The config of the run; it lies in `runs/old/before/<experiment>` of the working directory."""
     return dt.DreamTrainerConfig(
         project="old",
@@ -130,7 +131,7 @@ def make_config(experiment: str) -> dt.DreamTrainerConfig:
         experiment=experiment,
         seed=7,
         callbacks=dt.CallbackCollection([dt.EMA(0.9)]),
-        device_parameters=dt.DeviceParameters(device="cpu"),
+        device_parameters=dt.DeviceParameters(device="cpu", dp_shard=1 if replicated else "auto"),
         training_parameters=dt.TrainingParameters(
             n_epochs=3, gradient_accumulation_steps=2, gradient_clip_val=0.5, val_every_n_steps=2
         ),
@@ -161,9 +162,9 @@ def log_lines(run_dir: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if name != "time"} for line in lines]
 
 
-def train(experiment: str, stop_after: int | None = None) -> dict[str, Any]:
+def train(experiment: str, stop_after: int | None = None, *, replicated: bool = False) -> dict[str, Any]:
     """Trains in the working directory to the end or to `stop_after`, and tells what is there then."""
-    trainer = Written(make_config(experiment), stop_after)
+    trainer = Written(make_config(experiment, replicated=replicated), stop_after)
     with trainer:
         trainer.fit()
         result = {
@@ -210,10 +211,11 @@ def main(name: str) -> None:
     directory = Path(tempfile.gettempdir()) / f"written_by_0_1_{name}"
     directory.mkdir(exist_ok=True)
     os.chdir(directory)
-    train("run", stop_after=STOP_AFTER)
+    replicated = name == "two_replicas"
+    train("run", stop_after=STOP_AFTER, replicated=replicated)
     if is_first:
         shutil.copytree(make_config("run").run_dir, HERE / name)
-    result = train("run")
+    result = train("run", replicated=replicated)
     if is_first:
         stored = {f"loaded/{key}": value for key, value in result["loaded"].items()}
         stored |= {f"end/{key}": value for key, value in result["tensors"].items()}

@@ -1,0 +1,225 @@
+"""Buckets: the gradients of whole parameters, averaged over ranks in flat tensors of one fixed order.
+
+A replicated model is a plain one: nothing is wrapped. Its gradients are each rank's own until `step` packs them into
+flat tensors, sums these over the ranks and writes the means back. Which collectives there are, and their order, follows
+from the parameters that require gradients and not from what a rank used, so ranks may use different parameters, blocks
+and models. A bucket has one more number per parameter, which says whether the rank has its gradient, and the last one
+carries the window's weight. PyTorch's `DistributedDataParallel` averages in such buckets too, from within backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, with_local
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dream_trainer.distributed.world import World
+
+BUCKET_BYTES = 25 * 2**20
+_AT_ONCE = 2  # one is packed while another is summed
+_PARTS = 3  # a float64 is the sum of so many float32
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters whose gradients cross ranks in one collective.
+
+    Attributes:
+        dtype: The type that they are sent in.
+        group: The ranks; None for all.
+        n_ranks: Their number.
+        parameters: The parameters.
+    """
+
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+    n_ranks: int
+    parameters: list[nn.Parameter]
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter], world: World, reduced: Collection[int], dtype: torch.dtype | None
+) -> list[Bucket]:
+    """Buckets of those `parameters` whose gradients no backward reduces over ranks.
+
+    Args:
+        parameters: In an order that all ranks share.
+        world: The ranks.
+        reduced: Ids of the parameters that a backward does reduce.
+        dtype: The type that gradients are sent in; None for their own.
+    """
+    from torch.distributed.tensor import DTensor
+
+    buckets: list[Bucket] = []
+    for p in parameters:
+        # Of a plain parameter all ranks have a copy; a layer that is split has other parts on ranks of the same data.
+        group, n_ranks = (world.data_group, world.dp_size) if isinstance(p, DTensor) else (None, world.world_size)
+        if id(p) in reduced or n_ranks == 1:
+            continue
+        kind = p.dtype if dtype is None or p.is_complex() else dtype, group
+        fits = (b for b in buckets if (b.dtype, b.group) == kind and _bytes(b.parameters) < BUCKET_BYTES)
+        bucket = next(fits, None)
+        if bucket is None:
+            buckets.append(bucket := Bucket(*kind, n_ranks, []))
+        bucket.parameters.append(p)
+    return buckets
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(local_tensor(p).numel() * p.element_size() for p in parameters)
+
+
+class Averaging:
+    """Averages gradients over ranks, one collective per bucket.
+
+    Args:
+        buckets: From `make_buckets`.
+        world: The ranks.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
+        self._buckets = buckets
+        self._world = world
+        # Kept over steps: on the CPU new memory costs more than a copy into it.
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def run(self, weight: Tensor | float | None) -> Tensor | None:
+        """Averages the gradients that are there; a collective.
+
+        On a rank without a gradient that others have it counts as zero; a parameter without one on all ranks gets none.
+
+        Args:
+            weight: This rank's weight of the window; None if there is none, or another collective carries it.
+
+        Returns:
+            The sum of all ranks' weights, 0-dim float64, exact whatever type gradients are sent in; None without one.
+        """
+        taking = [(b, [p for p in b.parameters if p.requires_grad or p.grad is not None]) for b in self._buckets]
+        taking = [(bucket, parameters) for bucket, parameters in taking if parameters]
+        slots = None if weight is None else _weight_slots(weight, self._world)
+        carrier = None if slots is None else _carrier([bucket for bucket, _ in taking])
+        on_the_way: list[_Sent] = []
+        for number, (bucket, parameters) in enumerate(taking):
+            if number >= _AT_ONCE:
+                on_the_way[number - _AT_ONCE].receive()
+            tail = slots if bucket is carrier else None
+            size = sum(local_tensor(p).numel() for p in parameters) + len(parameters)
+            flat = self._flat(number, bucket.dtype, size + (0 if tail is None else tail.numel()))
+            on_the_way.append(_Sent(bucket, parameters, tail, flat, self._world.device))
+        for sent in on_the_way[-_AT_ONCE:]:
+            sent.receive()
+        if slots is None:
+            return None
+        if carrier is None:
+            import torch.distributed as dist
+
+            slots = slots.to(self._world.device)
+            dist.all_reduce(slots)
+        return slots.double().sum().to(self._world.parameter_device)
+
+    def _flat(self, number: int, dtype: torch.dtype, size: int) -> Tensor:
+        key = number % _AT_ONCE, dtype
+        flat = self._memory.get(key)
+        if flat is None or flat.numel() < size:
+            self._memory.pop(key, None)
+            flat = self._memory[key] = torch.empty(size, dtype=dtype, device=self._world.parameter_device)
+        return flat[:size]
+
+
+def _carrier(buckets: Sequence[Bucket]) -> Bucket | None:
+    """The bucket that carries the weights: the last that goes to all ranks and does not round them."""
+    exact = (torch.float32, torch.float64)
+    return next((b for b in reversed(buckets) if b.dtype in exact and b.group is None), None)
+
+
+class _Sent:
+    """A bucket on its way.
+
+    Args:
+        bucket: What is sent.
+        parameters: Those of the bucket that take gradients now.
+        weights: The window's weights, as `_weight_slots` makes them, which become all ranks'; None if another bucket
+            carries them.
+        flat: Memory of the right size.
+        device: Where the collective runs.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: list[nn.Parameter],
+        weights: Tensor | None,
+        flat: Tensor,
+        device: torch.device,
+    ) -> None:
+        import torch.distributed as dist
+
+        locals_ = [local_tensor(p if p.grad is None else p.grad) for p in parameters]
+        sizes = [local.numel() for local in locals_]
+        *parts, self._is_there, self._tail = flat.split([*sizes, len(sizes), 0 if weights is None else weights.numel()])
+        self._views = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
+        self._lacking = [i for i, p in enumerate(parameters) if p.grad is None]
+        self._is_there.fill_(1.0)
+        for i in self._lacking:
+            self._is_there[i] = 0.0
+            locals_[i] = torch.zeros_like(locals_[i])
+        _divide(locals_, self._views, bucket.n_ranks)
+        if weights is not None:
+            self._tail.copy_(weights)
+        self._parameters, self._locals, self._weights, self._flat = parameters, locals_, weights, flat
+        self._on_device = flat.to(device)
+        self._work = dist.all_reduce(self._on_device, group=bucket.group, async_op=True)
+
+    def receive(self) -> None:
+        """Gives each parameter its mean; one that no rank has a gradient for gets none."""
+        assert self._work is not None  # it is asynchronous
+        self._work.wait()
+        if self._on_device is not self._flat:
+            self._flat.copy_(self._on_device)
+        foreach_copy_(self._locals, self._views)
+        if self._lacking:  # a rank that has all gradients does not wait for the device
+            there = self._is_there.tolist()
+            for i in self._lacking:
+                if there[i]:
+                    self._parameters[i].grad = with_local(self._parameters[i], self._locals[i])
+        if self._weights is not None:
+            self._weights.copy_(self._tail)
+
+
+def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
+    """Fills `views` with `grads` over `n_ranks`."""
+    if views[0].device.type == "cpu":  # one pass over memory in place of two
+        n = torch.tensor(float(n_ranks), dtype=grads[0].dtype)
+        for grad, view in zip(grads, views, strict=True):
+            torch.div(grad, n, out=view)
+        return
+    foreach_copy_(views, grads)
+    foreach_div_(views, float(n_ranks))
+
+
+def _weight_slots(weight: Tensor | float, world: World) -> Tensor:
+    """`weight` in this rank's place and zeros in the others', so that a sum over ranks only gathers and rounds nothing.
+
+    Three float32 hold a float64: what the first rounds off, then what the second does.
+    """
+    slots = torch.zeros(world.world_size, _PARTS, dtype=torch.float32, device=world.parameter_device)
+    if isinstance(weight, Tensor):
+        rest = weight.detach().to(device=slots.device, dtype=torch.float64)
+    else:
+        rest = torch.full((), weight, dtype=torch.float64, device=slots.device)  # a copy from the host would wait
+    for part in range(_PARTS):
+        slots[world.rank, part] = rest
+        rest = rest - slots[world.rank, part]
+    return slots.view(-1)
