@@ -151,10 +151,31 @@ MUTANTS = [
     ),
     Mutant(
         "what no rank used decays in replicas",
-        "dream_trainer/trainer/step/gradients.py",
-        "if is_there:",
+        "dream_trainer/trainer/step/buckets.py",
+        "if there[i]:",
         "if True:",
         UNEVEN,
+    ),
+    Mutant(
+        "a half type rounds the weights of a window",
+        "dream_trainer/trainer/step/buckets.py",
+        "last.dtype not in (torch.float32, torch.float64) or last.n_ranks",
+        "last.n_ranks",
+        "tests/trainer/test_replicas.py",
+    ),
+    Mutant(
+        "a gradient that was sent may still change",
+        "dream_trainer/trainer/step/overlap.py",
+        "self._refuse_changes()",
+        "pass",
+        "tests/trainer/test_replicas.py",
+    ),
+    Mutant(
+        "a bucket leaves before backward has given all of it",
+        "dream_trainer/trainer/step/overlap.py",
+        "and not self._awaited[len(self._sent)]",
+        "and True",
+        "tests/trainer/test_replicas.py",
     ),
     Mutant(
         "a sharded block that one rank left out is no error",

@@ -34,6 +34,10 @@ class DeviceParameters:
     reduce_dtype: ReduceType | None = None
     """Type in which gradients cross the data-parallel ranks; None: float32 under bf16 and fp16, else the parameters'
     own."""
+    overlap_reduce: bool = False
+    """Whether replicas' gradients begin to cross ranks while the backward that computes them still runs, and not in
+    `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
+    one `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
     dp_replicate: int | Literal["auto"] = "auto"
     """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
     dp_shard: int | Literal["auto"] = "auto"
@@ -63,6 +67,13 @@ class DeviceParameters:
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("reduce_dtype", self.reduce_dtype, (*get_args(ReduceType), None))
         check_boolean("cpu_offload", self.cpu_offload)
+        check_boolean("overlap_reduce", self.overlap_reduce)
+        if self.overlap_reduce and (self.cpu_offload or self.tensor_parallel != 1):
+            raise ConfigError(
+                f"overlap_reduce=True with cpu_offload={self.cpu_offload}, tensor_parallel={self.tensor_parallel}: "
+                "replicas are then wrapped in fully_shard, which gives their gradients at the end of a backward. Use "
+                "overlap_reduce=False."
+            )
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
             if value != "auto":
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')

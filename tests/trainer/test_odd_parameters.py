@@ -109,9 +109,9 @@ def test_sparse_gradients_are_refused_by_name_when_the_trainer_is_set_up() -> No
 @pytest.mark.pitfall(80)
 def test_an_embedding_that_renormalises_in_forward_is_refused_by_name_on_several_ranks() -> None:
     models = {"model": nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))}
-    refuse_unsupported(models, 1)
+    refuse_unsupported(models, 1, are_wrapped=False)
     with pytest.raises(ConfigError, match=r"model\.0 is built with max_norm=1\.0"):
-        refuse_unsupported(models, 2)
+        refuse_unsupported(models, 2, are_wrapped=False)
 
 
 class Normed(Scales):
@@ -153,12 +153,13 @@ def test_batch_norms_statistics_are_the_mean_over_ranks_on_every_rank(tmp_path: 
 
 
 @pytest.mark.pitfall(84)
-def test_a_parameter_of_two_models_is_refused_by_name_on_several_ranks() -> None:
+def test_a_parameter_of_two_models_is_refused_by_name_where_they_are_wrapped() -> None:
+    """Replicas, which are not, train it: tests/trainer/test_replicas.py."""
     encoder = nn.Linear(2, 2)
     models = {"actor": nn.Sequential(encoder, nn.Linear(2, 1)), "critic": nn.Sequential(encoder, nn.Linear(2, 1))}
-    refuse_unsupported(models, 1)
+    refuse_unsupported(models, 2, are_wrapped=False)
     with pytest.raises(ConfigError, match=r"actor\.0\.weight and critic\.0\.weight are one parameter"):
-        refuse_unsupported(models, 2)
+        refuse_unsupported(models, 2, are_wrapped=True)
 
 
 def averaged_by_hand() -> list[list[float]]:

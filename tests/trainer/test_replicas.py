@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
 from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.errors import StepError
 from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import WIDTH, Batch, Spread, batches, fused_adamw, make_config, network, sgd, weights
@@ -188,6 +189,87 @@ def test_weights_are_summed_exactly_whatever_type_gradients_cross_ranks_in() -> 
     expected = [2**24 + (2**24 + 1.1), 2e-30, float(torch.tensor(0.1)) + float(torch.tensor(1.1)), 0.0]
     for rank in run_world(weigh, 2):
         assert rank == dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), expected)
+
+
+OVERLAPPED = replace(CPU, overlap_reduce=True)
+ONE_EACH = 1  # byte, so that each parameter is a bucket
+
+
+class Sees(Painter):
+    """Counts the buckets that are on their way when a backward ends."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        early = [len(averaging._sent) for averaging in self._accumulation._overlapping]
+        self.sent = [*self.sent, early]
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    sent: Any = ()
+
+
+def overlap() -> dict[str, Any]:
+    buckets.BUCKET_BYTES = ONE_EACH
+    found: dict[str, Any] = {}
+    for name, devices in {"in step": CPU, "in backward": OVERLAPPED}.items():
+        data = batches(4 * STEPS)[int(os.environ["RANK"]) :: 2]
+        config = make_config(devices=devices, gradient_accumulation_steps=2, gradient_clip_val=0.5, n_epochs=1)
+        with Sees(config, PerRankLoader(data), make_optimizer=fused_adamw) as trainer:
+            trainer.fit()
+            found[name] = {"weights": weights(trainer.model), "norms": trainer.norms, "sent": trainer.sent}
+    return found
+
+
+def test_gradients_that_leave_within_backward_are_the_same_bits() -> None:
+    for rank in run_world(overlap, 2):
+        early, late = rank["in backward"], rank["in step"]
+        assert early["norms"] == late["norms"]
+        assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
+        # Of six parameters all but the one that backward comes to last, from the second window on.
+        assert early["sent"] == [[], [], *([[0], [5]] * (STEPS - 1))]
+        assert late["sent"] == [[]] * 2 * STEPS
+
+
+class Twice(Painter):
+    """A second backward in one micro-batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.backward(self.model(batch[0]).square().mean())
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+class Meddles(Painter):
+    """Changes a gradient by hand before the step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        self.model[1].weight.grad.mul_(2.0)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def meet_what_was_sent(name: str, devices: dt.DeviceParameters) -> str:
+    buckets.BUCKET_BYTES = ONE_EACH
+    cls = {"Twice": Twice, "Meddles": Meddles}[name]
+    trainer = cls(make_config(devices=devices, max_steps=3, n_epochs=None), PerRankLoader(batches(8)))
+    try:
+        trainer._session.start()
+        trainer._train()
+    except StepError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("name", "words"), [("Twice", "a second backward"), ("Meddles", "was changed between")])
+def test_what_others_could_not_see_any_more_is_refused(name: str, words: str) -> None:
+    assert run_world(meet_what_was_sent, 2, name, CPU) == ["trained", "trained"]
+    for message in run_world(meet_what_was_sent, 2, name, OVERLAPPED):
+        assert words in message
+        assert "overlap_reduce=False" in message
 
 
 class Pair(Spread):

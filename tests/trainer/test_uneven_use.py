@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import StepError
+from dream_trainer.trainer.step import buckets
 from tests.trainer.small import WIDTH, Batch, Samples, fill, make_config, weights
 from tests.worlds import run_world
 
@@ -103,7 +104,14 @@ class ShardedUneven(Uneven, dt.FSDPMixin):
 
 
 def train(case: Case) -> dict[str, Any]:
-    config = make_config(n_epochs=2, gradient_accumulation_steps=case.accumulation, sync_policy=case.sync_policy)
+    is_overlapped = case.layout == "overlapped"
+    buckets.BUCKET_BYTES = 60 if is_overlapped else 25 * 2**20  # so that some leave before a backward is over
+    config = make_config(
+        devices=dt.DeviceParameters(device="cpu", overlap_reduce=is_overlapped),
+        n_epochs=2,
+        gradient_accumulation_steps=case.accumulation,
+        sync_policy=case.sync_policy,
+    )
     with (ShardedUneven if case.layout == "fsdp" else Uneven)(config, case) as trainer:
         trainer.fit()
         return {"weights": weights(trainer.model), "norms": trainer.norms}
@@ -129,13 +137,20 @@ def by_hand(case: Case, world_size: int) -> dict[str, Any]:
     return {"weights": weights(model), "norms": norms}
 
 
+LAYOUTS = ("replicate", "overlapped", "fsdp")
 CASES = [
-    *(Case(kind, layout) for kind in ("heads", "auxiliary", "changing") for layout in ("replicate", "fsdp")),
-    *(Case("changing", layout, 3, weighted=True) for layout in ("replicate", "fsdp")),
+    *(
+        Case(kind, layout)
+        for kind in ("heads", "auxiliary", "changing")
+        for layout in ("replicate", "overlapped", "fsdp")
+    ),
+    *(Case("changing", layout, 3, weighted=True) for layout in ("replicate", "overlapped", "fsdp")),
     *(Case("auxiliary", layout, 2, sync_policy=policy) for layout in ("replicate", "fsdp") for policy in POLICIES),
     # A replica may leave whole blocks out.
     Case("blocks", "replicate"),
     Case("blocks", "replicate", 2, weighted=True),
+    Case("blocks", "overlapped"),
+    Case("blocks", "overlapped", 2, weighted=True),
 ]
 
 

@@ -179,7 +179,7 @@ def train(options: argparse.Namespace, steps: int, *, is_alone: bool) -> Trainer
         project="bench",
         group="replicate",
         experiment="step",
-        device_parameters=DeviceParameters(device="cpu"),
+        device_parameters=DeviceParameters(device="cpu", overlap_reduce=options.overlap),
         training_parameters=TrainingParameters(
             max_steps=steps,
             n_epochs=None,
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--memory", choices=("ours", "ddp"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
+from dream_trainer.trainer.step.buckets import Averaging
 from dream_trainer.trainer.step.loss_scale import LossScale
+from dream_trainer.trainer.step.overlap import OverlappedAveraging
 from dream_trainer.trainer.step.turns import Turns
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ class Accumulation:
         self._batch_is_empty = False
         self._backwards = self._stepped_backwards = 0
         self._batch_backwards = 0
+        self._overlapping: list[OverlappedAveraging] = []
+
+    def averages_early(self, averaging: Averaging) -> None:
+        """From the next window on tells `averaging` of last micro-batches, if it wants to know."""
+        if isinstance(averaging, OverlappedAveraging):
+            self._overlapping.append(averaging)
 
     def start_window(self, size: int, *, is_uneven: bool) -> None:
         """A window of `size` micro-batches begins; `is_uneven` if ranks hold different sample counts in it."""
@@ -87,6 +95,9 @@ class Accumulation:
             self.losses.clear()
         self._batch_backwards = 0
         self._batch_is_empty = False
+        if is_last:
+            for averaging in self._overlapping:
+                averaging.begin_last_batch()
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
         """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
@@ -188,8 +199,8 @@ class Accumulation:
         return self.stepped
 
     def drop_window(self) -> None:
-        """The window was interrupted; if nothing has stepped in it, it is as if it had not begun."""
-        if not self.stepped:
+        """The window was interrupted; if nothing has stepped or left for other ranks, it is as if it had not begun."""
+        if not self.stepped and not any(averaging.is_on_the_way for averaging in self._overlapping):
             self.is_open = False
 
     # -- what a step needs of the window

@@ -106,51 +106,61 @@ class Averaging:
         Returns:
             The sum of all ranks' weights, 0-dim float64, exact whatever type gradients are sent in; None without one.
         """
-        taking = [(b, [p for p in b.parameters if p.requires_grad or p.grad is not None]) for b in self._buckets]
-        taking = [(bucket, parameters) for bucket, parameters in taking if parameters]
-        slots = None if weight is None else _weight_slots(weight, self._world)
-        carrier = None if slots is None else _carrier([bucket for bucket, _ in taking])
-        on_the_way: list[_Sent] = []
+        taking = self._taking()
+        slots = None if weight is None else weight_slots(weight, self._world)
+        carrier = None if slots is None else self._carrier(taking)
+        on_the_way: list[Sent] = []
         for number, (bucket, parameters) in enumerate(taking):
             if number >= _AT_ONCE:
                 on_the_way[number - _AT_ONCE].receive()
             tail = slots if bucket is carrier else None
-            size = sum(local_tensor(p).numel() for p in parameters) + len(parameters)
-            flat = self._flat(number, bucket.dtype, size + (0 if tail is None else tail.numel()))
-            on_the_way.append(_Sent(bucket, parameters, tail, flat, self._world.device))
+            on_the_way.append(self._send(bucket, parameters, tail, place=number % _AT_ONCE))
         for sent in on_the_way[-_AT_ONCE:]:
             sent.receive()
-        if slots is None:
+        return None if slots is None else self._total(slots, is_carried=carrier is not None)
+
+    def _taking(self) -> list[tuple[Bucket, list[nn.Parameter]]]:
+        """The buckets with those of their parameters that take gradients now, the same on all ranks."""
+        all_ = [(b, [p for p in b.parameters if p.requires_grad or p.grad is not None]) for b in self._buckets]
+        return [(bucket, parameters) for bucket, parameters in all_ if parameters]
+
+    def _carrier(self, taking: Sequence[tuple[Bucket, list[nn.Parameter]]]) -> Bucket | None:
+        """The bucket that carries the weights: the last, if it goes to all ranks and does not round them."""
+        last = taking[-1][0] if taking else None
+        if last is None or last.dtype not in (torch.float32, torch.float64) or last.n_ranks < self._world.world_size:
             return None
-        if carrier is None:
+        return last
+
+    def _send(self, bucket: Bucket, parameters: list[nn.Parameter], tail: Tensor | None, *, place: int) -> Sent:
+        """Sends a bucket from the memory numbered `place`."""
+        size = sum(local_tensor(p).numel() for p in parameters) + len(parameters)
+        flat = self._flat((place, bucket.dtype), size + (0 if tail is None else tail.numel()))
+        return Sent(bucket, parameters, tail, flat, self._world.device)
+
+    def _flat(self, key: tuple[int, torch.dtype], size: int) -> Tensor:
+        flat = self._memory.get(key)
+        if flat is None or flat.numel() < size:
+            self._memory.pop(key, None)
+            flat = self._memory[key] = torch.empty(size, dtype=key[1], device=self._world.parameter_device)
+        return flat[:size]
+
+    def _total(self, slots: Tensor, *, is_carried: bool) -> Tensor:
+        """The sum of all ranks' weights; a collective if no bucket carried them."""
+        if not is_carried:
             import torch.distributed as dist
 
             slots = slots.to(self._world.device)
             dist.all_reduce(slots)
         return slots.double().sum().to(self._world.parameter_device)
 
-    def _flat(self, number: int, dtype: torch.dtype, size: int) -> Tensor:
-        key = number % _AT_ONCE, dtype
-        flat = self._memory.get(key)
-        if flat is None or flat.numel() < size:
-            self._memory.pop(key, None)
-            flat = self._memory[key] = torch.empty(size, dtype=dtype, device=self._world.parameter_device)
-        return flat[:size]
 
-
-def _carrier(buckets: Sequence[Bucket]) -> Bucket | None:
-    """The bucket that carries the weights: the last that goes to all ranks and does not round them."""
-    exact = (torch.float32, torch.float64)
-    return next((b for b in reversed(buckets) if b.dtype in exact and b.group is None), None)
-
-
-class _Sent:
+class Sent:
     """A bucket on its way.
 
     Args:
         bucket: What is sent.
         parameters: Those of the bucket that take gradients now.
-        weights: The window's weights, as `_weight_slots` makes them, which become all ranks'; None if another bucket
+        weights: The window's weights, as `weight_slots` makes them, which become all ranks'; None if another bucket
             carries them.
         flat: Memory of the right size.
         device: Where the collective runs.
@@ -209,7 +219,7 @@ def _divide(grads: list[Tensor], views: list[Tensor], n_ranks: int) -> None:
     foreach_div_(views, float(n_ranks))
 
 
-def _weight_slots(weight: Tensor | float, world: World) -> Tensor:
+def weight_slots(weight: Tensor | float, world: World) -> Tensor:
     """`weight` in this rank's place and zeros in the others', so that a sum over ranks only gathers and rounds nothing.
 
     Three float32 hold a float64: what the first rounds off, then what the second does.

@@ -25,10 +25,13 @@ from dream_trainer.compat.pytorch import (
     foreach_norm,
     local_gradients,
 )
+from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
 from dream_trainer.trainer.step.buckets import Averaging, make_buckets
+from dream_trainer.trainer.step.overlap import OverlappedAveraging
 
 if TYPE_CHECKING:
+    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
 
 
@@ -89,12 +92,9 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
 
 
 def plan_step(
-    optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients, reduce_dtype: torch.dtype | None
+    optimizers: Sequence[Optimizer], world: World, gradients: LocalGradients, devices: DeviceParameters
 ) -> StepPlan:
-    """Makes the plan for stepping `optimizers` together.
-
-    Gradients cross ranks in `reduce_dtype`; None for their own type.
-    """
+    """Makes the plan for stepping `optimizers` together; `devices` says how gradients cross ranks."""
     from torch.distributed.tensor import DTensor
 
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
@@ -111,7 +111,7 @@ def plan_step(
     return StepPlan(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
-        averaging=Averaging(make_buckets(parameters, world, gradients.shared, reduce_dtype), world),
+        averaging=_averaging(parameters, world, gradients, devices),
         is_whole=world.data_copies == 1 and all(copies == world.world_size for copies, _ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
@@ -120,6 +120,16 @@ def plan_step(
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
     )
+
+
+def _averaging(
+    parameters: Sequence[nn.Parameter], world: World, gradients: LocalGradients, devices: DeviceParameters
+) -> Averaging:
+    dtype = reduce_dtype(devices)
+    if not devices.overlap_reduce or world.world_size == 1:
+        return Averaging(make_buckets(parameters, world, gradients.shared, dtype), world)
+    # Backward comes to the last ones first.
+    return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients.shared, dtype), world)
 
 
 def guards_itself(optimizer: Optimizer) -> bool:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
-from dream_trainer.modules.precision import reduce_dtype, without_autocast
+from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
@@ -63,7 +63,7 @@ class OptimizerStep:
         self._clip_constants: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._clip_value = parameters.gradient_clip_value
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
-        self._reduce_dtype = reduce_dtype(trainer.config.device_parameters)
+        self._devices = trainer.config.device_parameters
         self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
@@ -112,9 +112,8 @@ class OptimizerStep:
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
-            plan = self._plans[optimizers] = plan_step(
-                optimizers, self._world, self._local_gradients, self._reduce_dtype
-            )
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients, self._devices)
+            self._accumulation.averages_early(plan.averaging)
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan

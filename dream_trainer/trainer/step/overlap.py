@@ -1,0 +1,106 @@
+"""Overlap: buckets that cross ranks while the backward which fills them still runs.
+
+A bucket leaves in the window's last micro-batch as soon as backward has given all its gradients, in one order on every
+rank: the parameters' order turned round, in which backward reaches them. The last bucket leaves in `step`, with the
+window's weight, as does whatever a rank has no gradient for. So the collectives are those of `buckets.py`; only their
+time differs. They have a group of their own, since the model's collectives (a synchronised norm's) run meanwhile.
+What is sent is final: a further backward for it, or a change of it, cannot be seen by the other ranks and is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import write_count
+from dream_trainer.errors import StepError
+from dream_trainer.trainer.step.buckets import Averaging, Bucket, Sent, weight_slots
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
+
+_REMEDY = "Or set device_parameters.overlap_reduce=False, which averages in step()."
+
+
+class OverlappedAveraging(Averaging):
+    """Averages gradients over ranks from within the backward; every rank builds it at the same place.
+
+    Args:
+        buckets: From `make_buckets`, over the parameters in reverse.
+        world: The ranks.
+
+    Attributes:
+        is_on_the_way: Whether some gradients were sent that `run` has not received.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
+        import torch.distributed as dist
+
+        group = dist.new_group()
+        super().__init__([replace(bucket, group=group) for bucket in buckets], world)
+        self._owner: dict[Tensor, Bucket] = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._window: list[tuple[Bucket, list[nn.Parameter]]] = []
+        self._number: dict[Bucket, int] = {}
+        self._awaited: list[set[nn.Parameter]] = []
+        self._sent: list[Sent] = []
+        self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent in a backward, as it was then
+        for p in self._owner:
+            p.register_post_accumulate_grad_hook(self._gradient_is_there)
+
+    @property
+    def is_on_the_way(self) -> bool:
+        return bool(self._sent)
+
+    def begin_last_batch(self) -> None:
+        """The window's last micro-batch begins: from now on a gradient is complete when a backward has added to it."""
+        self._window = self._taking()
+        self._number = {bucket: number for number, (bucket, _) in enumerate(self._window)}
+        self._awaited = [set(parameters) for _, parameters in self._window]
+
+    def run(self, weight: Tensor | float | None) -> Tensor | None:
+        """As in the base class: sends what has not left, and receives all."""
+        if not self._window:  # the plan was made in this very step
+            self.begin_last_batch()
+        slots = None if weight is None else weight_slots(weight, self._world)
+        carrier = None if slots is None else self._carrier(self._window)
+        while len(self._sent) < len(self._window):
+            self._send_next(slots if self._window[len(self._sent)][0] is carrier else None)
+        self._refuse_changes()
+        for sent in self._sent:
+            sent.receive()
+        self._window, self._number, self._awaited, self._sent, self._early = [], {}, [], [], []
+        return None if slots is None else self._total(slots, is_carried=carrier is not None)
+
+    def _send_next(self, tail: Tensor | None) -> None:
+        number = len(self._sent)
+        self._sent.append(self._send(*self._window[number], tail, place=number))
+
+    @torch.no_grad()
+    def _gradient_is_there(self, parameter: Tensor) -> None:
+        number = self._number.get(self._owner[parameter])
+        if number is None:
+            return
+        if number < len(self._sent):
+            raise StepError(
+                f"a second backward in the window's last micro-batch added to a gradient of shape "
+                f"{tuple(parameter.shape)}, which the first had completed and sent to the other ranks. Add the losses "
+                f"and call backward once. {_REMEDY}"
+            )
+        self._awaited[number].discard(parameter)
+        while len(self._sent) < len(self._window) - 1 and not self._awaited[len(self._sent)]:
+            parameters = self._window[len(self._sent)][1]
+            self._early += [(p, p.grad, write_count(p.grad)) for p in parameters if p.grad is not None]
+            self._send_next(None)
+
+    def _refuse_changes(self) -> None:
+        for p, grad, count in self._early:
+            if p.grad is not grad or write_count(grad) != count:
+                raise StepError(
+                    f"a gradient of shape {tuple(p.shape)} was changed between backward and step(), after it had been "
+                    f"sent to the other ranks. Change gradients in pre_optimizer_step. {_REMEDY}"
+                )
