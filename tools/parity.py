@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
+from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
@@ -49,6 +50,8 @@ class Cell(NamedTuple):
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     loss_parallel: bool = False
+    overlap_reduce: bool = False
+    """Whether gradients leave within backward, in buckets so small that there are many."""
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
     odd_parts: bool = False
@@ -95,6 +98,8 @@ def all_cells() -> list[Cell]:
         ]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
+    replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
+    cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
 
 
@@ -175,6 +180,7 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             dp_shard=cell.dp_shard,
             tensor_parallel=cell.tp,
             activation_checkpointing=cell.recompute,
+            overlap_reduce=cell.overlap_reduce,
         ),
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
@@ -203,6 +209,7 @@ def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
 
 def _train(cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
+    buckets.BUCKET_BYTES = 2**12 if cell.overlap_reduce else 25 * 2**20
     with (OddTrainer if cell.odd_parts else ParityTrainer)(config_of(cell)) as trainer:
         trainer.fit()
         found = {
@@ -270,7 +277,8 @@ def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tupl
 def plan_of(cell: Cell) -> str:
     """What is split beside the layers, in words."""
     parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
-    return "-" if cell.tp == 1 else " + ".join(parts) or "nothing"
+    unsplit = "within backward" if cell.overlap_reduce else "-"
+    return unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
 
 
 def mesh_table(found: dict[Cell, tuple[Miss, float]]) -> str:

@@ -111,6 +111,8 @@ class World(Ranks):
         super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
+        self._further_groups: list[dist.ProcessGroup] = []
+        self._time_out = timedelta(seconds=parameters.start_timeout_seconds)
         self._parameters = parameters
         self.parameter_device = self._choose_parameter_device()
         if self.device.type not in ("cpu", "mps"):
@@ -194,13 +196,22 @@ class World(Ranks):
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
         if self.mesh is None:
             return
+        self._time_out = timedelta(seconds=seconds)
         data_groups = () if self.data_group is None else (self.data_group,)
-        for group in (None, self.cpu_group, *data_groups, *self.mesh.get_all_groups()):
-            set_group_timeout(group, timedelta(seconds=seconds))
+        for group in (None, self.cpu_group, *data_groups, *self._further_groups, *self.mesh.get_all_groups()):
+            set_group_timeout(group, self._time_out)
 
     def connect_to_store(self) -> Store | None:
         """A connection of its own to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
+
+    def further_group(self) -> dist.ProcessGroup:
+        """A group of all ranks whose collectives meet no others, with the time-out of a step's; every rank calls it."""
+        import torch.distributed as dist
+
+        group = cast("dist.ProcessGroup", dist.new_group(timeout=self._time_out))
+        self._further_groups.append(group)
+        return group
 
     def beside(self) -> Ranks:
         """The same ranks on a further gloo group, so that a thread's collectives meet no others; every rank calls it.
@@ -267,6 +278,7 @@ class World(Ranks):
             gc.collect()
             time.sleep(0.1)
         self.cpu_group = self.mesh = None
+        self._further_groups.clear()
 
 
 def _backend(device_type: str) -> str:

@@ -232,6 +232,40 @@ def test_gradients_that_leave_within_backward_are_the_same_bits() -> None:
         assert late["sent"] == [[]] * 2 * STEPS
 
 
+class Unfreezes(Painter):
+    """Trains its first block from the third step on."""
+
+    def configure_optimizers(self) -> None:
+        self.model[0][0].requires_grad_(False)
+        self.optimizer = fused_adamw_of(p for p in self.model.parameters() if p.requires_grad)
+
+    def post_train_step(self) -> None:
+        if self.global_step == 2:
+            self.model[0][0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(self.model[0][0].parameters())})
+
+
+def fused_adamw_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, fused=True)
+
+
+def unfreeze() -> list[dict[str, Any]]:
+    buckets.BUCKET_BYTES = ONE_EACH
+    found = []
+    for devices in (CPU, OVERLAPPED):
+        data = PerRankLoader(batches(2 * STEPS)[int(os.environ["RANK"]) :: 2])
+        with Unfreezes(make_config(devices=devices, n_epochs=1), data) as trainer:
+            trainer.fit()
+            found.append({"weights": weights(trainer.model), "norms": trainer.norms})
+    return found
+
+
+def test_parameters_that_join_later_leave_within_backward_too() -> None:
+    for late, early in run_world(unfreeze, 2):
+        assert early["norms"] == late["norms"]
+        assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
+
+
 class Twice(Painter):
     """A second backward in one micro-batch."""
 

@@ -68,8 +68,11 @@ class Accumulation:
         self._batch_backwards = 0
         self._overlapping: list[OverlappedAveraging] = []
 
-    def averages_early(self, averaging: Averaging) -> None:
-        """From the next window on tells `averaging` of last micro-batches, if it wants to know."""
+    def averages_early(self, averaging: Averaging, former: Averaging | None) -> None:
+        """From now on tells `averaging`, in place of `former`, of last micro-batches, if it wants to know."""
+        if isinstance(former, OverlappedAveraging):
+            former.close()
+            self._overlapping.remove(former)
         if isinstance(averaging, OverlappedAveraging):
             self._overlapping.append(averaging)
 

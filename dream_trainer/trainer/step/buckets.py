@@ -192,10 +192,14 @@ class Sent:
         self._on_device = flat.to(device)
         self._work = dist.all_reduce(self._on_device, group=bucket.group, async_op=True)
 
-    def receive(self) -> None:
-        """Gives each parameter its mean; one that no rank has a gradient for gets none."""
+    def wait(self) -> None:
+        """Waits until the collective is over."""
         assert self._work is not None  # it is asynchronous
         self._work.wait()
+
+    def receive(self) -> None:
+        """Gives each parameter its mean; one that no rank has a gradient for gets none."""
+        self.wait()
         if self._on_device is not self._flat:
             self._flat.copy_(self._on_device)
         foreach_copy_(self._locals, self._views)

@@ -112,8 +112,9 @@ class OptimizerStep:
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
+            former = None if plan is None else plan.averaging
             plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients, self._devices)
-            self._accumulation.averages_early(plan.averaging)
+            self._accumulation.averages_early(plan.averaging, former)
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan

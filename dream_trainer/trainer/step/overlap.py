@@ -39,9 +39,7 @@ class OverlappedAveraging(Averaging):
     """
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
-        import torch.distributed as dist
-
-        group = dist.new_group()
+        group = world.further_group()
         super().__init__([replace(bucket, group=group) for bucket in buckets], world)
         self._owner: dict[Tensor, Bucket] = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._window: list[tuple[Bucket, list[nn.Parameter]]] = []
@@ -49,8 +47,7 @@ class OverlappedAveraging(Averaging):
         self._awaited: list[set[nn.Parameter]] = []
         self._sent: list[Sent] = []
         self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent in a backward, as it was then
-        for p in self._owner:
-            p.register_post_accumulate_grad_hook(self._gradient_is_there)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_is_there) for p in self._owner]
 
     @property
     def is_on_the_way(self) -> bool:
@@ -75,6 +72,15 @@ class OverlappedAveraging(Averaging):
             sent.receive()
         self._window, self._number, self._awaited, self._sent, self._early = [], {}, [], [], []
         return None if slots is None else self._total(slots, is_carried=carrier is not None)
+
+    def close(self) -> None:
+        """Takes no part in backwards any more, and drops what is on its way; in a window's last batch a collective."""
+        for hook in self._hooks:
+            hook.remove()
+        while len(self._sent) < len(self._window):
+            self._send_next(None)
+        for sent in self._sent:
+            sent.wait()
 
     def _send_next(self, tail: Tensor | None) -> None:
         number = len(self._sent)
