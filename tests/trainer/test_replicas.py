@@ -245,23 +245,36 @@ class Unfreezes(Painter):
             self.optimizer.add_param_group({"params": list(self.model[0][0].parameters())})
 
 
+class Thaws(Unfreezes):
+    """The same, with an optimizer that has had the block from the start."""
+
+    def configure_optimizers(self) -> None:
+        self.model[0][0].requires_grad_(False)
+        self.optimizer = fused_adamw_of(self.model.parameters())
+
+    def post_train_step(self) -> None:
+        self.model[0][0].requires_grad_(self.global_step in (2, 3))
+
+
 def fused_adamw_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, fused=True)
 
 
-def unfreeze() -> list[dict[str, Any]]:
+def unfreeze(name: str) -> list[dict[str, Any]]:
     buckets.BUCKET_BYTES = ONE_EACH
+    cls = {"Unfreezes": Unfreezes, "Thaws": Thaws}[name]
     found = []
     for devices in (CPU, OVERLAPPED):
         data = PerRankLoader(batches(2 * STEPS)[int(os.environ["RANK"]) :: 2])
-        with Unfreezes(make_config(devices=devices, n_epochs=1), data) as trainer:
+        with cls(make_config(devices=devices, n_epochs=1), data) as trainer:
             trainer.fit()
             found.append({"weights": weights(trainer.model), "norms": trainer.norms})
     return found
 
 
-def test_parameters_that_join_later_leave_within_backward_too() -> None:
-    for late, early in run_world(unfreeze, 2):
+@pytest.mark.parametrize("name", ["Unfreezes", "Thaws"])
+def test_parameters_that_are_trained_later_leave_within_backward_too(name: str) -> None:
+    for late, early in run_world(unfreeze, 2, name):
         assert early["norms"] == late["norms"]
         assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
 

@@ -22,6 +22,8 @@ from dream_trainer.errors import StepError
 from dream_trainer.trainer.step.buckets import Averaging, Bucket, Sent, weight_slots
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from dream_trainer.distributed.world import World
 
 _REMEDY = "Or set device_parameters.overlap_reduce=False, which averages in step()."
@@ -47,7 +49,7 @@ class OverlappedAveraging(Averaging):
         self._awaited: list[set[nn.Parameter]] = []
         self._sent: list[Sent] = []
         self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent in a backward, as it was then
-        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_is_there) for p in self._owner]
+        self._hooks: dict[Tensor, RemovableHandle] = {}
 
     @property
     def is_on_the_way(self) -> bool:
@@ -58,6 +60,9 @@ class OverlappedAveraging(Averaging):
         self._window = self._taking()
         self._number = {bucket: number for number, (bucket, _) in enumerate(self._window)}
         self._awaited = [set(parameters) for _, parameters in self._window]
+        for p in (p for awaited in self._awaited for p in awaited):
+            if p.requires_grad and p not in self._hooks:  # a frozen one takes no hook, until it is trained
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._gradient_is_there)
 
     def run(self, weight: Tensor | float | None) -> Tensor | None:
         """As in the base class: sends what has not left, and receives all."""
@@ -75,7 +80,7 @@ class OverlappedAveraging(Averaging):
 
     def close(self) -> None:
         """Takes no part in backwards any more, and drops what is on its way; in a window's last batch a collective."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         while len(self._sent) < len(self._window):
             self._send_next(None)
