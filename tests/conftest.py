@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import worlds
+from tests.late_norms import norms_are_read_late
 
 ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
@@ -44,6 +45,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def all_cases(request: pytest.FixtureRequest) -> bool:
     """Whether `--all` asks for full matrices."""
     return bool(request.config.getoption("--all"))
+
+
+@pytest.fixture
+def late_norms() -> Iterator[None]:
+    """Gradient norms are kept on the device and read late, as on an accelerator."""
+    with norms_are_read_late():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,9 @@ class TrainingParameters:
     over replicas once ("defer_all_reduce", for HSDP). The numbers are the same, memory and traffic are not. Replicas
     without shards keep whole gradients and cross once under each."""
     nonfinite: NonFinitePolicy = "raise"
-    """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window."""
+    """What a NaN or infinite gradient norm does: raise an error, skip that step, or retry its window. "raise" comes in
+    the step itself on a CPU, and up to 50 steps later on an accelerator, where no step after the bad one changes
+    anything."""
     max_nonfinite: int = 10
     """Non-finite steps in a row that "skip" and "retry" put up with; one more raises, since the run is lost by then."""
     fast_dev_run: bool = False

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.trainer.event_table import describe_events
 from dream_trainer.trainer.step.gradients import guards_itself
+from dream_trainer.trainer.step.nonfinite import reading_waits
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -52,6 +53,8 @@ def _forward_methods(trainer: AbstractTrainer) -> list[str]:
 def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:
     if trainer.config.training_parameters.nonfinite == "retry":
         return "the norm is read on the host at each step, to run the window again"
+    if trainer._world is not None and not reading_waits(trainer._world.parameter_device):
+        return "the norm is read on the host at each step, which waits for nothing on a CPU"
     if guards_itself(optimizer):
         return "on the device, without waiting for it"
     return "the norm is read on the host at each step (a fused optimizer would not need that)"

@@ -208,6 +208,7 @@ class Poisoned(Alone):
         return {}
 
 
+@pytest.mark.usefixtures("late_norms")
 @pytest.mark.pitfall(35)
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 @pytest.mark.parametrize("what", ["poison", "empty"])
@@ -555,7 +556,7 @@ def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, 
 
 
 @pytest.mark.pitfall(35)
-@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.usefixtures("in_tmp_path", "late_norms")
 def test_the_averages_of_a_run_that_skipped_on_the_device_resume_too() -> None:
     class Bad(Saved):
         def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:

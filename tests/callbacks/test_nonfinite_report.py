@@ -20,6 +20,8 @@ from dream_trainer.trainer.step.nonfinite import SETTLE_EVERY
 from tests.callbacks.recording import Logged
 from tests.trainer.small import Batch, Samples, batches, fused_adamw, make_config, sgd
 
+pytestmark = pytest.mark.usefixtures("late_norms")
+
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tests.callbacks.recording import LoggedSharded, Recorder, names, record
 from tests.callbacks.test_every_callback import all_together, trained
 from tests.callbacks.test_stats import by_hand, logged
 from tests.callbacks.test_throughput import Clock
+from tests.late_norms import norms_are_read_late
 from tests.trainer.small import Batch, Samples, Spread, assert_same_weights, batches, fused_adamw, make_config
 from tests.worlds import run_world
 
@@ -73,6 +74,7 @@ class Bad(LoggedSharded):
         return {"loss": loss}
 
 
+@norms_are_read_late()
 def nonfinite() -> Path:
     config = make_config(callbacks=[NonFiniteReport()], n_epochs=1, nonfinite="skip")
     # Long enough for a look in the midst of training.

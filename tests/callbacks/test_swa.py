@@ -88,6 +88,7 @@ class Poisoned(Alone):
         return {}
 
 
+@pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 def test_weights_are_taken_only_where_the_model_has_changed_since(make_optimizer: Any) -> None:
     swa = SWA(2, every=2, unit="steps")

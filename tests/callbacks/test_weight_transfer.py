@@ -98,6 +98,7 @@ def test_the_target_follows_as_by_hand(options: dict[str, Any]) -> None:
     assert_same_weights(weights(trainer.target), by_hand(batches(8), **options))
 
 
+@pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_a_skipped_step_does_not_move_the_target(decay: float, make_optimizer: Any) -> None:

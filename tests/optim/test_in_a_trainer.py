@@ -23,6 +23,7 @@ from dream_trainer.optim import (
     build_schedules,
     freeze,
 )
+from tests.late_norms import norms_are_read_late
 from tests.optim.models import N_TOKENS, Transformer, loss
 from tests.worlds import run_world
 
@@ -172,6 +173,7 @@ class Exact(Trainer):
         return {"loss": value}
 
 
+@norms_are_read_late()
 def muon_weights(directory: Path, **mesh: int) -> tuple[dict[str, Tensor], bool]:
     """After three good steps and a bad one, skipped: whole weights, and whether ranks share Muon's work."""
     os.chdir(directory)

@@ -399,6 +399,7 @@ def test_a_window_of_none_alone_steps_nothing_and_does_not_count() -> None:
     assert_same_weights(weights(trainer.model), by_hand([data[0:2], data[4:6]], make_optimizer=fused_adamw))
 
 
+@pytest.mark.usefixtures("late_norms")
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
 def test_a_total_weight_of_zero_skips_the_step_and_leaves_the_optimizers_state(

@@ -65,6 +65,7 @@ def test_the_losses_are_those_of_the_last_micro_batch() -> None:
     assert looks.losses == [[given[1]], [given[3]]]
 
 
+@pytest.mark.usefixtures("late_norms")
 def test_whether_a_step_was_skipped_is_known_on_the_device_alone() -> None:
     looks = Looks()
     data = batches(3)

@@ -18,10 +18,12 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.trainer.step.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
+from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import full
 from tests.trainer.small import make_config
 from tests.worlds import run_world
 
+pytestmark = pytest.mark.usefixtures("late_norms")
 FP16 = dt.DeviceParameters(device="cpu", precision="fp16")
 N_STEPS, SIZE, WIDTH = 6, 4, 8
 
@@ -207,6 +209,7 @@ def test_the_scale_is_resumed() -> None:
         assert torch.equal(weight, weights(whole.model)[name])
 
 
+@norms_are_read_late()
 def overflow_on_one_rank(directory: str) -> list[tuple[list[float], int, dict[str, Tensor]]]:
     os.chdir(directory)
     found = []

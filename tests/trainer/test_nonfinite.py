@@ -1,4 +1,7 @@
-"""NaN and infinite gradients: raise, skip and retry, alone and over ranks, with and without an optimizer that skips."""
+"""NaN and infinite gradients: raise, skip and retry, alone and over ranks, with and without an optimizer that skips.
+
+Norms are read late, as on an accelerator, so that fused AdamW skips by itself; as on a CPU where a test says so.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.errors import NonFiniteError, StepError
+from dream_trainer.trainer.step import nonfinite
+from tests.late_norms import norms_are_read_late
 from tests.trainer.small import (
     Alone,
     Batch,
@@ -33,6 +38,8 @@ from tests.trainer.small import (
 )
 from tests.worlds import run_world
 
+pytestmark = pytest.mark.usefixtures("late_norms")
+READING_WAITS = nonfinite.reading_waits
 OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [fused_adamw, sgd], ids=["fused AdamW", "SGD"])
 
 
@@ -78,6 +85,43 @@ def test_raise_names_the_step_as_loggers_do_and_leaves_the_weights_of_before_it_
         trainer.fit()
     data = batches(6)
     assert_same_weights(weights(trainer.model), by_hand([[b] for b in data[:3]], make_optimizer=make_optimizer))
+
+
+@pytest.mark.pitfall(14)
+@pytest.mark.parametrize("late", [False, True])
+def test_on_a_cpu_raise_comes_in_the_step_itself_and_elsewhere_when_the_norms_are_read(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nonfinite, "reading_waits", (lambda device: True) if late else READING_WAITS)
+    trainer = Bad(make_config(n_epochs=1), batches(6), make_optimizer=fused_adamw)
+    trainer.poison = {3: (float("nan"), 1)}
+    with pytest.raises(NonFiniteError, match="optimizer step 4 "):
+        trainer.fit()
+    assert trainer.global_step == (6 if late else 3)
+    assert_same_weights(weights(trainer.model), by_hand([[b] for b in batches(6)[:3]], make_optimizer=fused_adamw))
+
+
+@pytest.mark.parametrize("policy", ["skip", "retry"])
+def test_on_a_cpu_fused_optimizers_skip_and_retry_by_the_host(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite, "reading_waits", READING_WAITS)
+    trainer = train(fused_adamw, {1: (float("nan"), 1), 4: (float("inf"), 1)}, nonfinite=policy)
+    data = batches(6)
+    trained = [0, 2, 3, 5] if policy == "skip" else range(6)
+    assert_same_weights(weights(trainer.model), by_hand([[data[i]] for i in trained], make_optimizer=fused_adamw))
+    assert (trainer.global_step, trainer.skipped_steps) == (6, 6 - len(trained))
+
+
+@pytest.mark.parametrize("limit", [1e-7, 1e-3, 0.1, 1.0, 1e4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_clipping_is_bit_for_bit_the_same_whether_the_norm_is_read_at_once_or_late(
+    limit: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+    for reads in (READING_WAITS, lambda device: True):
+        monkeypatch.setattr(nonfinite, "reading_waits", reads)
+        trainer = train(fused_adamw, {}, gradient_clip_val=limit, gradient_accumulation_steps=accumulation)
+        trained.append(weights(trainer.model))
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
 
 
 @OPTIMIZERS
@@ -263,6 +307,7 @@ class BadSharded(Poisoned, Sharded):
     poisoned_rank = 1
 
 
+@norms_are_read_late()
 def skip_and_retry() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layout, cls in {"replicate": BadSpread, "fsdp": BadSharded}.items():
@@ -295,6 +340,7 @@ def test_nan_on_one_rank_alone_is_decided_alike_on_all() -> None:
             assert_same_weights(found, expected)
 
 
+@norms_are_read_late()
 def raises_on_both(layout: str, kind: str) -> None:
     """Run as a program on each rank: prints the weights' distance from those before the bad step, then fails."""
     from tests.trainer.small import full

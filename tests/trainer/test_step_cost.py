@@ -1,4 +1,7 @@
-"""What a steady step does beside the model: host reads, copies and collectives are those of a loop written by hand."""
+"""What a steady step does beside the model: host reads, copies and collectives are those of a loop written by hand.
+
+Norms are read late, as on an accelerator, for which a CPU stands in here; on a CPU itself a read waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ from dream_trainer.compat.pytorch import gathered_twins, local_tensor
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.modules.sharding import fsdp_modules
+from tests.late_norms import norms_are_read_late
 from tests.trainer.small import WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world
+
+pytestmark = pytest.mark.usefixtures("late_norms")
 
 # Numbers of the first and of the last steady window; between flushes of the log and looks at the norms.
 FIRST, LAST = 11, 15
@@ -212,6 +218,7 @@ def sharded_by_hand() -> dict[str, int]:
         dist.destroy_process_group()
 
 
+@norms_are_read_late()
 def sharded_cases(directory: str) -> dict[str, Any]:
     os.chdir(directory)
     found: dict[str, Any] = {"hand": sharded_by_hand()}

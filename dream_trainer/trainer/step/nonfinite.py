@@ -1,9 +1,10 @@
 """What happens when a gradient norm is NaN or infinite: the policies "raise", "skip" and "retry".
 
-Fused optimizers take a `found_inf` tensor, and do not change weights and state if it is set. So the guard needs no host
-sync: the norms are kept, and read every `SETTLE_EVERY` steps, before a validation, before a save and at the end. Under
-"raise" the guard latches: until the host notices the bad step, no further step changes anything. Other optimizers
-cannot skip on the device; for them the norm is read at each step.
+On a CPU the norm is read at each step, which waits for nothing. On an accelerator that would wait for the device, and
+fused optimizers take a `found_inf` tensor, and do not change weights and state if it is set. So there the guard needs
+no host sync: the norms are kept, and read every `SETTLE_EVERY` steps, before a validation, before a save and at the
+end. Under "raise" the guard latches: until the host notices the bad step, no further step changes anything. Other
+optimizers cannot skip on the device; for them the norm is read at each step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ SETTLE_EVERY = 50
 _EMPTY, _OVERFLOW = -1.0, -2.0
 
 
+def reading_waits(device: torch.device) -> bool:
+    """Whether the host, to read a number from `device`, waits for what runs there."""
+    return device.type != "cpu"
+
+
 class RetryWindow(BaseException):
     """The window's gradients were not finite and the policy is to run it again."""
 
@@ -41,6 +47,7 @@ class NonFiniteGuard:
             long as a lower scale may help.
 
     Attributes:
+        reads_the_host: Whether the norm is read at each step.
         left_out: Called with each optimizer whose step the host skips under "skip", while its gradients exist.
     """
 
@@ -57,7 +64,7 @@ class NonFiniteGuard:
         self._norms: list[Tensor] = []
         self._steps: list[int] = []
         self._in_a_row = 0
-        self._reads_the_host = False
+        self.reads_the_host = policy == "retry" or not reading_waits(device)
         self._may_skip = False
         self.left_out: list[Callable[[Optimizer], None]] = []
 
@@ -67,7 +74,7 @@ class NonFiniteGuard:
         For all optimizers of the run: otherwise the others would continue to train until a bad step is noticed.
         """
         self.settle()
-        self._reads_the_host = True
+        self.reads_the_host = True
         self._may_skip = False
         names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         if self._trainer.world.device.type != "cpu":
@@ -99,7 +106,7 @@ class NonFiniteGuard:
         if empty is True:
             self._trainer.progress.skipped_steps += 1
             return True
-        if self._policy == "retry" or self._reads_the_host:
+        if self.reads_the_host:
             return self._step_by_host(optimizers, norm, empty, can_rerun)
         self._step_by_device(optimizers, norm, empty)
         return False

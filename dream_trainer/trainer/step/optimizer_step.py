@@ -148,7 +148,7 @@ class OptimizerStep:
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
             self.had_gradients = any(grads)
         factor = scale
-        if self._clip_norm is not None:
+        if self._clip_norm is not None and not self._is_below(self._clip_norm, norm):
             # fmin ignores NaN: so a norm that is NaN does not spoil the finite gradients for those who look at them.
             limit, epsilon, one = self._clipping(norm, self._clip_norm)
             coefficient = torch.fmin(torch.div(limit, norm + epsilon), one)
@@ -160,6 +160,10 @@ class OptimizerStep:
                 foreach_clamp_min_(group_gradients, -self._clip_value)
                 foreach_clamp_max_(group_gradients, self._clip_value)
         return norm, empty
+
+    def _is_below(self, limit: float, norm: Tensor) -> bool:
+        """Whether it is known on the host that clipping would multiply by exactly 1."""
+        return self._guard.reads_the_host and 1.001 * (norm.item() + 1e-6) < limit
 
     def _clipping(self, norm: Tensor, limit: float) -> tuple[Tensor, ...]:
         """The limit, 1e-6 and 1 as tensors like the norm: with Python numbers operations take 2 to 5 times as long."""
