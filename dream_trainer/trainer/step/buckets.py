@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, with_local
+from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, local_tensors, with_local
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -133,7 +133,7 @@ class Averaging:
 
     def _send(self, bucket: Bucket, parameters: list[nn.Parameter], tail: Tensor | None, *, place: int) -> Sent:
         """Sends a bucket from the memory numbered `place`."""
-        size = sum(local_tensor(p).numel() for p in parameters) + len(parameters)
+        size = sum(local.numel() for local in local_tensors(parameters)) + len(parameters)
         flat = self._flat((place, bucket.dtype), size + (0 if tail is None else tail.numel()))
         return Sent(bucket, parameters, tail, flat, self._world.device)
 
@@ -176,7 +176,7 @@ class Sent:
     ) -> None:
         import torch.distributed as dist
 
-        locals_ = [local_tensor(p if p.grad is None else p.grad) for p in parameters]
+        locals_ = local_tensors([p if p.grad is None else p.grad for p in parameters])
         sizes = [local.numel() for local in locals_]
         *parts, self._is_there, self._tail = flat.split([*sizes, len(sizes), 0 if weights is None else weights.numel()])
         self._views = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
