@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     if loader == "own" and ranks > 1 and not drop_last and weight == "none":
         weight = "int"  # micro-batches of unequal sizes count alike only so
     step = size * ranks * accumulation
-    layout = choose("replicate", "fsdp")
+    layout = choose("replicate", "overlapped", "fsdp")
     case = Case(
         ranks=ranks,
         layout=layout,
@@ -481,7 +481,9 @@ def make_config(case: Case, experiment: str, *, saves: bool) -> Config:
         group="drawn",
         experiment=experiment,
         seed=SEED,
-        device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=case.recompute),
+        device_parameters=dt.DeviceParameters(
+            device="cpu", activation_checkpointing=case.recompute, overlap_reduce=case.layout == "overlapped"
+        ),
         training_parameters=dt.TrainingParameters(
             n_epochs=case.epochs,
             max_steps=case.max_steps,

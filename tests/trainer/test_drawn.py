@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from dream_trainer.trainer.step import buckets
 from tests.trainer.drawn import Case, by_hand, cases, run, windows_of
 from tests.worlds import KeptWorld
 
@@ -30,6 +31,7 @@ COUNTER = itertools.count()
 def run_there(directory: str, case: Case, experiment: str, stops: tuple[int | None, ...]) -> dict[str, Any]:
     """On a rank of the kept world."""
     os.chdir(directory)
+    buckets.BUCKET_BYTES = 100  # so that some leave before a backward is over
     return run(case, experiment, stops)
 
 
