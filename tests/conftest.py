@@ -25,6 +25,7 @@ RUNNER_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CA
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case: slow tests and full matrices too")
+    parser.addoption("--on-cpu", action="store_true", help="run tests marked gpu on the CPU, as far as they go")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available() and not config.getoption("--on-cpu"):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if config.getoption("--all"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

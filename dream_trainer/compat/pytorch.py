@@ -114,9 +114,11 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
     # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
     before = group.post_forward_mesh_info, state._mp_policy
     group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
+    gathered = [vars(managed).get("_unsharded_param") for managed in group.fsdp_params]
     for managed in group.fsdp_params:
         whole = _whole(managed.sharded_param.detach()).to(group.device)
-        managed._setattr_on_modules(torch.nn.Parameter(whole, managed.sharded_param.requires_grad))
+        managed._unsharded_param = torch.nn.Parameter(whole, managed.sharded_param.requires_grad)  # 2.15 looks for it
+        managed._setattr_on_modules(managed._unsharded_param)
     group._sharded_state = ShardedState.UNSHARDED
     group._to_sharded = _do_nothing  # type: ignore[method-assign]
     try:
@@ -125,8 +127,12 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
         del group._to_sharded
         group._sharded_state = ShardedState.SHARDED
         group.post_forward_mesh_info, state._mp_policy = before
-        for managed in group.fsdp_params:
+        for managed, twin in zip(group.fsdp_params, gathered, strict=True):
             managed._setattr_on_modules(managed.sharded_param)
+            if twin is None:
+                del managed._unsharded_param
+            else:
+                managed._unsharded_param = twin
 
 
 def _whole(parameter: Any) -> Tensor:
@@ -293,9 +299,12 @@ def dcp_metadata_globals() -> frozenset[tuple[str, str]]:
 
 def set_group_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Sets how long collectives of `group` (None: the default group) may take from now on."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    import torch.distributed as dist
 
-    _set_pg_timeout(timeout, group)
+    if torch.__version__ >= "2.15":
+        dist.set_timeout(timeout, group)  # type: ignore[attr-defined]  # new there, which warns of the other
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def enable_flight_recorder(directory: Path) -> None:

@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-import dream_trainer as dt
 from dream_trainer.callbacks import Memory
 from dream_trainer.callbacks.memory import GIB, host_memory
 from dream_trainer.errors import ConfigError, HookError
@@ -86,24 +85,6 @@ def test_a_snapshot_on_demand_needs_a_launched_trainer() -> None:
     with Logged(make_config(callbacks=[memory], n_epochs=1), batches(1)) as trainer:
         trainer.fit()
         assert memory.snapshot() == trainer.run_dir / "memory" / "step_00000001_rank_0.txt"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_tells_its_peaks_and_its_allocations() -> None:
-    import pickle
-
-    recorder, memory = Recorder(), Memory(1, history=1000)
-    config = make_config(
-        callbacks=[memory, recorder], log_every=1, n_epochs=1, devices=dt.DeviceParameters(device="cuda")
-    )
-    with Logged(config, batches(2)) as trainer:
-        trainer.fit()
-        found = recorder.steps[2]
-        assert found["memory/peak_allocated"] == pytest.approx(torch.cuda.max_memory_allocated() / GIB, rel=0.01)
-        assert found["memory/peak_reserved"] >= found["memory/peak_allocated"]
-        assert 0 <= found["memory/fragmentation"] <= 1
-        with memory.snapshot().with_suffix(".pickle").open("rb") as file:
-            assert pickle.load(file)["device_traces"][0]
 
 
 def test_what_cannot_work_is_refused() -> None:

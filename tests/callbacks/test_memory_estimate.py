@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import dream_trainer as dt
 from dream_trainer.callbacks import Memory, TrainerSummary
 from dream_trainer.callbacks.memory_estimate import estimate, held_state_bytes, in_words, measured, state_bytes
-from dream_trainer.loggers.formatting import format_bytes
 from tests.callbacks.recording import LoggedSharded
-from tests.trainer.small import Alone, Samples, batches, make_config
+from tests.trainer.small import Samples, make_config
 
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
@@ -161,20 +159,3 @@ def test_the_summary_says_what_is_expected() -> None:
         "memory of rank 0",
         "parameters 224 B float64, 28 B int32 + gradients 192 B float64 + optimizer state 192 B float64",
     ]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_cuda_device_what_is_left_of_the_peak_is_all_else(capsys: pytest.CaptureFixture[str]) -> None:
-    class Wide(Alone):
-        def setup(self) -> None:
-            self.model = nn.Sequential(nn.Linear(3, 4096), nn.Linear(4096, 1)).double()
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-
-    devices = dt.DeviceParameters(device="cuda")
-    with Wide(make_config(max_steps=2, callbacks=[Memory()], devices=devices), batches(2, 32)) as trainer:
-        trainer.fit()
-    last = re.split(r"  +", capsys.readouterr().out.splitlines()[-1].strip())
-    known = 4 * (3 * 4096 + 4096 + 4096 + 1) * 8 + 4 * 4
-    peak = torch.cuda.max_memory_allocated()
-    assert peak - known >= 32 * 4096 * 8  # the hidden layer's output
-    assert last == ["all else at the peak", format_bytes(peak - known)]

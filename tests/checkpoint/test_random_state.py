@@ -65,12 +65,3 @@ def test_the_state_of_another_kind_of_device_is_an_error_and_sets_nothing() -> N
     with pytest.raises(CheckpointError, match=r"\['cpu', 'cuda'\], and this rank draws on \['cpu'\]"):
         set_random_state(state, {**tensors, "random.cuda": tensors["random.cpu"]}, CPU)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_devices_generator_goes_on_too() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    state, tensors = random_state(device)
-    expected = torch.randn(8, device=device).tolist()
-    set_random_state(state, tensors, device)
-    assert torch.randn(8, device=device).tolist() == expected

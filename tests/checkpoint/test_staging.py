@@ -139,23 +139,3 @@ def test_each_rank_copies_its_shard_alone() -> None:
     for rank in ranks:
         assert rank["same layout"]
         assert torch.equal(rank["whole"], torch.arange(15.0).reshape(5, 3))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator with streams")
-def test_on_an_accelerator_an_update_waits_for_the_copies_and_a_forward_does_not() -> None:
-    device = torch.device("cuda")
-    weight, statistic = torch.ones(1 << 24, device=device), torch.ones(1 << 10, device=device)
-    copies = HostCopies(device)
-    copies.warm({"weight": weight, "statistic": statistic})
-    for value in (1.0, 2.0, 3.0):
-        weight.fill_(value)
-        statistic.fill_(value)
-        found = copies.copy({"weight": weight, "statistic": statistic}, at_once=("statistic",))
-        statistic.zero_()  # as a forward does, which does not wait
-        copies.wait_before_update()
-        weight.zero_()
-        copies.wait()
-        torch.cuda.synchronize()
-        assert found["weight"].is_pinned()
-        assert found["weight"].eq(value).all()
-        assert found["statistic"].eq(value).all()

@@ -173,7 +173,8 @@ def test_muon_is_as_it_comes_equal_to_the_rounding_of_bfloat16(world: dict[str, 
 @pytest.mark.parametrize("name", [name for name in FAIL if "mixture" not in name])
 def test_what_is_refused_really_fails(name: str, world: dict[str, Any]) -> None:
     assert "cannot step sharded parameters" in world["refused"][name]
-    assert name in world["failed"]
+    # 2.15 has a rule for what Rprop does; it is refused there as on the others, which have none.
+    assert (name in world["failed"]) != (name == "Rprop" and torch.__version__ >= "2.15")
 
 
 def test_a_mixture_of_sharded_and_plain_parameters_is_stepped_one_by_one(world: dict[str, Any]) -> None:

@@ -1,0 +1,29 @@
+"""Tests of what only a CUDA device shows. On the CPU, with `--on-cpu`, those that ask for `cuda` are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device under test; the CPU in a rehearsal."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> Iterator[torch.device]:
+    """The CUDA device."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    yield torch.device("cuda", 0)
+    torch.cuda.set_sync_debug_mode("default")
