@@ -3,7 +3,6 @@
 # Arguments go to the training script; try `bash tools/demo.sh --help`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-CONSTRAINTS=(--constraint tools/constraints.txt)
 source tools/environment.sh
 
 # A torch that already works with this machine's GPUs is worth more than the pinned one, which may be built for others.
@@ -15,7 +14,7 @@ sys.exit(not (torch.cuda.is_available() and version >= (2, 11)))' 2>/dev/null; t
     pins=$(mktemp)
     trap 'rm -f "$pins"' EXIT
     grep -v '^torch==' tools/constraints.txt >"$pins"
-    CONSTRAINTS=(--constraint "$pins")
+    CONSTRAINTS=$pins
     install plot --system-site-packages
 else
     install plot

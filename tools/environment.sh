@@ -1,5 +1,8 @@
-# Sourced by demo.sh and test.sh: makes .venv and installs this package into it, and does nothing where that is done.
-# PYTHON chooses the interpreter of a .venv that is not there yet, TORCH another PyTorch than the pinned one (2.11.0).
+# Sourced by demo.sh and test.sh: makes an environment and installs this package into it, and does nothing where that is
+# done. PYTHON chooses the interpreter of one that is not there yet.
+
+VENV=.venv
+CONSTRAINTS=tools/constraints.txt
 
 # The first interpreter that is new enough, or nothing.
 find_python() {
@@ -12,13 +15,24 @@ find_python() {
     done
 }
 
-# install EXTRAS [options of python -m venv]: an editable install with the pinned versions.
+# use_torch VERSION: another PyTorch than the pinned one has an environment of its own beside .venv.
+use_torch() {
+    if grep -qx "torch==$1" tools/constraints.txt; then
+        return
+    fi
+    VENV=.venv-$1
+    CONSTRAINTS=$VENV/constraints.txt
+    mkdir -p "$VENV"
+    sed "s/^torch==.*/torch==$1/" tools/constraints.txt >"$CONSTRAINTS"
+}
+
+# install EXTRAS [options of python -m venv]: an editable install with the versions of $CONSTRAINTS.
 install() {
     local extras=$1 python stamp
     shift
     # The stamp names what was installed; another extra, a changed pin or a moved clone installs again.
-    stamp="$PWD $extras $(cat pyproject.toml tools/constraints.txt | cksum)"
-    if [ -z "${TORCH:-}" ] && [ -x .venv/bin/python ] && grep -qxF "$stamp" .venv/installed 2>/dev/null; then
+    stamp="$PWD $extras $(cat pyproject.toml "$CONSTRAINTS" | cksum)"
+    if [ -x "$VENV/bin/python" ] && grep -qxF "$stamp" "$VENV/installed" 2>/dev/null; then
         return
     fi
     python=$(find_python)
@@ -26,19 +40,11 @@ install() {
         echo "Python 3.11 or newer is needed and was not found. Install it, or set PYTHON to its path." >&2
         exit 1
     fi
-    if [ ! -x .venv/bin/python ]; then
-        echo "Making a virtual environment in .venv with $("$python" --version)"
-        "$python" -m venv "$@" .venv
-    fi
-    if [ -n "${TORCH:-}" ]; then
-        # No stamp: whoever comes next without TORCH gets the pinned versions again.
-        rm -f .venv/installed
-        sed "s/^torch==.*/torch==$TORCH/" tools/constraints.txt >.venv/constraints.txt
-        echo "Installing dream-trainer[$extras] with torch $TORCH"
-        .venv/bin/python -m pip install --quiet --editable ".[$extras]" --constraint .venv/constraints.txt
-        return
+    if [ ! -x "$VENV/bin/python" ]; then
+        echo "Making a virtual environment in $VENV with $("$python" --version)"
+        "$python" -m venv "$@" "$VENV"
     fi
     echo "Installing dream-trainer[$extras]"
-    .venv/bin/python -m pip install --quiet --editable ".[$extras]" "${CONSTRAINTS[@]}"
-    echo "$stamp" >>.venv/installed
+    "$VENV/bin/python" -m pip install --quiet --editable ".[$extras]" --constraint "$CONSTRAINTS"
+    echo "$stamp" >>"$VENV/installed"
 }

@@ -3,7 +3,6 @@
 # Usage: bash tools/mutants.sh [name ...]   (no name: all of them)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-CONSTRAINTS=(--constraint tools/constraints.txt)
 source tools/environment.sh
 install dev
 export OMP_NUM_THREADS=1

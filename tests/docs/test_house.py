@@ -47,32 +47,33 @@ def test_the_workflow_runs_the_tests_on_the_versions_that_are_named() -> None:
     text = " ".join((ROOT / "docs/stability.md").read_text().split())
     torches = [version.removesuffix(".0") for version in matrix["torch"]]
     assert f"{classifiers[0]} to {classifiers[-1]} with PyTorch {', '.join(torches[:-1])} and {torches[-1]}" in text
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash tools/test.sh"]
-    assert job["env"]["TORCH"] == "${{ matrix.torch }}"
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash tools/test.sh --torch ${{ matrix.torch }}"]
 
 
-def test_another_pytorch_than_the_pinned_one_is_installed_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_another_pytorch_than_the_pinned_one_has_an_environment_of_its_own(tmp_path: Path) -> None:
     """With a python that only tells its arguments."""
     (tmp_path / "tools").mkdir()
     for file in ("pyproject.toml", "tools/constraints.txt"):
         (tmp_path / file).write_text((ROOT / file).read_text())
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\nfor last; do :; done\ngrep "^torch==" "$last"\n')
-    python.chmod(0o755)
+    for folder in (".venv", ".venv-2.11.0"):
+        python = tmp_path / folder / "bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\nfor last; do :; done\ngrep "^torch==" "$last"\necho "into $0"\n')
+        python.chmod(0o755)
 
-    def installs(torch: str) -> str:
-        code = f"CONSTRAINTS=(--constraint tools/constraints.txt); source {ROOT}/tools/environment.sh; install dev"
+    def installs(torch: str) -> list[str]:
+        code = f"source {ROOT}/tools/environment.sh; use_torch {torch}; install dev"
         command = ["bash", "-euo", "pipefail", "-c", code]
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "TORCH": torch}
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.rpartition("torch==")[2].strip()
+        return done.stdout.splitlines()[1:]
 
     pinned = re.findall(r"^torch==(\S+)$", (ROOT / "tools/constraints.txt").read_text(), re.MULTILINE)[0]
-    assert installs("") == pinned
-    assert installs("") == ""  # nothing to do
-    assert installs("2.11.0") == "2.11.0"
-    assert installs("") == pinned
+    assert installs(pinned) == [f"torch=={pinned}", "into .venv/bin/python"]
+    assert installs(pinned) == []  # nothing to do
+    assert installs("2.11.0") == ["torch==2.11.0", "into .venv-2.11.0/bin/python"]
+    assert installs("2.11.0") == []
+    assert installs(pinned) == []
 
 
 def test_the_hooks_before_a_commit_run_what_the_tests_script_runs() -> None:
@@ -80,7 +81,7 @@ def test_the_hooks_before_a_commit_run_what_the_tests_script_runs() -> None:
     assert repository["repo"] == "local", "what is fetched is not pinned"
     script = (ROOT / "tools/test.sh").read_text()
     for hook in repository["hooks"]:
-        assert re.search(rf"^{re.escape(hook['entry'])}( |$)", script, re.MULTILINE), hook["id"]
+        assert re.search(rf"^ *{re.escape(hook['entry'])}( |$)", script, re.MULTILINE), hook["id"]
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, choices=(1, 2), help="only the tasks of so many processes")
     parser.add_argument("--trainers", nargs="*", help="default: all that are installed")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -144,6 +145,8 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     print(f"{date.today()}, {versions}; {options.repeat} repeats; times the plain loop's")
     show(table(found), options.markdown)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

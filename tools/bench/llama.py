@@ -4,7 +4,8 @@
     python tools/bench/llama.py --model tiny --batch 2 --seq-len 64 --precision fp32 --no-compile --steps 5
 
 Both sides run alone in a process of their own, one after the other, `--pairs` times: the same weights' shapes, kernels,
-precision, fused AdamW, clipping and batches. The loop's rates are taken between two synchronisations, after `--warm-up`
+precision, fused AdamW, clipping and batches; in half precision on CUDA attention is the flash kernel or an error. The
+loop's rates are taken between two synchronisations, after `--warm-up`
 steps. The framework's side runs with `torch.cuda.set_sync_debug_mode("error")` once warm, so a step that waits for the
 device ends the bench with an error.
 """
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from model import PRESETS, Llama
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dream_trainer as dt
 from dream_trainer.callbacks.peak_flops import peak_flops
@@ -158,10 +160,18 @@ def config_of(arguments: argparse.Namespace) -> Any:
     return replace(PRESETS[arguments.model], max_seq_len=arguments.seq_len)
 
 
+def attention(arguments: argparse.Namespace, device: torch.device) -> Any:
+    """A context in which attention is the flash kernel, where there is one."""
+    if device.type == "cuda" and arguments.precision in DTYPES:
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    return contextlib.nullcontext()
+
+
 def measure(side: str, arguments: argparse.Namespace) -> None:
     """Prints one side's figures as JSON; in a process of its own."""
     device = torch.device(arguments.device)
-    seconds = {"plain": plain, "framework": framework}[side](arguments, device)
+    with attention(arguments, device):
+        seconds = {"plain": plain, "framework": framework}[side](arguments, device)
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     print(json.dumps({"seconds": seconds, "memory": memory}))
 
@@ -187,17 +197,25 @@ def report(arguments: argparse.Namespace) -> None:
     peak = peak_flops(name, DTYPES.get(arguments.precision, torch.float32), tf32=arguments.precision == "tf32")
     print(f"{name}, torch {torch.__version__}, {arguments.model}, {arguments.precision}, "
           f"batch {arguments.batch} x {arguments.seq_len} tokens, compile={arguments.compile}")  # fmt: skip
+    figures: dict[str, Any] = {"device": name, "model": arguments.model, "precision": arguments.precision}
     for index, side in enumerate(("plain", "framework")):
-        rate = tokens / statistics.median(pair[index]["seconds"] for pair in pairs)
-        used = "" if peak is None else f"{rate * config.flops_per_token(arguments.seq_len) / peak:7.1%} MFU"
-        print(f"{side:10}{rate:12.0f} tokens/s {used} {pairs[0][index]['memory'] / 2**30:8.2f} GiB")
+        rates = [tokens / pair[index]["seconds"] for pair in pairs]
+        rate, gib = statistics.median(rates), pairs[0][index]["memory"] / 2**30
+        mfu = None if peak is None else rate * config.flops_per_token(arguments.seq_len) / peak
+        figures[side] = {"tokens_per_second": rates, "mfu": mfu, "peak_memory_gib": gib}
+        used = "" if mfu is None else f"{mfu:7.1%} MFU"
+        print(f"{side:10}{rate:12.0f} tokens/s ({min(rates):.0f}..{max(rates):.0f}) {used} {gib:8.2f} GiB")
     speed = statistics.median(plain["seconds"] / ours["seconds"] for plain, ours in pairs)
     memory = pairs[0][1]["memory"] / max(1, pairs[0][0]["memory"])
+    figures |= {"speed": speed, "memory": memory}
     print(f"framework / plain: {speed:.3f} of the speed, {memory:.3f} of the memory ({len(pairs)} pairs)")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of a bench of this model."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     is_cuda = torch.cuda.is_available()
     parser.add_argument("--model", choices=list(PRESETS), default="1b" if is_cuda else "tiny")
     parser.add_argument("--device", default="cuda" if is_cuda else "cpu")
@@ -205,6 +223,12 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=is_cuda)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048 if is_cuda else 128)
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=3)

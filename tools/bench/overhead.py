@@ -1,6 +1,6 @@
 """CPU time per step of Dream Trainer beside the same plain PyTorch loop.
 
-    OMP_NUM_THREADS=1 python tools/bench/overhead.py [--batches 3000] [--repeat 3] [--only "map bare"]
+    OMP_NUM_THREADS=1 python tools/bench/overhead.py [--batches 3000] [--repeat 3] [--only "map bare"] [--device cuda]
 
 The model is an MLP 32-64-64-10 with batches of 32, fused AdamW and clipping at 1.0: small enough that the trainer's own
 work shows. Its data come from a `DataLoader` in the process: over ready batches, over a map-style dataset, over an
@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ class Bare(Fitting, BaseTrainer):
         self.optimizer = make_optimizer(self.model.parameters())
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return self.task.loader(self.row.batches), None
+        return self.task.loader(self.row.batches, self.row.device), None
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Everyday(Fitting, DreamTrainer):
         self.scheduler = CosineAnnealingLR(self.optimizer, self.row.steps)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        return self.task.loader(self.row.batches), self.task.loader(10)
+        return self.task.loader(self.row.batches, self.row.device), self.task.loader(10, self.row.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         return {"loss": self.task.loss(self.model, batch)}
@@ -117,7 +119,7 @@ def run(row: Row, turns: Turns) -> None:
         val_every_n_epochs=None,
     )
     names = {"project": "bench", "group": "overhead", "experiment": str(time.time_ns())}
-    devices = DeviceParameters(device="cpu")
+    devices = DeviceParameters(device=row.device)
     is_spread = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not is_everyday and not is_spread:
         config = BaseTrainerConfig(**names, training_parameters=parameters, device_parameters=devices)
@@ -156,26 +158,33 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     kinds = ("bare", "accumulation", "everyday", "full")
-    rows = [Row(task, kind, options.batches) for task in ("ready", "map", "iterable") for kind in kinds]
+    rows = [Row(task, kind, options.batches, options.device) for task in ("ready", "map", "iterable") for kind in kinds]
     rows = [row for row in rows if options.only in f"{row.task} {row.kind}"]
     found: dict[Row, list[dict[str, float]]] = {row: [] for row in rows}
+    start = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for _ in range(options.repeat):
             for row in rows:
                 found[row].append(measure(row))
-        os.chdir("/")
-    print(f"torch {torch.__version__}, {options.repeat} x {options.batches} batches, CPU time per batch")
+        os.chdir(start)
+    print(
+        f"torch {torch.__version__}, {options.device}, {options.repeat} x {options.batches} batches, CPU time per batch"
+    )
     for row, results in found.items():
-        ratios = sorted(result["cpu"] for result in results)
+        ratios, wall = (sorted(result[clock] for result in results) for clock in ("cpu", "wall"))
         plain, more = (statistics.median(result[key] for result in results) for key in ("plain_us", "more_us"))
         print(
             f"{row.task:9}{row.kind:13} {statistics.median(ratios):.3f}x ({ratios[0]:.3f}..{ratios[-1]:.3f})"
-            f"   plain {plain:.0f} us, {more:+.0f} us"
+            f"   plain {plain:.0f} us, {more:+.0f} us; wall {statistics.median(wall):.3f}x"
         )
+    if options.json is not None:
+        options.json.write_text(json.dumps({f"{row.task} {row.kind}": results for row, results in found.items()}))
 
 
 if __name__ == "__main__":

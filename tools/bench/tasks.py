@@ -140,15 +140,16 @@ class Task:
     batch_size: int | None
     shuffle: bool
 
-    def loader(self, batches: int) -> DataLoader[Any]:
+    def loader(self, batches: int, device: str = "cpu") -> DataLoader[Any]:
         """A loader as a user writes it for one process, with this many batches for each rank."""
         ranks = int(os.environ.get("WORLD_SIZE", 1))
-        return DataLoader(self.dataset(batches * ranks), self.batch_size, shuffle=self.shuffle)
+        dataset = self.dataset(batches * ranks)
+        return DataLoader(dataset, self.batch_size, shuffle=self.shuffle, pin_memory=device == "cuda")
 
-    def own_part(self, batches: int) -> DataLoader[Any]:
+    def own_part(self, batches: int, device: str = "cpu") -> DataLoader[Any]:
         """A loader as a user writes it for this rank of the plain loop."""
         if not dist.is_initialized():
-            return self.loader(batches)
+            return self.loader(batches, device)
         dataset = self.dataset(batches * dist.get_world_size())
         return DataLoader(dataset, self.batch_size, sampler=DistributedSampler(dataset, shuffle=self.shuffle))
 
@@ -162,6 +163,11 @@ TASKS = {
 }
 
 
+def moved(batch: Any, device: str) -> Any:
+    """A batch of tensors as a user moves it."""
+    return batch if device == "cpu" else [part.to(device, non_blocking=True) for part in batch]
+
+
 @dataclass(frozen=True)
 class Row:
     """What is measured.
@@ -172,11 +178,13 @@ class Row:
             200 steps, a JSONL line every 10, a schedule and a progress bar; "full": the same with everything else that
             Dream Trainer watches, beside the everyday loop.
         batches: Batches that are trained.
+        device: On which; other trainers than ours run on the CPU alone.
     """
 
     task: str
     kind: str
     batches: int
+    device: str = "cpu"
 
     @property
     def accumulation(self) -> int:
@@ -214,14 +222,14 @@ class Turns:
 
     def tick(self) -> None:
         if self._count % self._turn == 0:
-            arrived = _clocks()
+            arrived = _clocks(self._row.device)
             if self._plain is None:  # not before: some of them make the process group
                 self._plain = (plain_everyday if self._row.is_everyday else plain_bare)(self._row)
             if self._left is not None:
                 self._ours.append(_difference(arrived, self._left))
             for _ in range(self._turn):
                 next(self._plain)
-            self._left = _clocks()
+            self._left = _clocks(self._row.device)
             self._theirs.append(_difference(self._left, arrived))
         self._count += 1
 
@@ -244,7 +252,10 @@ class Turns:
         }
 
 
-def _clocks() -> tuple[float, float]:
+def _clocks(device: str) -> tuple[float, float]:
+    """CPU and wall seconds, once the device has nothing left to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
     return time.process_time(), time.perf_counter()
 
 
@@ -252,17 +263,17 @@ def _difference(later: tuple[float, float], earlier: tuple[float, float]) -> tup
     return later[0] - earlier[0], later[1] - earlier[1]
 
 
-def _plain_model(task: Task) -> nn.Module:
-    model = task.model()
+def _plain_model(task: Task, device: str) -> nn.Module:
+    model = task.model().to(device)
     return nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
 
 
 def plain_bare(row: Row) -> Plain:
     task = TASKS[row.task]
-    model = _plain_model(task)
+    model = _plain_model(task, row.device)
     optimizer = make_optimizer(model.parameters())
-    for index, batch in enumerate(task.own_part(row.batches + TURN), start=1):
-        loss = task.loss(model, batch)
+    for index, batch in enumerate(task.own_part(row.batches + TURN, row.device), start=1):
+        loss = task.loss(model, moved(batch, row.device))
         if row.accumulation > 1:
             loss = loss / row.accumulation
         loss.backward()
@@ -276,11 +287,11 @@ def plain_bare(row: Row) -> Plain:
 def plain_everyday(row: Row) -> Plain:
     with everyday(row) as after_step:
         task = TASKS[row.task]
-        model = _plain_model(task)
+        model = _plain_model(task, row.device)
         optimizer = make_optimizer(model.parameters())
-        scheduler, validation = CosineAnnealingLR(optimizer, row.steps + TURN), task.loader(10)
-        for batch in task.own_part(row.batches + TURN):
-            loss = task.loss(model, batch)
+        scheduler, validation = CosineAnnealingLR(optimizer, row.steps + TURN), task.loader(10, row.device)
+        for batch in task.own_part(row.batches + TURN, row.device):
+            loss = task.loss(model, moved(batch, row.device))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -296,7 +307,7 @@ class everyday:
     def __init__(self, row: Row) -> None:
         from rich.progress import Progress
 
-        self._task = TASKS[row.task]
+        self._task, self._device = TASKS[row.task], row.device
         self._log = open(f"plain-{time.time_ns()}.jsonl", "w")  # noqa: SIM115
         self._bar = Progress(auto_refresh=False)
         self._shown = self._bar.add_task("train", total=row.steps)
@@ -322,7 +333,7 @@ class everyday:
         if self._step % VALIDATE_EVERY == 0:
             model.eval()
             with torch.no_grad():
-                found = [self._task.loss(model, batch) for batch in validation]
+                found = [self._task.loss(model, moved(batch, self._device)) for batch in validation]
             self._write({"val/loss": torch.stack(found).mean().item()})
             model.train()
 
