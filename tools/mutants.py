@@ -811,8 +811,8 @@ MUTANTS = [
     Mutant(
         "groups of a mesh keep the long time-out",
         "dream_trainer/distributed/world.py",
-        "for group in (None, self.cpu_group, *data_groups, *self.mesh.get_all_groups()):",
-        "for group in (None, self.cpu_group, *data_groups):",
+        "for group in (None, self.cpu_group, *data_groups, *self._further_groups, *self.mesh.get_all_groups()):",
+        "for group in (None, self.cpu_group, *data_groups, *self._further_groups):",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
