@@ -38,7 +38,11 @@ def _python_memory() -> Any:
     return memory if random.getstate()[1] == (*words, position) else None
 
 
+# The position and words beside it: a draw moves the one, and when all words were used all of them change.
+_MARK_SIZE = 16
+
 _memory = _python_memory()
+_mark = None if _memory is None else (ctypes.c_char * _MARK_SIZE).from_address(ctypes.addressof(_memory))
 _attributes = vars(_generator)
 
 
@@ -47,6 +51,11 @@ def python_state() -> PythonState:
     if _memory is None:
         return random.getstate(), None
     return _memory.raw, _attributes["gauss_next"]
+
+
+def python_mark() -> PythonState:
+    """What differs after a draw, in a few of the bytes."""
+    return python_state() if _memory is None or _mark is None else (_mark.raw, _attributes["gauss_next"])
 
 
 def set_python_state(state: PythonState) -> None:
@@ -73,3 +82,8 @@ def torch_bytes() -> bytes:
 def numpy_memory(bit_generator: Any) -> Any:
     """The memory of numpy's `MT19937`, as long as that lives; its `raw` are the bytes of its state."""
     return (ctypes.c_char * _NUMPY_SIZE).from_address(bit_generator.ctypes.state_address)
+
+
+def numpy_mark(memory: Any) -> Any:
+    """The part of what `numpy_memory` gave whose `raw` differs after a draw."""
+    return (ctypes.c_char * _MARK_SIZE).from_address(ctypes.addressof(memory) + _NUMPY_SIZE - _MARK_SIZE)

@@ -123,17 +123,18 @@ class SeededPass(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._batches is None:
-            with self._stream.apart():
+            with self._stream.apart:
                 self._batches = self._open()
-                batch = self._draw(self._batches)
+                batch = self._stream.load(self._batches)
                 if self._first == 0:
                     self._stream.notice_order()
         elif self._is_quiet:
             return next(self._batches)
         else:
-            with self._stream.apart():
-                self._stream.seed_batch(self._seed_of_batch())
-                batch = self._draw(self._batches) if self.draws else self._watch(self._batches)
+            stream, seed = self._stream, self._seed_of_batch()
+            with stream.apart:
+                stream.seed_batch(seed)
+                batch = stream.load(self._batches) if self.draws else self._watch(self._batches)
         self._next += 1
         return batch
 
@@ -166,16 +167,10 @@ class SeededPass(Iterator[Any]):
             self._seeds = [hash_seed(b"batch", seed, epoch, number, dp_rank) for number in numbers]
         return self._seeds[place]
 
-    def _draw(self, batches: Iterator[Any]) -> Any:
-        try:
-            return next(batches)
-        finally:
-            self._stream.notice()
-
     def _watch(self, batches: Iterator[Any]) -> Any:
         """Loads a batch and sees whether it drew."""
         marks = generator_marks()
-        batch = self._draw(batches)
+        batch = self._stream.load(batches)
         self.draws = bool(drawn_since(marks))
         return batch
 

@@ -7,7 +7,8 @@ in a pass. Up to that draw they stand at the start of the pass's own stream, to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,20 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dream_trainer.compat.generator_bytes import numpy_memory, python_state, set_python_state, torch_bytes
+from dream_trainer.compat.generator_bytes import (
+    numpy_mark,
+    numpy_memory,
+    python_mark,
+    python_state,
+    set_python_state,
+    torch_bytes,
+)
 from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
 from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
 
 
 class PassDraws:
-    """The global generators during one pass, inside `apart`.
+    """The global generators during one pass, inside the block `apart`.
 
     Args:
         drawn: Its `drawn`, where the pass was interrupted.
@@ -40,27 +48,35 @@ class PassDraws:
     def __init__(self, drawn: Iterable[str]) -> None:
         self.drawn = set(drawn)
         self._numpy = np.random.MT19937(0)
-        self._numpy_memory = numpy_memory(self._numpy)
-
-    def apart(self) -> preserved_random_state:
-        """Inside, the pass draws; training's generators are put back at the end."""
-        return preserved_random_state(numpy_generator=self._numpy)
+        self._numpy_mark = numpy_mark(numpy_memory(self._numpy))
+        # Inside, the pass draws; training's generators are put back at the end.
+        self.apart = preserved_random_state(numpy_generator=self._numpy)
 
     def begin(self, seed: int) -> None:
         """Begins the pass's own stream."""
         seed_cpu(seed)
-        self._torch_start, self._python_start, self._numpy_start = torch_bytes(), python_state(), self._numpy_memory.raw
+        self._torch_start, self._python_start = torch_bytes(), python_state()
+        self._marks = python_mark(), self._numpy_mark.raw
 
     def seed_batch(self, seed: int) -> None:
         """Seeds the generators that a batch may draw from; the others go to the start of the pass's stream."""
         set_python_state(self._python_start)
         seed_cpu(seed, self.drawn | {"torch"} if self.drawn else ("torch",))
 
+    def load(self, batches: Iterator[Any]) -> Any:
+        """The next of `batches`; sees whether python's and numpy's generators were drawn from since one of the
+        above."""
+        try:
+            return next(batches)
+        finally:
+            self.notice()
+
     def notice(self) -> None:
-        """Sees whether python's and numpy's were drawn from since one of the above."""
-        if "python" not in self.drawn and python_state() != self._python_start:
+        """Sees whether python's and numpy's were drawn from since `begin` or `seed_batch`."""
+        of_python, of_numpy = self._marks
+        if python_mark() != of_python:
             self.drawn.add("python")
-        if "numpy" not in self.drawn and self._numpy_memory.raw != self._numpy_start:
+        if self._numpy_mark.raw != of_numpy:
             self.drawn.add("numpy")
 
     def notice_order(self) -> None:

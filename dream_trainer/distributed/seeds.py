@@ -21,6 +21,7 @@ from dream_trainer.compat.generator_bytes import (
     PythonState,
     as_tuple,
     numpy_memory,
+    python_mark,
     python_state,
     set_python_state,
     torch_bytes,
@@ -169,7 +170,7 @@ def generator_marks() -> Marks:
     """Where the global CPU generators are (3 us), to be given to `drawn_since`."""
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy_memory(numpy.random.get_bit_generator()).raw
-    return torch_bytes(), python_state(), of_numpy
+    return torch_bytes(), python_mark(), of_numpy
 
 
 def drawn_since(marks: Marks) -> set[str]:

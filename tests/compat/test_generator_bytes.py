@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from dream_trainer.compat import generator_bytes
-from dream_trainer.compat.generator_bytes import as_tuple, numpy_memory, python_state, set_python_state, torch_bytes
+from dream_trainer.compat.generator_bytes import (
+    as_tuple,
+    numpy_mark,
+    numpy_memory,
+    python_mark,
+    python_state,
+    set_python_state,
+    torch_bytes,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +54,12 @@ def test_pythons_generator_is_put_back_and_every_draw_is_seen(draw: Callable[[],
     before, expected = python_state(), random.getstate()
     assert as_tuple(before) == expected
     assert python_state() == before
+    mark = python_mark()
     drawn = draw()
     assert python_state() != before
+    assert python_mark() != mark
     set_python_state(before)
+    assert python_mark() == mark
     assert random.getstate() == expected
     assert draw() == drawn
 
@@ -56,10 +67,11 @@ def test_pythons_generator_is_put_back_and_every_draw_is_seen(draw: Callable[[],
 @pytest.mark.usefixtures("way")
 def test_the_second_of_a_pair_of_normal_numbers_is_kept_and_its_draw_seen() -> None:
     random.gauss(0, 1)
-    before, expected = python_state(), random.getstate()
+    before, mark, expected = python_state(), python_mark(), random.getstate()
     assert as_tuple(before) == expected
     second = random.gauss(0, 1)
     assert python_state() != before
+    assert python_mark() != mark
     random.random()
     set_python_state(before)
     assert random.gauss(0, 1) == second
@@ -68,10 +80,13 @@ def test_the_second_of_a_pair_of_normal_numbers_is_kept_and_its_draw_seen() -> N
 def test_the_bytes_of_numpys_generator_change_with_every_draw_and_hold_its_whole_state() -> None:
     bit_generator = np.random.MT19937(3)
     memory, random_state = numpy_memory(bit_generator), np.random.RandomState(bit_generator)
-    before = memory.raw
+    mark = numpy_mark(memory)
+    before, mark_before = memory.raw, mark.raw
     first = random_state.random_sample(312).tolist()  # 624 words: the position it began at
     assert memory.raw != before
+    assert mark.raw != mark_before
     memory.raw = before
+    assert mark.raw == mark_before
     assert random_state.random_sample(312).tolist() == first
 
 
