@@ -262,6 +262,11 @@ def without_torch_function() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def reading_waits(device: torch.device) -> bool:
+    """Whether the host, to read a number from `device`, waits for what runs there."""
+    return device.type != "cpu"
+
+
 def write_count(tensor: Tensor) -> int:
     """How many in-place operations have gone through `tensor` or its views: autograd's version counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,8 +1,8 @@
 """MetricBuffer: numbers on their way from `log` to the loggers.
 
-Adding keeps a reference and does nothing on the device. Reducing stacks what came together, copies it to the host once,
-computes in float64 there, and crosses ranks in one collective. It has two halves, so that the copy may be under way
-while the device works on. So what comes out does not depend on when that happens:
+Adding keeps a reference and does nothing on the device; what is on the CPU is read at once. Reducing stacks what came
+together, copies it to the host once, computes in float64 there, and crosses ranks in one collective. It has two halves,
+so that the copy may be under way while the device works on. So what comes out does not depend on when that happens:
 each value counts once, with its weight, in the order in which it was added.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import write_count
+from dream_trainer.compat.pytorch import reading_waits, write_count
 from dream_trainer.loggers.transfer import start_copy
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def is_scalar(value: Any) -> bool:
 def keep(name: str, value: Any) -> Scalar:
     """`value` as it is now, free of its graph: a float, or a 0-dim tensor that nobody will change.
 
-    Copied only where it could change or hold on to much: a parameter, a tensor that was changed in place, or a part of
-    a larger one.
+    A tensor on the CPU is read, which waits for nothing. One on a device is copied only where it could change or hold
+    on to much: a parameter, a tensor that was changed in place, or a part of a larger one.
 
     Raises:
         TypeError: `value` is not a scalar; the message says `name`.
@@ -288,6 +288,8 @@ def keep(name: str, value: Any) -> Scalar:
                 "Log a real tensor of one element, such as its mean()."
             )
         tensor = tensor.reshape(())
+    if not reading_waits(tensor.device):
+        return float(tensor.item())
     if tensor.requires_grad:
         is_parameter, tensor = tensor.is_leaf, tensor.detach()
         if is_parameter:

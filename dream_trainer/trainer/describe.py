@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.trainer.event_table import describe_events
 from dream_trainer.trainer.step.gradients import guards_itself
-from dream_trainer.trainer.step.nonfinite import reading_waits
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

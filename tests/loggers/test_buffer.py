@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.world import World
+from dream_trainer.loggers import buffer as buffer_module
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.transfer import start_copy
 from tests.worlds import run_world
+
+# As on an accelerator, for which the CPU stands in; what crosses ranks, further down, is read at once as on a CPU.
+pytestmark = pytest.mark.usefixtures("late_norms")
 
 
 @pytest.fixture
@@ -159,6 +164,19 @@ def test_a_flush_copies_everything_at_once(world: World) -> None:
     with Operations() as operations:
         buffer.reduce(world)
     assert operations.names == ["aten.stack.default"]
+
+
+def test_a_tensor_on_the_cpu_is_read_at_once_and_exactly(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "reading_waits", reading_waits)
+    buffer, value = MetricBuffer(), torch.tensor(0.1, requires_grad=True)
+    buffer.add("a", value * 3, weight=torch.tensor(2))
+    with torch.no_grad():
+        value.fill_(7)
+    buffer.add("a", value, weight=2)
+    with Operations() as operations:
+        found = buffer.reduce(world)
+    assert found == {"a": (float(torch.tensor(0.1) * 3) * 2 + 7.0 * 2) / 4}
+    assert operations.names == []
 
 
 def test_the_graph_is_not_kept() -> None:

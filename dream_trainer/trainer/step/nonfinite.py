@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 SETTLE_EVERY = 50
 _EMPTY, _OVERFLOW = -1.0, -2.0
-
-
-def reading_waits(device: torch.device) -> bool:
-    """Whether the host, to read a number from `device`, waits for what runs there."""
-    return device.type != "cpu"
 
 
 class RetryWindow(BaseException):
