@@ -131,10 +131,8 @@ class SeededPass(Iterator[Any]):
         elif self._is_quiet:
             return next(self._batches)
         else:
-            stream, seed = self._stream, self._seed_of_batch()
-            with stream.apart:
-                stream.seed_batch(seed)
-                batch = stream.load(self._batches) if self.draws else self._watch(self._batches)
+            load = self._stream.load_apart if self.draws else self._watch
+            batch = load(self._batches, self._seed_of_batch())
         self._next += 1
         return batch
 
@@ -167,11 +165,13 @@ class SeededPass(Iterator[Any]):
             self._seeds = [hash_seed(b"batch", seed, epoch, number, dp_rank) for number in numbers]
         return self._seeds[place]
 
-    def _watch(self, batches: Iterator[Any]) -> Any:
+    def _watch(self, batches: Iterator[Any], seed: int) -> Any:
         """Loads a batch and sees whether it drew."""
-        marks = generator_marks()
-        batch = self._stream.load(batches)
-        self.draws = bool(drawn_since(marks))
+        with self._stream.apart:
+            self._stream.seed_batch(seed)
+            marks = generator_marks()
+            batch = self._stream.load(batches)
+            self.draws = bool(drawn_since(marks))
         return batch
 
     def close(self) -> None:

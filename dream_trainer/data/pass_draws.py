@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import default_generator
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,7 +33,9 @@ from dream_trainer.compat.generator_bytes import (
     torch_bytes,
 )
 from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
-from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import outside, preserved_random_state, put_back, seed_cpu
+
+_numpy_random: Any = np.random  # whose types leave out the two functions used here
 
 
 class PassDraws:
@@ -63,9 +66,34 @@ class PassDraws:
         set_python_state(self._python_start)
         seed_cpu(seed, self.drawn | {"torch"} if self.drawn else ("torch",))
 
+    def load_apart(self, batches: Iterator[Any], seed: int) -> Any:
+        """The next of `batches`, seeded by `seed`, inside `apart`."""
+        if self.drawn or outside.states is not None:
+            with self.apart:
+                self.seed_batch(seed)
+                return self.load(batches)
+        # The same written flat, for loaders that draw from torch's at most: as it runs between two steps, each call
+        # of a function takes some 2 us, and all of them would take as long as what they do.
+        states = default_generator.get_state(), python_state(), _numpy_random.get_bit_generator()
+        try:
+            outside.states, outside.depth = states, 1
+            _numpy_random.set_bit_generator(self._numpy)
+            set_python_state(self._python_start)
+            default_generator.manual_seed(seed & 0xFFFF_FFFF)
+            return next(batches)
+        finally:
+            try:
+                if python_mark() != self._marks[0] or self._numpy_mark.raw != self._marks[1]:
+                    self.notice()
+                put_back(states)
+            except BaseException:  # a signal that ends a wait for data may come just here, once
+                put_back(states)
+                raise
+            finally:
+                outside.states, outside.depth = None, 0
+
     def load(self, batches: Iterator[Any]) -> Any:
-        """The next of `batches`; sees whether python's and numpy's generators were drawn from since one of the
-        above."""
+        """The next of `batches`, inside `apart`; sees what was drawn from since `begin` or `seed_batch`."""
         try:
             return next(batches)
         finally:

@@ -76,12 +76,25 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
-# What the outermost of the blocks below puts back: the training process's own streams, while others are drawn from.
-# numpy's is a generator that was taken out, since copying its state in and out takes 85 us.
-_preserved: tuple[Tensor, PythonState, Any] | None = None
+class Outside:
+    """The training process's own streams, while others are drawn from: what the outermost block puts back.
+
+    Attributes:
+        states: Torch's, python's and numpy's; None outside any block. numpy's is a generator that was taken out, since
+            copying its state in and out takes 85 us.
+        depth: Number of blocks around.
+    """
+
+    __slots__ = ("depth", "states")
+
+    def __init__(self) -> None:
+        self.states: tuple[Tensor, PythonState, Any] | None = None
+        self.depth = 0
+
+
+outside = Outside()
 # numpy's generators inside these blocks, by the number of blocks around.
 _stand_ins: list[Any] = []
-_depth = 0
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
@@ -89,20 +102,29 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
 
     A checkpoint may be asked for while data is loaded, which draws from streams of its own.
     """
-    if _preserved is None:
+    if outside.states is None:
         numpy = sys.modules.get("numpy")
         return (
             torch.default_generator.get_state(),
             random.getstate(),
             None if numpy is None else numpy.random.get_state(legacy=False),
         )
-    torch_state, of_python, numpy_generator = _preserved
+    torch_state, of_python, numpy_generator = outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
     return (
         torch_state,
         as_tuple(of_python),
         None if numpy_generator is None else numpy_generator.state | {"has_gauss": 0, "gauss": 0.0},
     )
+
+
+def put_back(states: tuple[Tensor, PythonState, Any]) -> None:
+    """Puts the global CPU generators to `states`, of which numpy's is a generator, or None without numpy."""
+    torch_state, of_python, numpy_generator = states
+    torch.default_generator.set_state(torch_state)
+    set_python_state(of_python)
+    if numpy_generator is not None:
+        sys.modules["numpy"].random.set_bit_generator(numpy_generator)
 
 
 class preserved_random_state(AbstractContextManager[None]):
@@ -117,51 +139,45 @@ class preserved_random_state(AbstractContextManager[None]):
     """
 
     # Not a generator with `@contextmanager`, which takes 1 us more for each batch.
-    __slots__ = ("_depth", "_device_state", "_is_outermost", "_numpy", "_on_device", "_stand_in", "_state")
+    __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_stand_in", "_state")
 
     def __init__(self, device: torch.device | None = None, numpy_generator: Any = None) -> None:
         self._stand_in = numpy_generator
         self._on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
 
     def __enter__(self) -> None:
-        global _preserved, _depth
-        self._is_outermost, self._depth = _preserved is None, _depth
-        self._numpy = numpy = sys.modules.get("numpy")
+        self._is_outermost, self._depth = outside.states is None, outside.depth
+        numpy = sys.modules.get("numpy")
         if self._stand_in is None and numpy is not None:
-            while len(_stand_ins) <= _depth:
-                _stand_ins.append(numpy.random.MT19937(_depth))
-            self._stand_in = _stand_ins[_depth]
+            while len(_stand_ins) <= self._depth:
+                _stand_ins.append(numpy.random.MT19937(len(_stand_ins)))
+            self._stand_in = _stand_ins[self._depth]
         numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
         self._state = state = torch.default_generator.get_state(), python_state(), numpy_generator
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
-                _preserved = state
+                outside.states = state
             if numpy is not None:
                 numpy.random.set_bit_generator(self._stand_in)
-            _depth += 1
+            outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
             raise
 
     def __exit__(self, *raised: object) -> None:
-        global _preserved, _depth
         try:
             self._put_back()
         except BaseException:  # or here, once
             self._put_back()
             raise
         finally:
-            _depth = self._depth
+            outside.depth = self._depth
             if self._is_outermost:
-                _preserved = None  # not before: a signal that asks for a save may come just here too
+                outside.states = None  # not before: a signal that asks for a save may come just here too
 
     def _put_back(self) -> None:
-        torch_state, of_python, numpy_generator = self._state
-        torch.default_generator.set_state(torch_state)
-        set_python_state(of_python)
-        if self._numpy is not None:
-            self._numpy.random.set_bit_generator(numpy_generator)
+        put_back(self._state)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
 
