@@ -285,8 +285,8 @@ MUTANTS = [
     Mutant(
         "a pass's first draw comes from the batch before",
         "dream_trainer/data/pass_draws.py",
-        "        set_python_state(self._python_start)\n",
-        "",
+        "            set_python_state(self._python_start)\n            default_generator",
+        "            default_generator",
         "tests/data/test_pass_draws.py",
     ),
     Mutant(
