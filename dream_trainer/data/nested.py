@@ -54,8 +54,9 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 def to_device(tree: Any, device: torch.device) -> Any:
     """`tree` with every tensor on `device`; the same object if nothing has to move.
 
-    Tensors in pinned memory are copied with `non_blocking=True`. An object with its own `.to` is asked to move itself,
-    except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in place.
+    The host waits for no copy to CUDA: tensors that are not in pinned memory are copied there first. An object with its
+    own `.to` is asked to move itself, except dicts and `UserDict`s: `BatchEncoding.to` changes the caller's batch in
+    place.
 
     Args:
         tree: Any nested structure.
@@ -63,7 +64,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
     """
     kind = type(tree)
     if kind is Tensor:
-        return tree if tree.device == device else tree.to(device, non_blocking=tree.is_pinned())
+        return tree if tree.device == device else _copied(tree, device)
     # The usual batches, unrolled: a lambda for each level costs more than the checks themselves.
     if kind is dict:
         moved = {key: to_device(value, device) for key, value in tree.items()}
@@ -82,6 +83,12 @@ def to_device(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
         return tree.to(device)
     return _map_container(lambda child: to_device(child, device), tree)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        return tensor.pin_memory().to(device, non_blocking=True)  # itself if it is pinned
+    return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def detach(tree: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.data.copy_ahead import on_device
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
@@ -261,10 +262,12 @@ class BaseTrainer(AbstractTrainer):
         training_step = state.training_step
         accumulation.start_window(window.size, is_uneven=window.is_uneven)
         state.first_batch_idx = progress.batch_idx
-        for index, batch in enumerate(window.batches, start=1):
+        index = 0
+        for batch in on_device(window.batches, self.move_batch, device, self._data.copy_stream):
+            index += 1  # noqa: SIM113  # `enumerate` keeps a batch while the next but one is moved
             is_last = index == window.size
             batch_idx = progress.batch_idx
-            batch = state.batch = self.move_batch(batch, device)
+            state.batch = batch
             state.batch_samples = None if sizes is None else sizes[index - 1]
             if is_last is not state.gradients_sync:
                 self._parallel.sync_gradients(is_last)
@@ -287,6 +290,8 @@ class BaseTrainer(AbstractTrainer):
                 result = detach(result)
                 for listener in after:
                     listener(result, batch_idx)
+            if not is_last:
+                batch = state.batch = None  # the next but one takes its place on the device
         for listener in after_window:
             listener()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from dream_trainer.cleanup import call_each
+from dream_trainer.data.copy_ahead import copy_stream
 from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
@@ -35,6 +37,7 @@ class ConnectedData:
         was_replaced: Whether `train_dataloader` was assigned again in this process.
         validation: Validation batches of this rank, by loader.
         feed: The windows to train, in step with the other ranks; created when the trainer starts.
+        copy_stream: Where the next micro-batch is copied to the device; None where that is no use.
         is_even: Whether every rank gets windows of the same size, and equally many.
     """
 
@@ -45,6 +48,7 @@ class ConnectedData:
         self.loader: Any = None
         self.was_replaced = False
         self.validation: dict[str, ValidationBatches] = {}
+        self.copy_stream: torch.Stream | None = None
         self.is_even = True
 
     def connect(self, stream: TrainStream, loader: Any) -> None:
@@ -52,9 +56,10 @@ class ConnectedData:
         self.stream, self.loader, self.is_even = stream, loader, stream.is_even
 
     def open_feed(self, world: World, accumulation: int) -> None:
-        """Makes the feed over the stream that is connected."""
+        """Makes the feed over the stream that is connected, and what its batches are copied on."""
         assert self.stream is not None  # connect_data comes first
         self.feed = WindowFeed(self.stream, world, accumulation)
+        self.copy_stream = copy_stream(world.device)
 
     def close(self) -> None:
         """Ends the workers of all loaders."""

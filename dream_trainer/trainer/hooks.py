@@ -125,7 +125,11 @@ class Hooks:
         raise HookError(f"{type(self).__name__} does not override validation_step.")
 
     def move_batch(self, batch: Any, device: torch.device) -> Any:
-        """The batch on `device`. Default: any nested structure, tensors moved."""
+        """The batch on `device`. Default: any nested structure, tensors moved.
+
+        Called once for each batch, in order. On CUDA it is called for the next micro-batch of a window before this one
+        is trained, on a stream of its own; what is computed there is ready when `training_step` gets it.
+        """
         return to_device(batch, device)
 
     def batch_size(self, batch: Any) -> int:

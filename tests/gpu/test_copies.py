@@ -7,6 +7,7 @@ import torch
 
 from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.checkpoint.staging import HostCopies
+from dream_trainer.data.copy_ahead import copy_stream, on_device
 from dream_trainer.data.nested import to_device
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +47,28 @@ def test_a_batch_of_ordinary_memory_reaches_the_device_without_a_wait(cuda: torc
     assert moved["x"].device == cuda
     assert torch.equal(moved["x"].cpu(), torch.arange(1 << 20))
     assert torch.equal(moved["pinned"].cpu(), torch.arange(1 << 20))
+
+
+def test_micro_batches_copied_beside_the_computation_are_what_the_loader_gave(device: torch.device) -> None:
+    """With products that take the device longer than the copies, and memory that is used again at once."""
+    host = [torch.full((1 << 18,), float(number)) for number in range(12)]
+    weight = torch.randn(1024, 1024, device=device)
+    found = []
+    for window in (host[:6], host[6:]):
+        for batch in on_device(window, to_device, device, copy_stream(device)):
+            for _ in range(20 if device.type == "cuda" else 1):
+                weight = torch.tanh(weight @ weight)
+            found.append(batch.double().sum() + 0 * weight.sum())
+            del batch
+    assert [total.item() for total in found] == [number * (1 << 18) for number in range(12)]
+
+
+def test_one_further_batch_is_on_the_device_and_no_more(cuda: torch.device) -> None:
+    size = 1 << 24
+    host = [torch.zeros(size // 4).pin_memory() for _ in range(6)]
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for batch in on_device(host, to_device, cuda, copy_stream(cuda)):
+        del batch
+    assert torch.cuda.max_memory_allocated() - before == 2 * size

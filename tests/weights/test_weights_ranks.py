@@ -88,8 +88,10 @@ def placement_of(mesh: Any) -> Any:
 Outcomes = dict[str, list[dict[str, Any]]]
 
 LAYOUTS: dict[str, Callable[[Net], None]] = {
-    layout.__name__: layout for layout in (fsdp, hsdp, replicas, last_dimension, tensor_parallel, scattered)
+    layout.__name__: layout for layout in (fsdp, hsdp, replicas, last_dimension, tensor_parallel)
 }
+if torch.__version__ >= "2.13":  # 2.11 has no `full_tensor` of such a layout, by which these tests compare
+    LAYOUTS["scattered"] = scattered
 ONE_OF_EACH_READER = ["hf_sharded", "bare_pt", "checkpoint"]
 
 
@@ -284,7 +286,8 @@ def test_every_layout_is_filled_from_every_kind_as_one_process_would_be(outcomes
         wrong = [case for case, right in outcome.items() if "," in case and not right]
         assert not wrong
         assert all(outcome[f"{layout} is sharded"] for layout in LAYOUTS)
-        assert {layout for layout in LAYOUTS if outcome[f"{layout} is strided"]} == {"tensor_parallel", "scattered"}
+        strided = {layout for layout in LAYOUTS if outcome[f"{layout} is strided"]}
+        assert strided == LAYOUTS.keys() & {"tensor_parallel", "scattered"}
     assert any(outcome["fsdp has empty shards"] for outcome in outcomes["layouts"])
 
 
