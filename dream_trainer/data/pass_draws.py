@@ -35,8 +35,6 @@ from dream_trainer.compat.generator_bytes import (
 from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
 from dream_trainer.distributed.seeds import outside, preserved_random_state, put_back, seed_cpu
 
-_numpy_random: Any = np.random  # whose types leave out the two functions used here
-
 
 class PassDraws:
     """The global generators during one pass, inside the block `apart`.
@@ -50,6 +48,7 @@ class PassDraws:
 
     def __init__(self, drawn: Iterable[str]) -> None:
         self.drawn = set(drawn)
+        self._numpy_random: Any = np.random  # whose types leave out the two functions used here
         self._numpy = np.random.MT19937(0)
         self._numpy_mark = numpy_mark(numpy_memory(self._numpy))
         # Inside, the pass draws; training's generators are put back at the end.
@@ -74,10 +73,10 @@ class PassDraws:
                 return self.load(batches)
         # The same written flat, for loaders that draw from torch's at most: as it runs between two steps, each call
         # of a function takes some 2 us, and all of them would take as long as what they do.
-        states = default_generator.get_state(), python_state(), _numpy_random.get_bit_generator()
+        states = default_generator.get_state(), python_state(), self._numpy_random.get_bit_generator()
         try:
             outside.states, outside.depth = states, 1
-            _numpy_random.set_bit_generator(self._numpy)
+            self._numpy_random.set_bit_generator(self._numpy)
             set_python_state(self._python_start)
             default_generator.manual_seed(seed & 0xFFFF_FFFF)
             return next(batches)

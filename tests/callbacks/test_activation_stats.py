@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dream_trainer.callbacks import ActivationStats
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.recompute import recompute
 from tests.callbacks.recording import Logged, LoggedSharded, Recorder, record
+from tests.late_norms import norms_are_read_late
 from tests.trainer.arithmetic import fill
 from tests.trainer.small import Batch, Samples, Spread, Validates, batches, fused_adamw, make_config, network, sgd
 from tests.trainer.test_nonfinite import Poisoned
@@ -229,9 +231,10 @@ def test_a_step_that_is_due_reads_nothing_on_the_host() -> None:
             self.step(self.model, self.optimizer)
             return {}
 
-    mode = ReadsNothing()
-    callbacks = [Around(-1, mode.__enter__), ActivationStats(1), Around(1, lambda: mode.__exit__(None, None, None))]
-    with Steps(make_config(callbacks=callbacks, n_epochs=1), batches(2), make_optimizer=fused_adamw) as trainer:
+    mode, windows = ReadsNothing(), ExitStack()
+    callbacks = [Around(-1, lambda: windows.enter_context(mode)), ActivationStats(1), Around(1, windows.close)]
+    config = make_config(callbacks=callbacks, n_epochs=1)
+    with norms_are_read_late(), windows, Steps(config, batches(2), make_optimizer=fused_adamw) as trainer:
         trainer.fit()
     assert mode.operations > 0
 
