@@ -178,6 +178,13 @@ MUTANTS = [
         "tests/trainer/test_replicas.py",
     ),
     Mutant(
+        "what is frozen at its step is not averaged",
+        "dream_trainer/trainer/step/buckets.py",
+        "if p not in asleep] if asleep else b.parameters",
+        "if p.requires_grad or p.grad is not None]",
+        "tests/trainer/test_replicas.py",
+    ),
+    Mutant(
         "a sharded block that one rank left out is no error",
         "dream_trainer/trainer/step/optimizer_step.py",
         "not in self._local_gradients.ran",

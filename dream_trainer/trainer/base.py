@@ -251,6 +251,7 @@ class BaseTrainer(AbstractTrainer):
                 moved.put_back()
                 self._window_dropped()
                 self._parallel.gradients.drop_what_waits()
+                self._accumulation.forget_what_left()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
 

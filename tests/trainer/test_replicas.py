@@ -256,13 +256,26 @@ class Thaws(Unfreezes):
         self.model[0][0].requires_grad_(self.global_step in (2, 3))
 
 
+class Toggles(Thaws):
+    """Frozen and unfrozen within the micro-batch, as turns of two networks often are."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.model[0][0].requires_grad_(batch_idx % 4 > 0)
+        found = super().training_step(batch, batch_idx)
+        self.model[0][0].requires_grad_(False)
+        return found
+
+    def post_train_step(self) -> None:
+        pass
+
+
 def fused_adamw_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, fused=True)
 
 
 def unfreeze(name: str) -> list[dict[str, Any]]:
     buckets.BUCKET_BYTES = ONE_EACH
-    cls = {"Unfreezes": Unfreezes, "Thaws": Thaws}[name]
+    cls = {"Unfreezes": Unfreezes, "Thaws": Thaws, "Toggles": Toggles}[name]
     found = []
     for devices in (CPU, OVERLAPPED):
         data = PerRankLoader(batches(2 * STEPS)[int(os.environ["RANK"]) :: 2])
@@ -272,11 +285,89 @@ def unfreeze(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["Unfreezes", "Thaws"])
+@pytest.mark.parametrize("name", ["Unfreezes", "Thaws", "Toggles"])
 def test_parameters_that_are_trained_later_leave_within_backward_too(name: str) -> None:
     for late, early in run_world(unfreeze, 2, name):
         assert early["norms"] == late["norms"]
         assert all(torch.equal(early["weights"][key], value) for key, value in late["weights"].items())
+
+
+class Critic(nn.Module):
+    """Uses another head for every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+        self.common = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x) + self.common(x)
+
+
+class Turns(Spread):
+    """Both networks have their backwards before either is stepped, and the critic is frozen by then."""
+
+    def configure_models(self) -> None:
+        self.generator, self.critic = nn.Linear(WIDTH, WIDTH).double(), Critic()
+
+    def init_weights(self) -> None:
+        fill(self.generator)
+        fill(self.critic)
+
+    def configure_optimizers(self) -> None:
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.generator, self.critic)]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        head = int(batch[2][0]) // 2 % 2  # by the batch's number, and so by rank
+        made = self.generator(batch[0])
+        self.critic.requires_grad_(True)
+        self.backward(mse_loss(self.critic(made.detach(), head), batch[1]), model=self.critic)
+        self.critic.requires_grad_(False)
+        self.backward(self.critic(made, head).mean(), model=self.generator)
+        if not self.is_accumulating_gradients:
+            for model, optimizer in zip((self.generator, self.critic), self.optimizers, strict=True):
+                self.norms.append(float(self.step(model, optimizer)))
+        return {}
+
+
+class Sets(Turns):
+    """One loss trains both, now stepped together and now apart; a window that is not finite runs again."""
+
+    has_failed = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        head = int(batch[2][0]) // 2 % 2
+        loss = mse_loss(self.critic(self.generator(batch[0]), head), batch[1])
+        if int(batch[2][0]) == 8 and not self.has_failed:
+            self.has_failed, loss = True, loss * torch.nan
+        self.backward(loss, model=self.generator)
+        if not self.is_accumulating_gradients:
+            sets = [self.optimizers] if self.global_step % 3 == 1 else [[optimizer] for optimizer in self.optimizers]
+            for optimizers in sets:
+                self.norms.append(float(self.step(self.generator, optimizers)))
+        return {}
+
+
+def train_turns(name: str, devices: dt.DeviceParameters = CPU) -> dict[str, Any]:
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    buckets.BUCKET_BYTES = ONE_EACH if ranks > 1 else buckets.BUCKET_BYTES
+    config = make_config(
+        devices=devices, n_epochs=1, gradient_accumulation_steps=2 // ranks, nonfinite="retry", gradient_clip_val=0.5
+    )
+    with {"Turns": Turns, "Sets": Sets}[name](config, PerRankLoader(batches(2 * STEPS)[rank::ranks])) as trainer:
+        trainer.fit()
+        return {"weights": weights(trainer.generator) | weights(trainer.critic), "norms": trainer.norms}
+
+
+@pytest.mark.parametrize("devices", [CPU, OVERLAPPED], ids=["in step", "in backward"])
+@pytest.mark.parametrize("name", ["Turns", "Sets"])
+def test_turns_of_two_networks_are_those_of_one_process(name: str, devices: dt.DeviceParameters) -> None:
+    expected = train_turns(name)
+    for rank in run_world(train_turns, 2, name, devices):
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10, nan_ok=True)
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(rank["weights"][key], value, rtol=1e-10, atol=1e-12)
 
 
 class Twice(Painter):

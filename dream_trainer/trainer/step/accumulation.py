@@ -66,15 +66,25 @@ class Accumulation:
         self._batch_is_empty = False
         self._backwards = self._stepped_backwards = 0
         self._batch_backwards = 0
+        self._averagings: list[Averaging] = []
         self._overlapping: list[OverlappedAveraging] = []
 
-    def averages_early(self, averaging: Averaging, former: Averaging | None) -> None:
-        """From now on tells `averaging`, in place of `former`, of last micro-batches, if it wants to know."""
+    def averages(self, averaging: Averaging, former: Averaging | None) -> None:
+        """From now on tells `averaging`, in place of `former`, of backwards, and of last micro-batches if it wants to
+        know."""
+        if former is not None:
+            self._averagings.remove(former)
+        self._averagings.append(averaging)
         if isinstance(former, OverlappedAveraging):
             former.close()
             self._overlapping.remove(former)
         if isinstance(averaging, OverlappedAveraging):
             self._overlapping.append(averaging)
+
+    def forget_what_left(self) -> None:
+        """The window runs again: drops gradients that left for other ranks; all ranks call it."""
+        for averaging in self._overlapping:
+            averaging.forget()
 
     def start_window(self, size: int, *, is_uneven: bool) -> None:
         """A window of `size` micro-batches begins; `is_uneven` if ranks hold different sample counts in it."""
@@ -139,6 +149,8 @@ class Accumulation:
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
         self.turns.before_backward()
+        for averaging in self._averagings:
+            averaging.before_backward()
         for group in self._local_gradients.graphs:
             group.hold()
         if self._backward_context is None:

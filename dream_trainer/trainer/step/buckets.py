@@ -2,7 +2,7 @@
 
 A replicated model is a plain one: nothing is wrapped. Its gradients are each rank's own until `step` packs them into
 flat tensors, sums these over the ranks and writes the means back. Which collectives there are, and their order, follows
-from the parameters that require gradients and not from what a rank used, so ranks may use different parameters, blocks
+from the parameters that were trained and not from what a rank used, so ranks may use different parameters, blocks
 and models. A bucket has one more number per parameter, which says whether the rank has its gradient, and the last one
 carries the window's weight. PyTorch's `DistributedDataParallel` averages in such buckets too, from within backward.
 """
@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, local_tensors, with_local
+from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -63,7 +64,7 @@ def make_buckets(
     for p in parameters:
         # Of a plain parameter all ranks have a copy; a layer that is split has other parts on ranks of the same data.
         group, n_ranks = (world.data_group, world.dp_size) if isinstance(p, DTensor) else (None, world.world_size)
-        if id(p) in reduced or n_ranks == 1:
+        if id(p) in reduced or n_ranks == 1 or not _can_be_trained(p):
             continue
         kind = p.dtype if dtype is None or p.is_complex() else dtype, group
         fits = (b for b in buckets if (b.dtype, b.group) == kind and _bytes(b.parameters) < BUCKET_BYTES)
@@ -72,6 +73,11 @@ def make_buckets(
             buckets.append(bucket := Bucket(*kind, n_ranks, []))
         bucket.parameters.append(p)
     return buckets
+
+
+def _can_be_trained(p: nn.Parameter) -> bool:
+    """Not a frozen one of integers or of 8 bits."""
+    return p.requires_grad or (p.element_size() > 1 and (p.is_floating_point() or p.is_complex()))
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:
@@ -91,9 +97,15 @@ class Averaging:
         self._world = world
         # Kept over steps: on the CPU new memory costs more than a copy into it.
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._asleep: list[nn.Parameter] = []  # frozen in the last run, and at each backward since
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
+
+    def before_backward(self) -> None:
+        """A backward is about to run, and may give gradients to what is frozen again when they are averaged."""
+        if self._asleep:
+            self._asleep = [p for p in self._asleep if not p.requires_grad]
 
     def run(self, weight: Tensor | float | None) -> Tensor | None:
         """Averages the gradients that are there; a collective.
@@ -117,12 +129,28 @@ class Averaging:
             on_the_way.append(self._send(bucket, parameters, tail, place=number % _AT_ONCE))
         for sent in on_the_way[-_AT_ONCE:]:
             sent.receive()
+        self._let_sleep()
         return None if slots is None else self._total(slots, is_carried=carrier is not None)
 
     def _taking(self) -> list[tuple[Bucket, list[nn.Parameter]]]:
-        """The buckets with those of their parameters that take gradients now, the same on all ranks."""
-        all_ = [(b, [p for p in b.parameters if p.requires_grad or p.grad is not None]) for b in self._buckets]
+        """The buckets with those of their parameters that may have gradients on some rank.
+
+        Whether one is frozen at a backward, and now, is the same on all ranks; whether it has a gradient is not.
+        """
+        asleep = {p for p in self._asleep if not p.requires_grad}
+        for p in asleep:
+            if p.grad is not None:
+                raise StepError(
+                    f"a frozen parameter of shape {tuple(p.shape)} has a gradient that no backward() of the trainer "
+                    "gave it while it was trained, and other ranks may have none. Call self.backward(loss), or set its "
+                    "gradient to None."
+                )
+        all_ = [(b, [p for p in b.parameters if p not in asleep] if asleep else b.parameters) for b in self._buckets]
         return [(bucket, parameters) for bucket, parameters in all_ if parameters]
+
+    def _let_sleep(self) -> None:
+        """What is frozen now is not sent again before it is trained."""
+        self._asleep = [p for bucket in self._buckets for p in bucket.parameters if not p.requires_grad]
 
     def _carrier(self, taking: Sequence[tuple[Bucket, list[nn.Parameter]]]) -> Bucket | None:
         """The bucket that carries the weights: the last, if it goes to all ranks and does not round them."""
@@ -159,7 +187,7 @@ class Sent:
 
     Args:
         bucket: What is sent.
-        parameters: Those of the bucket that take gradients now.
+        parameters: Those of the bucket that may have gradients.
         weights: The window's weights, as `weight_slots` makes them, which become all ranks'; None if another bucket
             carries them.
         flat: Memory of the right size.

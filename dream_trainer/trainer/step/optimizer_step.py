@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,11 +114,25 @@ class OptimizerStep:
         plan = self._plans.get(optimizers)
         if plan is None or plan.n_groups != group_sizes(optimizers):
             former = None if plan is None else plan.averaging
-            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients, self._devices)
-            self._accumulation.averages_early(plan.averaging, former)
+            devices = self._devices
+            if devices.overlap_reduce and (sharing := self._sharing(optimizers)):
+                # A backward cannot tell which of them will be stepped, so neither sends within it.
+                devices = replace(devices, overlap_reduce=False)
+                for others in sharing:
+                    other = plan_step(others, self._world, self._local_gradients, devices)
+                    self._accumulation.averages(other.averaging, self._plans[others].averaging)
+                    self._plans[others] = other
+            plan = self._plans[optimizers] = plan_step(optimizers, self._world, self._local_gradients, devices)
+            self._accumulation.averages(plan.averaging, former)
             if not plan.guards_itself:
                 self._guard.read_on_the_host(optimizers)
         return plan
+
+    def _sharing(self, optimizers: tuple[Optimizer, ...]) -> list[tuple[Optimizer, ...]]:
+        """Other sets of optimizers that were stepped together and have some of the same parameters."""
+        own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        plans = [(others, plan) for others, plan in self._plans.items() if others != optimizers]
+        return [others for others, plan in plans if any(id(p) in own for p in plan.parameters)]
 
     def _finish_gradients(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan

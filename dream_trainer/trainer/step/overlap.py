@@ -43,12 +43,12 @@ class OverlappedAveraging(Averaging):
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         group = world.further_group()
         super().__init__([replace(bucket, group=group) for bucket in buckets], world)
-        self._owner: dict[Tensor, Bucket] = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._window: list[tuple[Bucket, list[nn.Parameter]]] = []
-        self._number: dict[Bucket, int] = {}
-        self._awaited: list[set[nn.Parameter]] = []
-        self._sent: list[Sent] = []
-        self._early: list[tuple[nn.Parameter, Tensor, int]] = []  # what was sent in a backward, as it was then
+        self._window: list[tuple[Bucket, list[nn.Parameter]]]
+        self._number: dict[Tensor, int]  # the place in `_window` of each parameter
+        self._awaited: list[set[nn.Parameter]]
+        self._sent: list[Sent]
+        self._early: list[tuple[nn.Parameter, Tensor, int]]  # what was sent in a backward, as it was then
+        self._begin()
         self._hooks: dict[Tensor, RemovableHandle] = {}
 
     @property
@@ -58,7 +58,7 @@ class OverlappedAveraging(Averaging):
     def begin_last_batch(self) -> None:
         """The window's last micro-batch begins: from now on a gradient is complete when a backward has added to it."""
         self._window = self._taking()
-        self._number = {bucket: number for number, (bucket, _) in enumerate(self._window)}
+        self._number = {p: number for number, (_, parameters) in enumerate(self._window) for p in parameters}
         self._awaited = [set(parameters) for _, parameters in self._window]
         for p in (p for awaited in self._awaited for p in awaited):
             if p.requires_grad and p not in self._hooks:  # a frozen one takes no hook, until it is trained
@@ -68,6 +68,7 @@ class OverlappedAveraging(Averaging):
         """As in the base class: sends what has not left, and receives all."""
         if not self._window:  # the plan was made in this very step
             self.begin_last_batch()
+        self._window += self._trained_since()
         slots = None if weight is None else weight_slots(weight, self._world)
         carrier = None if slots is None else self._carrier(self._window)
         while len(self._sent) < len(self._window):
@@ -75,17 +76,31 @@ class OverlappedAveraging(Averaging):
         self._refuse_changes()
         for sent in self._sent:
             sent.receive()
-        self._window, self._number, self._awaited, self._sent, self._early = [], {}, [], [], []
+        self._begin()
+        self._let_sleep()
         return None if slots is None else self._total(slots, is_carried=carrier is not None)
 
-    def close(self) -> None:
-        """Takes no part in backwards any more, and drops what is on its way; in a window's last batch a collective."""
-        for hook in self._hooks.values():
-            hook.remove()
+    def forget(self) -> None:
+        """Drops what is on its way; a collective in a window's last batch."""
         while len(self._sent) < len(self._window):
             self._send_next(None)
         for sent in self._sent:
             sent.wait()
+        self._begin()
+
+    def close(self) -> None:
+        """Takes no part in backwards any more, and forgets."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self.forget()
+
+    def _begin(self) -> None:
+        self._window, self._number, self._awaited, self._sent, self._early = [], {}, [], [], []
+
+    def _trained_since(self) -> list[tuple[Bucket, list[nn.Parameter]]]:
+        """What `begin_last_batch` did not see, since it was unfrozen in the micro-batch; it leaves by itself."""
+        late = [(bucket, [p for p in parameters if p not in self._number]) for bucket, parameters in self._taking()]
+        return [(bucket, parameters) for bucket, parameters in late if parameters]
 
     def _send_next(self, tail: Tensor | None) -> None:
         number = len(self._sent)
@@ -93,7 +108,7 @@ class OverlappedAveraging(Averaging):
 
     @torch.no_grad()
     def _gradient_is_there(self, parameter: Tensor) -> None:
-        number = self._number.get(self._owner[parameter])
+        number = self._number.get(parameter)
         if number is None:
             return
         if number < len(self._sent):
