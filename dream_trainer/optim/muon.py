@@ -101,6 +101,10 @@ class Muon(Optimizer):
         self.iteration_dtype = iteration_dtype
         self.replicas = replicas
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a copy. A process group is not copied: without one the work is repeated, which changes no number.
+        return {**super().__getstate__(), "iteration_dtype": self.iteration_dtype}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a copy, or of load_state_dict, after which the groups are other dicts
         self._plan = None

@@ -260,6 +260,11 @@ def test_a_copy_and_a_group_added_later_step_too() -> None:
     assert optimizer.step(lambda: 7.0) == 7.0
 
 
+def test_a_copy_iterates_in_the_type_of_the_original() -> None:
+    optimizer = Muon([nn.Parameter(torch.eye(2))], iteration_dtype=torch.float32)
+    assert copy.deepcopy(optimizer).iteration_dtype is torch.float32
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter of shape \(3,\), and steps real matrices"):
         Muon([nn.Parameter(torch.ones(3))])

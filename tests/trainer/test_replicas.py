@@ -506,6 +506,7 @@ def by_ddp() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     found = {"weights": weights(model), "norms": norms}
+    del wrapped  # freed after the group, it hangs now and then
     dist.destroy_process_group()
     return found
 
