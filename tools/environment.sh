@@ -20,6 +20,10 @@ use_torch() {
     if grep -qx "torch==$1" tools/constraints.txt; then
         return
     fi
+    if ! [[ "$1" =~ ^2\.(1[1-9]|[2-9][0-9])\.[0-9]+$ ]]; then
+        echo "--torch $1 is not a version of PyTorch from 2.11.0 on. Give all three numbers, such as 2.11.0." >&2
+        exit 2
+    fi
     VENV=.venv-$1
     CONSTRAINTS=$VENV/constraints.txt
     mkdir -p "$VENV"

@@ -169,7 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.dry and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --dry rehearses without one")
     folder = options.out or (ROOT / "runs/gpu" if options.dry else ROOT / "docs/measurements")
-    chosen = [part for part in parts(options.dry) if options.only in part.name]
+    every = parts(options.dry)
+    chosen = [part for part in every if options.only in part.name]
+    if not chosen:
+        parser.error(f"--only {options.only}: no part has that in its name. Parts: {', '.join(p.name for p in every)}")
     return 1 if run_all(chosen, folder, is_dry=options.dry) else 0
 
 

@@ -6,6 +6,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ] && ! "$python" -c "import torch" 2>/dev/null && [ -x .venv/bin/python ]; then
+    python=.venv/bin/python
+fi
+if ! "$python" -c "import torch" 2>/dev/null; then
+    echo "$python has no torch. Set PYTHON to an interpreter that has it." >&2
+    exit 2
+fi
 export PYTHONPATH=$PWD
 if compgen -G ".gpu-wheels/*.whl" >/dev/null; then
     site=$(mktemp -d)

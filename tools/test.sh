@@ -3,6 +3,11 @@
 # `--torch 2.11.0`, before all others, runs the tests alone, with that PyTorch, in an environment of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    echo "tools/test.sh [--torch VERSION] [--all] [arguments of pytest]"
+    sed -n '2,3s/^# //p' tools/test.sh
+    exit
+fi
 source tools/environment.sh
 if [ "${1:-}" = --torch ]; then
     use_torch "${2:?--torch needs a version, such as 2.11.0}"

@@ -69,10 +69,10 @@ class DeviceParameters:
         check_boolean("cpu_offload", self.cpu_offload)
         check_boolean("overlap_reduce", self.overlap_reduce)
         if self.overlap_reduce and (self.cpu_offload or self.tensor_parallel != 1):
+            other = "cpu_offload=True" if self.cpu_offload else f"tensor_parallel={self.tensor_parallel}"
             raise ConfigError(
-                f"overlap_reduce=True with cpu_offload={self.cpu_offload}, tensor_parallel={self.tensor_parallel}: "
-                "replicas are then wrapped in fully_shard, which gives their gradients at the end of a backward. Use "
-                "overlap_reduce=False."
+                f"overlap_reduce=True with {other}: replicas are then wrapped in fully_shard, which gives their "
+                "gradients at the end of a backward. Use one of the two."
             )
         for name, value in {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}.items():
             if value != "auto":

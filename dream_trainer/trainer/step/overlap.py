@@ -45,7 +45,7 @@ class OverlappedAveraging(Averaging):
         super().__init__([replace(bucket, group=group) for bucket in buckets], world)
         self._window: list[tuple[Bucket, list[nn.Parameter]]]
         self._number: dict[Tensor, int]  # the place in `_window` of each parameter
-        self._awaited: list[set[nn.Parameter]]
+        self._awaited: list[set[Tensor]]
         self._sent: list[Sent]
         self._early: list[tuple[nn.Parameter, Tensor, int]]  # what was sent in a backward, as it was then
         self._begin()
@@ -111,13 +111,13 @@ class OverlappedAveraging(Averaging):
         number = self._number.get(parameter)
         if number is None:
             return
-        if number < len(self._sent):
+        if parameter not in self._awaited[number]:  # whether or not its bucket has left, which depends on sizes
             raise StepError(
                 f"a second backward in the window's last micro-batch added to a gradient of shape "
-                f"{tuple(parameter.shape)}, which the first had completed and sent to the other ranks. Add the losses "
-                f"and call backward once. {_REMEDY}"
+                f"{tuple(parameter.shape)}, which leaves for the other ranks after the first. Add the losses and call "
+                f"backward once. {_REMEDY}"
             )
-        self._awaited[number].discard(parameter)
+        self._awaited[number].remove(parameter)
         while len(self._sent) < len(self._window) - 1 and not self._awaited[len(self._sent)]:
             parameters = self._window[len(self._sent)][1]
             self._early += [(p, p.grad, write_count(p.grad)) for p in parameters if p.grad is not None]
