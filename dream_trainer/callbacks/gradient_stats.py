@@ -51,13 +51,20 @@ class GradientStats(TensorStats):
         super().__init__(every_n_steps, name=name, depth=depth, histograms=histograms)
         # By optimizer: several may train parts of one group, and each counts once, also in a window that is run again.
         self._sums: dict[Optimizer, dict[str, Tensor]] = {}
+        self._watched: AbstractTrainer | None = None
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
         """Forgets a window that an exception interrupted."""
         self._sums.clear()
+        if trainer is not self._watched:
+            self._watched = trainer
+            trainer.accumulation_window.watch_skipped(lambda optimizer: self._sum_up(trainer, optimizer))
 
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Sums up this rank's part of the gradients, if it is time; they are gone when `step` returns."""
+        self._sum_up(trainer, optimizer)
+
+    def _sum_up(self, trainer: AbstractTrainer, optimizer: Optimizer) -> None:
         # Counters show completed work while training_step runs: this step is not counted yet.
         if (trainer.global_step + 1) % self.every_n_steps:
             return

@@ -76,4 +76,8 @@ class AccumulationWindow:
         accumulation = self._trainer._accumulation
         if accumulation.losses is None:
             accumulation.losses = []
+        self.watch_skipped(left_out)
+
+    def watch_skipped(self, left_out: Callable[[Optimizer], None]) -> None:
+        """As `watch`, without keeping `losses`."""
         self._trainer._optimizer_step.watch_left_out(left_out)
