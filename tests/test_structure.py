@@ -153,10 +153,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     for importer, imported, when in IMPORTS:
         if when == "run time":
             below[importer].add(imported)
+    circle: list[str] = []
     try:
         TopologicalSorter(below).prepare()
     except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+        circle = error.args[1]
+    assert circle == []
 
 
 def test_no_mixin_knows_of_another() -> None:

@@ -25,10 +25,11 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
     monkeypatch.chdir(tmp_path)
     # Blocks of one page share a namespace, as they would in one file.
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page):
-        if block.language == "python":
-            # Line numbers of a traceback are those of the page.
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+    programs = [block for block in blocks(page) if block.language == "python"]
+    assert programs
+    for block in programs:
+        # Line numbers of a traceback are those of the page, whose own asserts are the test.
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
 
 
 def test_every_block_says_what_it_is() -> None:
