@@ -362,8 +362,8 @@ MUTANTS = [
     Mutant(
         "a dataset keeps the length of its first pass",
         "dream_trainer/data/stream.py",
-        "self._length = len(dataset)",
-        "self._length = before",
+        "self._length = len(dataset)\n            if position.samples",
+        "self._length = before\n            if position.samples",
         "tests/trainer/test_changing_data.py",
     ),
     Mutant(

@@ -9,6 +9,8 @@ from dream_trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
+    from dream_trainer.data.ordered import ENDLESS as ENDLESS
+    from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition
@@ -20,6 +22,8 @@ else:
         {
             "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
+            "ENDLESS": "data.ordered",
+            "OrderedDataset": "data.ordered",
             "PerRankLoader": "data.loader",
             "TrainStream": "data.window",
             "Window": "data.window",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,15 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
+
+
+class _Place(NamedTuple):
+    """Where a stream is to go on."""
+
+    position: DataPosition
+    rank_state: dict[str, Any] | None
+    is_pass_over: bool
+    state: dict[str, Any] | None
 
 
 class WindowFeed:
@@ -45,19 +54,31 @@ class WindowFeed:
         self._ahead: Window | None = None
         self._is_fetched = self._is_ahead_fetched = False
         self._empty_passes = 0
-        self._sought: tuple[DataPosition, dict[str, Any] | None, bool] | None = None
+        self._sought: _Place | None = None
         self._begins_pass = True
         self.is_pass_over = False
         self.rank_state: dict[str, Any] | None = None
         self.seconds_waiting = 0.0
 
-    def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool) -> None:
-        """Goes on after `position`, from the next `fetch` on; with `is_pass_over`, with the next pass."""
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool,
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Goes on after `position`, from the next `fetch` on; with `is_pass_over`, with the next pass. The states are
+        those of the stream there: this rank's, and the one of all ranks."""
         self._forget()
         self.rank_state = rank_state
         self._begins_pass = True
-        if position != DataPosition(0, 0, 0) or rank_state is not None:
-            self._sought = position, rank_state, is_pass_over
+        if position != DataPosition(0, 0, 0) or rank_state is not None or state is not None:
+            self._sought = _Place(position, rank_state, is_pass_over, state)
+
+    def state_at(self, position: DataPosition) -> dict[str, Any] | None:
+        """The stream's state of all ranks after the window trained last, which ended at `position`."""
+        return self._sought.state if self._sought is not None else self._stream.state_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
         """Goes on with another stream: with the pass after `position`, or where the last `seek` said, if nothing was
@@ -65,14 +86,14 @@ class WindowFeed:
         self._stream.close()
         self._stream = stream
         if self._sought is None:
-            self.seek(position, None, is_pass_over=True)
+            self.seek(position, None, is_pass_over=True, state=None)
 
     def fetch(self) -> None:
         """Loads the next window, and the one after it where only that tells whether the pass ends; no communication."""
         started = time.perf_counter()
         if self._sought is not None:
-            position, rank_state, is_pass_over = self._sought
-            self._stream.seek(position, rank_state, is_pass_over=is_pass_over)
+            place = self._sought
+            self._stream.seek(place.position, place.rank_state, is_pass_over=place.is_pass_over, state=place.state)
             self._sought = None
         if not self._is_fetched:
             self._window, self._is_fetched = self._load(), True

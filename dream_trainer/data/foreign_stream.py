@@ -84,7 +84,14 @@ class ForeignStream(TrainStream):
         self._holds_end = False
         self._was_read = False
 
-    def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "

@@ -25,8 +25,10 @@ from torch.utils.data import (
 )
 
 from dream_trainer.compat.pytorch import shutdown_workers
+from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
+from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
@@ -39,7 +41,7 @@ class DistributedDataLoader:
     sees it.
 
     Args:
-        dataset: Map-style: `__getitem__` and `__len__`.
+        dataset: Map-style: `__getitem__` and `__len__`. An OrderedDataset, such as a Mixture, decides its order.
         batch_size: Samples in one micro-batch of one rank.
         shuffle: Whether each epoch has a random order of its own, from the trainer's seed. Validation is always in the
             dataset's order.
@@ -59,7 +61,8 @@ class DistributedDataLoader:
         worker_init_fn: Called with the worker's number when it starts.
 
     Raises:
-        DataError: The dataset is not map-style or empty, or `batch_size` is not a positive integer.
+        DataError: The dataset is not map-style or empty, `batch_size` is not a positive integer, or an OrderedDataset
+            is to be shuffled.
     """
 
     def __init__(
@@ -92,6 +95,10 @@ class DistributedDataLoader:
             )
         if len(dataset) == 0:
             raise _no_samples("dataset", dataset)
+        if shuffle and isinstance(dataset, OrderedDataset):
+            raise DataError(
+                f"shuffle=True, and the dataset ({type(dataset).__name__}) decides its order itself. Use shuffle=False."
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -164,6 +171,16 @@ class ShardReader:
         self.generator = torch.Generator(device="cpu")
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
+        self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
+        self.marked = MarkedBatches()
+        self.begin(0, None)
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> None:
+        """Has an OrderedDataset begin pass `epoch`, or with `state` go on in it. What was loaded ahead is dropped."""
+        if self.ordered is not None:
+            self.ordered.begin(self.seed, state)
+            self.ordered.set_epoch(epoch)
+            self.dataset_changed()
 
     def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
         """This rank's batches of the positions from `first` up to `end` in `epoch`'s order. Ends the iterator before
@@ -174,13 +191,16 @@ class ShardReader:
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator = iter(self._torch_loader)
-        return self._iterator
+        if self.ordered is None:
+            return self._iterator
+        return self.marked.follow(self._iterator, first, self.sampler.sharding.chunk_size)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What has to be the same on all ranks, for the samples to be dealt to them."""
         loader = self.loader
-        return {
+        order = {} if self.ordered is None else plain_facts("order", self.ordered.state_at(0))
+        return order | {
             "samples": len(loader.dataset),
             "batch size": loader.batch_size,
             "shuffle": loader.shuffle,
@@ -195,7 +215,7 @@ class ShardReader:
 
     def load(self, epoch: int, indices: list[int]) -> Any:
         """One batch of the samples at `indices`, loaded in this process."""
-        return self.keyed_dataset.__getitems__((epoch, indices))
+        return self.keyed_dataset.load((epoch, indices))
 
     def dataset_changed(self) -> None:
         """Has the next pass read the dataset as it is now: persistent workers hold it as it was."""

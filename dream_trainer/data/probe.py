@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
+from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit, draws_nothing
 from dream_trainer.distributed.seeds import preserved_random_state
 
@@ -74,14 +75,14 @@ class _Samples(Dataset[Summary]):
         self.keys = [
             (name, index)
             for name, data in self.datasets.items()
-            for index in sorted({0, len(data) - 1})
+            for index in sorted({0, len(data) - 1} - {ENDLESS - 1})
             for _ in range(times)
         ]
 
     def __getitem__(self, key: tuple[str, int]) -> Summary:
         name, index = key
         try:
-            sample_summary: Summary = self.datasets[name].__getitems__((0, [index]))
+            sample_summary: Summary = self.datasets[name].load((0, [index]))
         except Exception:  # training will raise it too, with a better message
             return {}
         return sample_summary

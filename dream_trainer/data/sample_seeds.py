@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from dream_trainer.data.order import sample_seed
+from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.sampler import BatchKey
 from dream_trainer.distributed.seeds import GENERATORS, drawn_since, generator_marks, preserved_random_state, seed_cpu
 
@@ -77,13 +78,20 @@ class KeyedDataset(Dataset[Any]):
         self.collate_fn = collate_fn
         self.seed = None if draws_nothing(dataset) and collates_without_draws(collate_fn) else seed
         self.is_batched = loads_batches(dataset)
+        self.is_ordered = isinstance(dataset, OrderedDataset)
         self._drawn: set[str] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: BatchKey) -> Any:
-        """The collated batch. The method that `DataLoader` looks for in a dataset, in a worker and out of one."""
+        """What `load` gives, and with an OrderedDataset a pair of it and the dataset's mark. The method that
+        `DataLoader` looks for in a dataset, in a worker and out of one."""
+        batch = self.load(key)
+        return (batch, self.dataset.mark()) if self.is_ordered else batch
+
+    def load(self, key: BatchKey) -> Any:
+        """The collated batch."""
         if self.seed is None:
             _, indices = key
             return self.collate_fn(

@@ -88,17 +88,23 @@ class RankBatchSampler(Sampler[BatchKey]):
         return self._batches(*self._next_pass)
 
     def _batches(self, epoch: int, first: int, end: int) -> Iterator[BatchKey]:
-        order = epoch_order(self.seed, epoch, self.length, self.shuffle)
         sharding = self.sharding
         num_full, last_chunk = divmod(end - first, sharding.chunk_size)
         last = first + num_full * sharding.chunk_size
+        offset, size = sharding.slice_of_chunk(last_chunk)
+        if not self.shuffle:  # the order may be endless
+            for chunk in range(first + sharding.dp_rank * sharding.batch_size, last, sharding.chunk_size):
+                yield epoch, list(range(chunk, chunk + sharding.batch_size))
+            if size:
+                yield epoch, list(range(last + offset, last + offset + size))
+            return
+        order = epoch_order(self.seed, epoch, self.length, self.shuffle)
         full = order[first:last].view(num_full, sharding.dp_size, sharding.batch_size)[:, sharding.dp_rank]
         for block in range(
             0, num_full, 64
         ):  # many batches at a time, since a tensor slice costs as much as a small batch
             for indices in full[block : block + 64].tolist():
                 yield epoch, indices
-        offset, size = sharding.slice_of_chunk(last_chunk)
         if size:
             yield epoch, order[last + offset : last + offset + size].tolist()
 

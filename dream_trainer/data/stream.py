@@ -16,6 +16,7 @@ from typing import Any
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.errors import DataError
@@ -100,8 +101,10 @@ class ShardStream(TrainStream):
         self._reader = ShardReader(loader, sharding, seed=seed, shuffle=loader.shuffle)
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
+        self._state: dict[str, Any] | None = None
+        self._state_before: dict[str, Any] | None = None
         self._measure()
-        self.steps_per_epoch = -(-self._end // self._global_batch_size)
+        self.steps_per_epoch = None if self._length == ENDLESS else -(-self._end // self._global_batch_size)
         self.dropped_samples = self._length - self._end
 
     @property
@@ -112,22 +115,48 @@ class ShardStream(TrainStream):
     def reader(self) -> ShardReader:
         return self._reader
 
-    def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._refuse_other_kind(position, state)
         if is_pass_over:
+            self._reader.begin(position.epoch, state)
             self._begin(DataPosition(position.epoch + 1, 0, 0))
+            self._state_before = state
             return
         # In this layout, whatever it was where it was saved.
         batches = -(-position.samples // self._sharding.chunk_size)
         self._begin(DataPosition(position.epoch, position.samples, batches, position.length))
+        self._state = state
+
+    def state_at(self, position: DataPosition) -> dict[str, Any] | None:
+        ordered, marked = self._reader.ordered, self._reader.marked
+        if ordered is None:
+            return None
+        if position.epoch != self._position.epoch:
+            return self._state_before
+        if self._iterator is None and self._state is not None:
+            return self._state
+        return ordered.state_at(position.samples, marked.newest(position.samples))
 
     def next_window(self) -> Window | None:
         position = self._position
+        if self._iterator is not None and self._reader.ordered is not None:
+            self._reader.marked.forget_before(position.samples)
+            if self._reader.ordered.changes_at(position.samples):
+                self._state = self.state_at(position)
+                self._iterator = None
         if self._iterator is None:
             self._measure()
             self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
         samples = min(self._global_batch_size, self._end - position.samples)
         if samples <= 0:
-            self._begin(DataPosition(position.epoch + 1, 0, 0))
+            self._next_pass()
             return None
         size, last_chunk = divmod(samples, self._sharding.chunk_size)
         is_uneven = False
@@ -143,31 +172,53 @@ class ShardStream(TrainStream):
 
     def end_pass(self) -> None:
         if self._position.samples:
-            self._begin(DataPosition(self._position.epoch + 1, 0, 0))
+            self._next_pass()
 
     def close(self) -> None:
         self._iterator = None
         self._reader.close()
 
+    def _next_pass(self) -> None:
+        self._state_before = self.state_at(self._position)
+        self._begin(DataPosition(self._position.epoch + 1, 0, 0))
+
     def _begin(self, position: DataPosition) -> None:
         self._iterator = None
         self._reader.release()
         self._position = position
+        self._state = None
 
     def _measure(self) -> None:
         """Looks how long the dataset is in this pass, before anything of it is read: it may change between two."""
         position, dataset = self._position, self._loader.dataset
         before = self._reader.sampler.length
-        if isinstance(dataset, EpochAware):
-            dataset.set_epoch(position.epoch)
-        self._length = len(dataset)
-        if position.samples and position.length not in (None, self._length):
-            raise self._other_length(position)
-        if self._length != before or isinstance(dataset, EpochAware):
-            self._reader.dataset_changed()
+        if isinstance(dataset, OrderedDataset):  # says itself whether it can go on there
+            self._reader.begin(position.epoch, self._state)
+            self._length = len(dataset)
+        else:
+            if isinstance(dataset, EpochAware):
+                dataset.set_epoch(position.epoch)
+            self._length = len(dataset)
+            if position.samples and position.length not in (None, self._length):
+                raise self._other_length(position)
+            if self._length != before or isinstance(dataset, EpochAware):
+                self._reader.dataset_changed()
         self._end = self._pass_end(position.samples)
         if self._end == 0:
             raise self._too_small()
+
+    def _refuse_other_kind(self, position: DataPosition, state: dict[str, Any] | None) -> None:
+        is_ordered, name = self._reader.ordered is not None, type(self._loader.dataset).__name__
+        if is_ordered and state is None and position.samples:
+            raise DataError(
+                f"The run goes on in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "
+                "read another one then. Give it that, or start a run of its own from the checkpoint's weights."
+            )
+        if not is_ordered and state is not None:
+            raise DataError(
+                f"The checkpoint is of a run over a dataset that decides its order itself, and {name} does not. Give "
+                "it the dataset it had, or start a run of its own from the checkpoint's weights."
+            )
 
     def _other_length(self, position: DataPosition) -> DataError:
         return DataError(
@@ -178,6 +229,8 @@ class ShardStream(TrainStream):
         )
 
     def _pass_end(self, consumed: int) -> int:
+        if self._length == ENDLESS:
+            return ENDLESS
         if self._drop_last:
             return end_without_tail(self._length, consumed, self._global_batch_size)
         return end_with_tail(self._length, consumed, self._sharding)

@@ -10,6 +10,7 @@ from dream_trainer.compat.pytorch import end_workers
 from dream_trainer.data.foreign import iterate, known_length
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, rebuild
 from dream_trainer.data.order import VALIDATION_EPOCH
+from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sampler import Sharding
 from dream_trainer.errors import DataError
 
@@ -72,6 +73,11 @@ class ShardValidation(ValidationBatches):
 
     def __init__(self, loader: DistributedDataLoader, sharding: Sharding, seed: int) -> None:
         self._dataset = loader.dataset
+        if len(loader.dataset) == ENDLESS:
+            raise DataError(
+                f"The validation dataset ({type(loader.dataset).__name__}) never ends. Give it a length, such as "
+                "Mixture(num_samples=...)."
+            )
         self._reader = ShardReader(loader, sharding, seed=seed, shuffle=False)
 
     @property
@@ -79,6 +85,7 @@ class ShardValidation(ValidationBatches):
         return self._reader
 
     def __iter__(self) -> Iterator[Any]:
+        self._reader.begin(0, None)
         length = len(self._dataset)  # data may have come since the last validation
         if length != self._reader.sampler.length:
             self._reader.dataset_changed()

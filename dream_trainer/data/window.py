@@ -73,17 +73,33 @@ class TrainStream(ABC):
         return None
 
     @abstractmethod
-    def seek(self, position: DataPosition, rank_state: dict[str, Any] | None, *, is_pass_over: bool = False) -> None:
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         """Goes on after `position`; with `is_pass_over`, with the next pass.
 
         Args:
             position: A window's `end`, from a run with any world size and accumulation.
             rank_state: The same window's `rank_state` on this rank; None if it had none or the world size changed.
             is_pass_over: Whether that window was the last of its pass.
+            state: What `state_at` gave for that position, on any rank; None if it gave none.
 
         Raises:
-            DataError: A loader that is not ours cannot be brought there.
+            DataError: A loader that is not ours cannot be brought there, or the state is of other data.
         """
+
+    def state_at(self, position: DataPosition) -> dict[str, Any] | None:
+        """What `seek` needs besides the position on every rank: of a dataset that decides its order itself.
+
+        Args:
+            position: The end of the last window but one, or of the last.
+        """
+        return None
 
     @abstractmethod
     def next_window(self) -> Window | None:

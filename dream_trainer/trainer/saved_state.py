@@ -1,6 +1,6 @@
 """Everything that a checkpoint contains of a trainer: collected from its owners to be written, and restored to them.
 
-shared:  counters, optimizers' options, schedulers, callbacks, mixins, the user's own state; equal on all ranks
+shared:  counters, the order of the data, options of optimizers, schedulers, callbacks, mixins, the user's own state
 rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
 tensors: parameters, buffers, optimizer state and what callbacks keep, sharded as they are
 """
@@ -70,6 +70,7 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
         shared = {
             "progress": trainer.progress.state_dict(),
+            "data": trainer._data.feed.state_at(trainer.progress.data),
             "global_batch_size": global_batch_size(trainer),
             "seed": trainer.config.seed,
             "optimizers": optimizers,
@@ -195,7 +196,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
-    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, same_layout=same_layout))
+    data = shared.get("data")
+    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, data, same_layout=same_layout))
     on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
 
@@ -284,7 +286,7 @@ def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layou
         logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
 
 
-def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) -> None:
+def _restore_rank(trainer: AbstractTrainer, path: Path, data: dict[str, Any] | None, *, same_layout: bool) -> None:
     world, progress = trainer.world, trainer.progress
     state: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -299,7 +301,7 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, *, same_layout: bool) ->
             "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
             "several ranks drop; random layers go on from a new seed."
         )
-    trainer._data.feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over)
+    trainer._data.feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over, state=data)
     _say_if_the_data_changed(trainer)
     # Last, so that nothing above draws from the generators.
     if same_device:

@@ -102,7 +102,12 @@ class Session:
         signals = trainer._agreement.signals
         if self.has_failed or signals.broke_a_wait:
             feed, progress = trainer._data.feed, trainer.progress
-            feed.seek(progress.data, feed.rank_state, is_pass_over=progress.is_pass_over)
+            feed.seek(
+                progress.data,
+                feed.rank_state,
+                is_pass_over=progress.is_pass_over,
+                state=feed.state_at(progress.data),
+            )
         self.has_failed = signals.broke_a_wait = False
 
     def _refuse_to_go_on(self, state: str) -> NoReturn:

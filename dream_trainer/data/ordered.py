@@ -1,0 +1,123 @@
+"""Datasets that decide their order themselves: mixtures, and rows packed from documents.
+
+Sample number `p` of one is what all ranks together consume `p`-th. So which samples make up an optimizer step follows
+from its position, as for any dataset of ours, and only numbers go to workers, which do the arithmetic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+
+ENDLESS = 2**62
+"""The length of a dataset that never ends."""
+
+
+class OrderedDataset(Dataset[Any], ABC):
+    """A map-style dataset whose samples are numbered in the order in which they are consumed.
+
+    Give it to a `DistributedDataLoader` with `shuffle=False`. Within a pass (all positions of one length) a sample is a
+    pure function of what `begin` and `set_epoch` were told and of its position: any process may ask for any of them, in
+    any order; rising positions are to be cheap.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples in a pass; ENDLESS where it never ends."""
+
+    @abstractmethod
+    def __getitem__(self, position: int) -> Any:
+        """The sample at a position of the pass."""
+
+    @abstractmethod
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        """Told before anything is read: at the start of each pass, and before going on in its middle.
+
+        Args:
+            seed: The run's, for a dataset that has none of its own.
+            state: What `state_at` gave for the position to go on at. None: a pass begins at its start; what was changed
+                while the program ran (a mixture's weights) stays.
+
+        Raises:
+            DataError: The state is of data that are not these.
+        """
+
+    @abstractmethod
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        """What `begin` needs to go on at `position` of this pass, and the record of what was drawn until there.
+
+        Called when a checkpoint is written, not in each step.
+
+        Args:
+            position: Where to go on.
+            mark: The newest `mark` of a batch that this rank had loaded before `position`, if there was one.
+
+        Returns:
+            Plain data, by value; what any rank says is right for all.
+        """
+
+    def set_epoch(self, epoch: int) -> None:  # most have nothing to do
+        """Told the number of the pass, from 0, after `begin`. A dataset that reads another one tells it to that."""
+
+    def mark(self) -> Any:
+        """A small plain value about what was loaded last; it is sent from the worker with its batch. None: nothing."""
+        return None
+
+    def changes_at(self, position: int) -> bool:
+        """Whether the order from `position` on is another one than before. What was loaded ahead is then thrown away,
+        and `begin` called with the state at `position`. Asked between two windows; all ranks say the same.
+        """
+        return False
+
+    def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
+        """What to log at `position`, by name; arguments as of `state_at`."""
+        return {}
+
+    @property
+    def source(self) -> OrderedDataset | None:
+        """The ordered dataset that this one reads, if it reads one."""
+        return None
+
+
+class MarkedBatches:
+    """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
+
+    Attributes:
+        marks: (end of the chunk in the pass, mark), in order.
+    """
+
+    __slots__ = ("_chunk_size", "_end", "_iterator", "marks")
+
+    def __init__(self) -> None:
+        self.marks: deque[tuple[int, Any]] = deque()
+        self._iterator: Iterator[Any] = iter(())
+        self._end = self._chunk_size = 0
+
+    def follow(self, iterator: Iterator[Any], first: int, chunk_size: int) -> Iterator[Any]:
+        """The batches of `iterator`, which begins at position `first`; each is of `chunk_size` samples of all ranks."""
+        self._iterator, self._end, self._chunk_size = iterator, first, chunk_size
+        self.marks.clear()
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, mark = next(self._iterator)
+        self._end += self._chunk_size
+        if mark is not None:
+            self.marks.append((self._end, mark))
+        return batch
+
+    def newest(self, position: int) -> Any:
+        """The mark of the last batch that ends at or before `position`; None if it had none."""
+        return next((mark for end, mark in reversed(self.marks) if end <= position), None)
+
+    def forget_before(self, position: int) -> None:
+        """Nobody will ask for a position before this one."""
+        while len(self.marks) > 1 and self.marks[1][0] <= position:
+            self.marks.popleft()

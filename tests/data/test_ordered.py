@@ -1,0 +1,189 @@
+"""A dataset that decides its order itself, by hand: its state and its marks go with the position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from dream_trainer.data.validation_data import validation_batches
+from dream_trainer.errors import DataError
+
+GLOBAL_BATCH = 8
+LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 2, 0), (4, 1, 0)]
+"""(ranks, accumulation, workers)"""
+
+
+class Walk(OrderedDataset):
+    """Sample p is (pass, p, how often anybody asked to `turn` before p, a sum that is walked to from an anchor)."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        self.length = length
+        self.epoch, self.turns, self.asked = 0, [0], False
+        self.anchor = [0, 0]
+        self.walked = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        at, total = self.anchor
+        assert at <= position, "an anchor that is newer than what is asked for"
+        while at < position:
+            at, total = at + 1, total + at
+            self.walked += 1
+        self.anchor = [at, total]
+        turns = sum(turn <= position for turn in self.turns)
+        return torch.tensor([self.epoch, position, turns, total, self.seed])
+
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        self.seed, self.anchor = seed, [0, 0]
+        if state is not None:
+            self.turns, self.anchor = list(state["turns"]), list(state["anchor"])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        return {"turns": list(self.turns), "anchor": list(self.anchor if mark is None else mark)}
+
+    def mark(self) -> Any:
+        return list(self.anchor)
+
+    def turn(self) -> None:
+        self.asked = True
+
+    def changes_at(self, position: int) -> bool:
+        asked, self.asked = self.asked, False
+        if asked:
+            self.turns.append(position)
+        return asked
+
+
+def open_streams(ranks: int, accumulation: int, workers: int, length: int = ENDLESS) -> list[TrainStream]:
+    size = GLOBAL_BATCH // (ranks * accumulation)
+    options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+    return [
+        train_stream(
+            DistributedDataLoader(Walk(length), size, num_workers=workers, **options),
+            accumulation=accumulation,
+            dp_rank=rank,
+            dp_size=ranks,
+            seed=3,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def read(streams: Sequence[TrainStream], steps: int) -> tuple[list[Any], DataPosition, list[Any], bool]:
+    """The samples of each step in global order, where they end, and the state there as each rank says it."""
+    found: list[Any] = []
+    position, is_last = DataPosition(0, 0, 0), False
+    while len(found) < steps:
+        windows = [stream.next_window() for stream in streams]
+        if windows[0] is None:
+            continue
+        per_rank = [list(window.batches) for window in windows if window is not None]
+        found.append([row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in batch.tolist()])
+        position, is_last = windows[0].end, bool(windows[0].is_last)
+    return found, position, [stream.state_at(position) for stream in streams], is_last
+
+
+def close(streams: Sequence[TrainStream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def turn(streams: Sequence[TrainStream]) -> None:
+    for stream in streams:
+        stream.reader.loader.dataset.turn()  # type: ignore[union-attr]
+
+
+def straight(length: int, steps: int, turn_after: int | None = None) -> list[Any]:
+    streams = open_streams(1, 1, 0, length)
+    before = read(streams, turn_after)[0] if turn_after else []
+    if turn_after:
+        turn(streams)
+    return before + read(streams, steps - len(before))[0]
+
+
+def test_sample_p_of_an_endless_dataset_is_consumed_pth() -> None:
+    steps = straight(ENDLESS, 5)
+    assert [row[1] for step in steps for row in step] == list(range(40))
+    assert [row[3] for step in steps for row in step] == [p * (p - 1) // 2 for p in range(40)]
+    assert {row[4] for step in steps for row in step} == {3}
+    stream = open_streams(1, 1, 0)[0]
+    assert stream.steps_per_epoch is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resume_anywhere_on_another_layout_goes_on(layout: tuple[int, int, int], stop: int) -> None:
+    expected = straight(ENDLESS, 8)
+    first = open_streams(*LAYOUTS[-1 - LAYOUTS.index(layout)])
+    found, position, states, _ = read(first, stop)
+    close(first)
+    second = open_streams(*layout)
+    for stream in second:
+        stream.seek(position, None, state=states[-1])
+    found += read(second, 8 - stop)[0]
+    close(second)
+    assert found == expected
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_change_counts_from_the_next_window_on_and_survives_a_pass_and_a_resume(
+    layout: tuple[int, int, int], stop: int
+) -> None:
+    expected = straight(24, 8, turn_after=2)
+    assert [sorted({row[2] for row in step}) for step in expected[:4]] == [[1], [1], [2], [1]]
+    assert [step[0][:2] for step in expected[2:4]] == [[0, 16], [1, 0]]
+    streams = open_streams(*layout, length=24)
+    found = read(streams, 2)[0]
+    turn(streams)
+    more, position, states, is_last = read(streams, stop - 2) if stop > 2 else ([], DataPosition(0, 16, 0), [], False)
+    found += more
+    if stop > 2:
+        close(streams)
+        streams = open_streams(1, 4, 0, length=24)
+        for stream in streams:
+            stream.seek(position, None, is_pass_over=is_last, state=states[0])
+    found += read(streams, 8 - stop)[0]
+    close(streams)
+    assert found == expected
+
+
+def test_the_state_of_a_position_knows_nothing_of_what_was_loaded_after_it() -> None:
+    (stream,) = open_streams(1, 2, 2)
+    _, position, (state,), _ = read([stream], 2)
+    assert state == {"turns": [0], "anchor": [15, 105]}
+    window = stream.next_window()
+    assert window is not None
+    list(window.batches)
+    assert stream.state_at(position) == state
+    close([stream])
+
+
+def test_another_kind_of_dataset_than_the_checkpoints_is_refused() -> None:
+    (stream,) = open_streams(1, 1, 0)
+    with pytest.raises(DataError, match=r"no state of the dataset \(Walk\)"):
+        stream.seek(DataPosition(0, 8, 1), None)
+    plain = train_stream(DistributedDataLoader(range(16), 8), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    with pytest.raises(DataError, match="decides its order itself, and range does not"):
+        plain.seek(DataPosition(0, 8, 1), None, state={"turns": []})
+
+
+def test_a_dataset_with_an_order_is_not_shuffled_and_an_endless_one_not_validated() -> None:
+    with pytest.raises(DataError, match="shuffle=False"):
+        DistributedDataLoader(Walk(), 2, shuffle=True)
+    with pytest.raises(DataError, match="never ends"):
+        validation_batches(DistributedDataLoader(Walk(), 2), dp_rank=0, dp_size=1, seed=0)
+    batches = validation_batches(DistributedDataLoader(Walk(5), 2), dp_rank=0, dp_size=1, seed=0)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [len(batch) for batch in batches] == [2, 2, 1]
