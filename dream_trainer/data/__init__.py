@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from dream_trainer.data.attention_mask import PackedSegments as PackedSegments
+    from dream_trainer.data.attention_mask import packed_attention as packed_attention
+    from dream_trainer.data.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
+    from dream_trainer.data.packed_rows import PackedRows as PackedRows
+    from dream_trainer.data.padding import PaddedRows as PaddedRows
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition
@@ -24,9 +29,14 @@ else:
             "DistributedDataLoader": "data.loader",
             "ENDLESS": "data.ordered",
             "OrderedDataset": "data.ordered",
+            "PackedRows": "data.packed_rows",
+            "PackedSegments": "data.attention_mask",
+            "PaddedRows": "data.padding",
             "PerRankLoader": "data.loader",
             "TrainStream": "data.window",
             "Window": "data.window",
+            "packed_attention": "data.attention_mask",
+            "packed_attention_mask": "data.attention_mask",
             "train_stream": "data.stream",
             "validation_batches": "data.validation_data",
         },

@@ -67,9 +67,15 @@ class OrderedDataset(Dataset[Any], ABC):
         """A small plain value about what was loaded last; it is sent from the worker with its batch. None: nothing."""
         return None
 
-    def changes_at(self, position: int) -> bool:
+    @property
+    def may_change(self) -> bool:
+        """Whether `changes_at` is to be asked, before a window: a look that costs nothing."""
+        return True
+
+    def changes_at(self, position: int, mark: Any = None) -> bool:
         """Whether the order from `position` on is another one than before. What was loaded ahead is then thrown away,
-        and `begin` called with the state at `position`. Asked between two windows; all ranks say the same.
+        and `begin` called with the state at `position`. Asked between two windows, with arguments as of `state_at`; all
+        ranks say the same.
         """
         return False
 

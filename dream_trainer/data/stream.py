@@ -147,8 +147,9 @@ class ShardStream(TrainStream):
     def next_window(self) -> Window | None:
         position = self._position
         if self._iterator is not None and self._reader.ordered is not None:
-            self._reader.marked.forget_before(position.samples)
-            if self._reader.ordered.changes_at(position.samples):
+            ordered, marked = self._reader.ordered, self._reader.marked
+            marked.forget_before(position.samples)
+            if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
                 self._state = self.state_at(position)
                 self._iterator = None
         if self._iterator is None:

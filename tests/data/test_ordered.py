@@ -58,7 +58,7 @@ class Walk(OrderedDataset):
     def turn(self) -> None:
         self.asked = True
 
-    def changes_at(self, position: int) -> bool:
+    def changes_at(self, position: int, mark: Any = None) -> bool:
         asked, self.asked = self.asked, False
         if asked:
             self.turns.append(position)

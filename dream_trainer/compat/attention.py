@@ -1,0 +1,60 @@
+"""FlexAttention and the kernel for sequences of many lengths, both of which PyTorch calls prototypes.
+
+`tests/compat/test_attention.py` and, on a GPU, `tests/gpu/test_packed_attention.py` exercise them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+__all__ = ["BlockMask", "attend_flexibly", "attend_varlen", "same_document_mask"]
+
+
+def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
+    """FlexAttention's mask for packed rows.
+
+    Args:
+        documents: Which document each token is of, shape `(rows, row_length)`, on the device to compute on.
+        causal: Whether a token sees none that come after it.
+    """
+    num_rows, length = documents.shape
+
+    def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_same = documents[row, query] == documents[row, key]
+        return is_same & (query >= key) if causal else is_same
+
+    return create_block_mask(may_see, num_rows, None, length, length, device=documents.device)
+
+
+def attend_flexibly(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """Attention `(rows, heads, length, width)` with a block mask; compiled, except on a CPU, which has no backward."""
+    has_groups = query.shape[1] != key.shape[1]
+    attend = flex_attention if query.device.type == "cpu" else _compiled_flex_attention()
+    return cast(Tensor, attend(query, key, value, block_mask=mask, enable_gqa=has_groups))
+
+
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, causal: bool) -> Tensor:
+    """Attention `(tokens, heads, width)` within each sequence, in float16 or bfloat16 on CUDA.
+
+    Args:
+        query: Shape `(tokens, heads, width)`.
+        key: The same.
+        value: The same.
+        cu_seqlens: Where sequences begin, and the number of tokens: int32, shape `(sequences + 1,)`.
+        longest: Tokens of the longest sequence, or more.
+        causal: Whether a token sees none that come after it.
+    """
+    window = (-1, 0) if causal else (-1, -1)
+    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+    return cast(Tensor, attended)
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention, dynamic=False)

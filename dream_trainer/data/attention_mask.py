@@ -1,0 +1,126 @@
+"""Attention in packed rows: a token sees its own document only, with the kernel that the device has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dream_trainer.compat.attention import BlockMask, attend_flexibly, attend_varlen, same_document_mask
+
+_KINDS = ("auto", "sdpa", "flex", "varlen")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSegments:
+    """Where the documents of a batch begin, for kernels that take sequences of many lengths one behind the other."""
+
+    cu_seqlens: Tensor
+    """First token of each document in the flattened batch, and the number of tokens: int32, `(documents + 1,)`. A row's
+    padding is one of them."""
+    max_seqlen: int
+    """Tokens of the longest of them."""
+    causal: bool
+    """Whether a token sees none that come after it."""
+
+
+def packed_attention_mask(
+    documents: Tensor,
+    kind: Literal["auto", "sdpa", "flex", "varlen"] = "auto",
+    *,
+    causal: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor | BlockMask | PackedSegments:
+    """The mask under which the documents of a packed row do not see each other. Padding sees padding.
+
+    `packed_attention` takes each kind. To use a kind by itself:
+
+        sdpa    bool, `(rows, 1, row_length, row_length)`: `attn_mask` of `scaled_dot_product_attention`
+        flex    `block_mask` of `flex_attention`
+        varlen  `cu_seqlens` and `max_seqlen` of `torch.nn.attention.varlen.varlen_attn`, FlashAttention and their like,
+                over rows flattened to `(rows * row_length, heads, width)`
+
+    Args:
+        documents: A batch's `documents`: `(rows, row_length)`. For "varlen" leave them on the host: how many there are
+            decides a shape, so from the device it would have to be waited for.
+        kind: "auto" is "varlen" on CUDA in half precision from compute capability 8.0 on, "flex" on CUDA else, and
+            "sdpa" elsewhere.
+        causal: Whether a token sees none that come after it.
+        device: Where attention is computed. None: where `documents` are.
+        dtype: What attention is computed in, for "auto".
+
+    Raises:
+        ValueError: `kind` is unknown, or `documents` are of another shape.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
+    if documents.ndim != 2:
+        raise ValueError(
+            f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
+        )
+    device = documents.device if device is None else torch.device(device)
+    if kind == "auto":
+        kind = _kind_for(device, dtype)
+    if kind == "varlen":
+        return _segments(documents, device, causal)
+    documents = documents.to(device, non_blocking=True)
+    if kind == "flex":
+        return same_document_mask(documents, causal)
+    mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return mask.tril() if causal else mask
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | PackedSegments) -> Tensor:
+    """Attention under any of the masks; keys and values may have fewer heads, each for as many queries.
+
+    Segments on another device than CUDA are attended to one by one, with the work of the documents' lengths squared.
+
+    Args:
+        query: Shape `(rows, heads, row_length, width)`.
+        key: The same, or with fewer heads.
+        value: As `key`.
+        mask: What `packed_attention_mask` gave for the batch.
+
+    Returns:
+        The shape of `query`.
+    """
+    if isinstance(mask, BlockMask):
+        return attend_flexibly(query, key, value, mask)
+    if isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape[1] != key.shape[1])
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if query.device.type == "cuda":
+        attended = attend_varlen(flat_query, flat_key, flat_value, mask.cu_seqlens, mask.max_seqlen, mask.causal)
+    else:
+        attended = _attend_one_by_one(flat_query, flat_key, flat_value, mask)
+    return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]).transpose(1, 2)
+
+
+def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+    sizes = segments.cu_seqlens.diff().tolist()
+    parts = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    attended = [F.scaled_dot_product_attention(q, k, v, is_causal=segments.causal) for q, k, v in parts]
+    return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+def _kind_for(device: torch.device, dtype: torch.dtype | None) -> Literal["sdpa", "flex", "varlen"]:
+    if device.type != "cuda":
+        return "sdpa"
+    return "varlen" if dtype in _HALF and torch.cuda.get_device_capability(device) >= (8, 0) else "flex"
+
+
+def _segments(documents: Tensor, device: torch.device, causal: bool) -> PackedSegments:
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat((starts, starts.new_tensor([documents.numel()])))
+    longest = int(cu_seqlens.diff().max())
+    return PackedSegments(cu_seqlens.to(device, torch.int32, non_blocking=True), longest, causal)

@@ -1,0 +1,319 @@
+"""Rows made from documents, block by block: what packing and padding have in common.
+
+Block `b` is the documents at positions `b * block_size` to `(b + 1) * block_size`. Its rows are made of its own
+documents alone, by their lengths, so no document waits in a buffer for a later row: all there is to know of the past is
+which block comes next and how many rows came before it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.packing import RowPlan
+from dream_trainer.distributed.seeds import hash_seed
+from dream_trainer.errors import DataError
+
+_ROWS_PER_BLOCK = 512  # the last rows of a block stay partly empty: 2 of 512 are 0.4%
+_MOST_DOCUMENTS, _FEWEST_DOCUMENTS = 65536, 64
+_EMPTY_BLOCKS = 1000
+
+
+@runtime_checkable
+class HasLengths(Protocol):
+    """Documents that say how long they are without being loaded."""
+
+    def lengths(self, first: int, last: int, /) -> NDArray[Any]:
+        """Tokens of the documents at positions `first` to `last` (exclusive), shape `(last - first,)`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block whose rows are known."""
+
+    number: int
+    first_row: int
+    """Position of its first row."""
+    plan: RowPlan
+    order: NDArray[np.int64]
+    """The rows of `plan` in the order in which they come."""
+    lengths: NDArray[Any]
+
+    @property
+    def end(self) -> int:
+        """Position of the first row after it."""
+        return self.first_row + self.plan.num_rows
+
+
+class DocumentBlocks(OrderedDataset):
+    """Rows of documents, as an ordered dataset.
+
+    Args:
+        documents: The documents in their order, with `lengths(first, last)`.
+        row_length: Tokens of the longest row.
+        block_size: Documents whose rows are made together. None: as many as fill about 512 rows, judged by the first
+            4096 documents, and from 64 to 65536.
+
+    Raises:
+        DataError: `documents` are no ordered dataset, say no lengths or are none; `row_length` or `block_size` is no
+            positive integer.
+    """
+
+    def __init__(self, documents: OrderedDataset, row_length: int, block_size: int | None) -> None:
+        _check_documents(documents)
+        _check_positive("row_length", row_length, "tokens in a row")
+        if block_size is not None:
+            _check_positive("block_size", block_size, "documents whose rows are made together")
+        self.documents = documents
+        self.row_length = row_length
+        self._given_block_size = block_size
+        self._seed = self._epoch = 0
+        self._counted: tuple[Any, list[int]] | None = None
+        self._anchor = (0, 0)
+        self._block_size: int | None = None
+        self._block: _Block | None = None
+
+    @property
+    def source(self) -> OrderedDataset:
+        return self.documents
+
+    @property
+    def may_change(self) -> bool:
+        return self.documents.may_change
+
+    @property
+    @abstractmethod
+    def _kind(self) -> dict[str, Any]:
+        """What decides which tokens are in which row, besides the documents and what is the same for all kinds."""
+
+    @abstractmethod
+    def _pack(self, lengths: NDArray[Any]) -> RowPlan:
+        """The rows of a block."""
+
+    @abstractmethod
+    def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
+        """The order in which a block's rows come.
+
+        Args:
+            plan: The block's rows.
+            first_row: Position of the first of them.
+            seed: The block's own.
+        """
+
+    def __len__(self) -> int:
+        """Rows of a pass, counted from all documents' lengths, about a microsecond for each; ENDLESS where the
+        documents never end."""
+        return ENDLESS if self._is_endless else self._first_rows()[-1]
+
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self._refuse_other_rows(state["rows"])
+        self.documents.begin(seed, None if state is None else state["documents"])
+        self._seed, self._epoch = seed, 0
+        self._forget(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.documents.set_epoch(epoch)
+        self._epoch = epoch
+        self._block = None
+
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        number, first_row = self._anchor_at(position, mark)
+        return {
+            "rows": self._rows,
+            "block_size": self.block_size,
+            "block": number,
+            "first_row": first_row,
+            "documents": self.documents.state_at(number * self.block_size, None if mark is None else mark[3]),
+        }
+
+    def mark(self) -> Any:
+        block = self._block
+        if block is None:
+            return None
+        return block.number, block.first_row, block.plan.num_rows, self.documents.mark()
+
+    def changes_at(self, position: int, mark: Any = None) -> bool:
+        return self.documents.changes_at(self._documents_begun(position, mark), None if mark is None else mark[3])
+
+    def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
+        number, first_row = self._anchor_at(position, mark)
+        document, of_documents = number * self.block_size, None
+        if mark is not None:
+            share = (position - first_row) / mark[2] if number == mark[0] else 0.0
+            document, of_documents = document + round(share * self.block_size), mark[3]
+        return self.documents.numbers_at(document, of_documents)
+
+    @property
+    def block_size(self) -> int:
+        """Documents in a block."""
+        if self._block_size is None:
+            self._block_size = self._given_block_size or self._fitting_block_size()
+        return self._block_size
+
+    @property
+    def _is_endless(self) -> bool:
+        return len(self.documents) == ENDLESS
+
+    @property
+    def _rows(self) -> dict[str, Any]:
+        return {
+            "kind": type(self).__name__,
+            "row_length": self.row_length,
+            "block_size": self._given_block_size,
+            **self._kind,
+        }
+
+    def _forget(self, state: dict[str, Any] | None) -> None:
+        """Forgets what was found, and starts from `state`."""
+        self._anchor = (0, 0) if state is None else (state["block"], state["first_row"])
+        self._block_size = None if state is None else state["block_size"]
+        self._block = None
+
+    def _anchor_at(self, position: int, mark: Any) -> tuple[int, int]:
+        """The last block that is known to begin at or before `position`, and the position of its first row."""
+        if mark is None or mark[1] > position:
+            return self._anchor
+        number, first_row, num_rows, _ = mark
+        return (number, first_row) if position < first_row + num_rows else (number + 1, first_row + num_rows)
+
+    def _documents_begun(self, position: int, mark: Any) -> int:
+        """Documents of the blocks that were begun before `position`. Their rows stay as they are when the documents'
+        order changes, or documents would be lost or come twice."""
+        if mark is not None and mark[1] < position < mark[1] + mark[2]:
+            return int(mark[0] + 1) * self.block_size
+        if not self._is_endless and position >= len(self):
+            return len(self.documents)
+        block = self._block_at(position)
+        return (block.number + (block.first_row < position)) * self.block_size
+
+    def _block_at(self, position: int) -> _Block:
+        """The block that has the row at `position`."""
+        block = self._block
+        if block is None or not block.first_row <= position < block.end:
+            block = self._block = self._find(position)
+        return block
+
+    def _find(self, position: int) -> _Block:
+        number, first_row = self._anchor
+        if position < first_row:
+            raise IndexError(f"Row {position} lies before row {first_row}, at which this pass was gone on with.")
+        if not self._is_endless:
+            first_rows = self._first_rows()
+            if position >= first_rows[-1]:
+                raise IndexError(f"Row {position} of {first_rows[-1]}.")
+            found = bisect_right(first_rows, position) - 1
+            return self._load_block(number + found, first_rows[found])
+        if self._block is not None and self._block.end <= position:
+            number, first_row = self._block.number + 1, self._block.end
+        num_empty = 0
+        while (block := self._load_block(number, first_row)).end <= position:
+            num_empty = 0 if block.plan.num_rows else num_empty + 1
+            if num_empty == _EMPTY_BLOCKS:
+                raise DataError(
+                    f"The {_EMPTY_BLOCKS * self.block_size} documents up to position {(number + 1) * self.block_size} "
+                    "have no token. Look at their source, or at the lengths it tells."
+                )
+            number, first_row = number + 1, block.end
+        return block
+
+    def _load_block(self, number: int, first_row: int) -> _Block:
+        lengths = self._lengths(number)
+        plan = self._pack(lengths)
+        seed = hash_seed(b"rows", self._seed, self._epoch, number)
+        return _Block(number, first_row, plan, self._arrange(plan, first_row, seed), lengths)
+
+    def _first_rows(self) -> list[int]:
+        """Positions of the first row of each block from the anchor on, and of the pass's end."""
+        number, first_row = self._anchor
+        of = (self._seed, self.block_size, self._anchor, self._epoch, len(self.documents), self.documents.state_at(0))
+        if self._counted is None or self._counted[0] != of:
+            num_blocks = -(-len(self.documents) // self.block_size)
+            counts = (self._pack(self._lengths(block)).num_rows for block in range(number, num_blocks))
+            self._counted = of, list(accumulate(counts, initial=first_row))
+        return self._counted[1]
+
+    def _lengths(self, block: int) -> NDArray[Any]:
+        """Tokens of the documents of a block."""
+        first = block * self.block_size
+        last = min(first + self.block_size, len(self.documents))
+        lengths = np.asarray(_lengths_of(self.documents, first, last))
+        if lengths.shape != (last - first,) or lengths.dtype.kind not in "iu":
+            raise DataError(
+                f"lengths({first}, {last}) of the documents ({type(self.documents).__name__}) gave {lengths.dtype} of "
+                f"shape {lengths.shape}. It has to give one integer for each of these {last - first} positions."
+            )
+        if lengths.min(initial=0) < 0:
+            at = first + int(lengths.argmin())
+            raise DataError(
+                f"The document at position {at} has a length of {lengths.min()} tokens by lengths({first}, {last}). A "
+                "length is 0 or more."
+            )
+        return lengths
+
+    def _fitting_block_size(self) -> int:
+        judged = min(len(self.documents), 4096)
+        mean = float(np.mean(_lengths_of(self.documents, 0, judged)))
+        if mean == 0.0:
+            raise DataError(
+                f"The first {judged} documents have no token. Look at their source, or at the lengths it tells."
+            )
+        documents = round(_ROWS_PER_BLOCK * self.row_length / mean)
+        return min(max(documents, _FEWEST_DOCUMENTS), _MOST_DOCUMENTS)
+
+    def _refuse_other_rows(self, saved: dict[str, Any]) -> None:
+        other = [
+            f"{name} was {saved.get(name)!r} and is {value!r}"
+            for name, value in self._rows.items()
+            if saved.get(name) != value
+        ]
+        if other:
+            raise DataError(
+                f"The run goes on with rows made in another way: {', '.join(other)}. Which rows were consumed does not "
+                "say which documents would be, then. Make them as before, or start a run of its own from the "
+                "checkpoint's weights."
+            )
+
+
+def block_order(seed: int, num_rows: int) -> NDArray[np.int64]:
+    """A random order of `num_rows` rows, of the seed alone."""
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(seed)
+    return torch.randperm(num_rows, generator=generator, device="cpu").numpy()
+
+
+def _lengths_of(documents: Any, first: int, last: int) -> NDArray[Any]:
+    lengths: NDArray[Any] = documents.lengths(first, last)
+    return lengths
+
+
+def _check_documents(documents: object) -> None:
+    name = type(documents).__name__
+    if not isinstance(documents, OrderedDataset):
+        raise DataError(
+            f"Rows are made of documents in an order of their own, and {name} has none. Give "
+            'Mixture({"name": documents}), also of a single source.'
+        )
+    if not isinstance(documents, HasLengths):
+        raise DataError(
+            f"Rows are planned by the lengths of documents before one is loaded, and {name} has no "
+            "`lengths(first, last)`. Write the documents into token files (`dream-trainer data tokenize`), or give "
+            "each source its lengths."
+        )
+    if len(documents) == 0:
+        raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
+
+
+def _check_positive(name: str, value: object, what: str) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise DataError(f"{name}={value!r} is not a positive integer. Give the number of {what}.")

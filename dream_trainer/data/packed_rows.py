@@ -1,0 +1,181 @@
+"""Documents packed into rows of one length: tokens, what each predicts, and which document each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dream_trainer.data.document_blocks import DocumentBlocks, block_order
+from dream_trainer.data.ordered import OrderedDataset
+from dream_trainer.data.packing import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.errors import DataError
+
+IGNORED = -100
+"""The label of a token that predicts nothing; `cross_entropy` leaves it out by default."""
+PADDING = -1
+"""The document number of a row's padding."""
+
+_PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
+
+
+class DocumentRows(DocumentBlocks):
+    """Rows of documents' tokens. A document is an array, tensor or list of token ids; or a mapping that has them under
+    `field`, and may have under "weights" one for each token: of how much predicting that token counts, 0 for a prompt.
+
+    Args:
+        documents: See PackedRows, as the others.
+        row_length: Tokens of the longest row.
+        block_size: Documents whose rows are made together.
+        pad_id: Token id of padding.
+        field: Name of the token ids in a mapping.
+        vocabulary_size: Number of token ids.
+    """
+
+    def __init__(
+        self,
+        documents: OrderedDataset,
+        row_length: int,
+        *,
+        block_size: int | None,
+        pad_id: int,
+        field: str,
+        vocabulary_size: int | None,
+    ) -> None:
+        super().__init__(documents, row_length, block_size)
+        last = (torch.iinfo(torch.int64).max if vocabulary_size is None else vocabulary_size) - 1
+        if not isinstance(pad_id, int) or not 0 <= pad_id <= last:
+            raise DataError(f"pad_id={pad_id!r} is no token id. Give one from 0 to {last}; no label ever is padding.")
+        self.pad_id = pad_id
+        self.field = field
+        self.vocabulary_size = vocabulary_size
+
+    def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
+        """The row at `position`, with `room` for tokens; None gives it as much as it has tokens."""
+        block = self._block_at(position)
+        pieces = block.plan.pieces(int(block.order[position - block.first_row]))
+        sizes = [size for _, _, size in pieces]
+        length = sum(sizes)
+        tokens = np.full(room or length, self.pad_id, dtype=np.int64)
+        labels = np.full(room or length, IGNORED, dtype=np.int64)
+        weights = np.zeros(room or length, dtype=np.float32)
+        at = 0
+        for document, start, size in pieces:
+            ids, of_ids = self._load(block.number * self.block_size + document, int(block.lengths[document]))
+            tokens[at : at + size] = ids[start : start + size]
+            num_labels = min(size, len(ids) - start - 1)  # a document's last token predicts nothing
+            labels[at : at + num_labels] = ids[start + 1 : start + 1 + num_labels]
+            weights[at : at + num_labels] = 1.0 if of_ids is None else of_ids[start + 1 : start + 1 + num_labels]
+            at += size
+        labels[weights == 0.0] = IGNORED
+        positions = np.zeros(room or length, dtype=np.int64)
+        positions[:length] = np.arange(length) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        documents = np.full(room or length, PADDING, dtype=np.int64)
+        documents[:length] = np.repeat(np.arange(len(sizes)), sizes)
+        row = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "weights": weights}
+        return {name: torch.from_numpy(values) for name, values in row.items()}
+
+    def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Token ids of a document, and their weights."""
+        document, weights = self.documents[position], None
+        if isinstance(document, Mapping):
+            if self.field not in document:
+                raise DataError(
+                    f"The document at position {position} has no {self.field!r}, but {', '.join(map(repr, document))}. "
+                    "Name its token ids in field=."
+                )
+            document, weights = document[self.field], document.get("weights")
+        ids = np.asarray(document)
+        if ids.shape != (length,):
+            raise DataError(
+                f"The document at position {position} has {length} tokens by the lengths that its rows were planned "
+                f"with, and was loaded with shape {ids.shape}. Measure the lengths anew, and load a document as the "
+                "same tokens each time."
+            )
+        if length and ids.dtype.kind not in "iu":
+            raise DataError(f"The document at position {position} is of {ids.dtype}. Token ids are integers.")
+        if self.vocabulary_size is not None and length and not 0 <= ids.min() <= ids.max() < self.vocabulary_size:
+            raise DataError(
+                f"The document at position {position} has token ids from {ids.min()} to {ids.max()}, outside of "
+                f"vocabulary_size={self.vocabulary_size}. Was it made by another tokenizer?"
+            )
+        if weights is None:
+            return ids, None
+        weights = np.asarray(weights, dtype=np.float32)
+        if weights.shape != ids.shape:
+            raise DataError(
+                f"The document at position {position} has {length} tokens and weights of shape {weights.shape}. Give "
+                "one for each token."
+            )
+        return ids, weights
+
+
+class PackedRows(DocumentRows):
+    """Documents packed into rows of `row_length` tokens, in blocks that know nothing of each other.
+
+    Give it to a `DistributedDataLoader`. A row is a dict of tensors of shape `(row_length,)`:
+
+        tokens     int64; `pad_id` where there is room left
+        labels     int64: the document's next token, also where the row ends before the document does; -100 at the
+                   document's end, in padding, and where the weight is 0
+        positions  int64, from 0 in each piece of a document
+        documents  int64: which piece of a document, from 0 in each row; -1 is padding
+        weights    float32: how much each label counts, 1 if the document says nothing else; 0 where there is none
+
+    Args:
+        documents: The documents in their order, such as a `Mixture` of `TokenFile`s. They say their lengths.
+        row_length: Tokens in a row.
+        method: "best_fit" cuts only documents longer than a row, and fills rows to 98% and more where many documents
+            are shorter; "concatenate" puts them one behind the other and cuts wherever a row ends.
+        pad_id: Token id of padding.
+        block_size: Documents that are packed together. None: as many as fill about 512 rows, judged by the first 4096.
+        field: Name of the token ids in documents that are mappings.
+        vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
+
+    Raises:
+        DataError: `documents` have no order of their own, no lengths, or are none; `row_length` or `block_size` is not
+            positive, or `pad_id` no token id. When a row is loaded: a document is not what its length says, or its
+            token ids are outside the vocabulary.
+        ValueError: `method` is neither.
+    """
+
+    def __init__(
+        self,
+        documents: OrderedDataset,
+        row_length: int,
+        *,
+        method: Literal["best_fit", "concatenate"] = "best_fit",
+        pad_id: int = 0,
+        block_size: int | None = None,
+        field: str = "tokens",
+        vocabulary_size: int | None = None,
+    ) -> None:
+        if method not in _PACKERS:
+            raise ValueError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
+        super().__init__(
+            documents,
+            row_length,
+            block_size=block_size,
+            pad_id=pad_id,
+            field=field,
+            vocabulary_size=vocabulary_size,
+        )
+        self.method = method
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        return self._build_row(position, self.row_length)
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"method": self.method}
+
+    def _pack(self, lengths: NDArray[Any]) -> RowPlan:
+        return _PACKERS[self.method](lengths, self.row_length)
+
+    def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
+        # Best fit puts the pieces of long documents first, and what was left over last.
+        return block_order(seed, plan.num_rows)

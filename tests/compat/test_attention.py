@@ -1,0 +1,33 @@
+"""What is used of PyTorch's attention prototypes is there, and computes what it says, as far as a CPU goes.
+
+The kernel for many lengths runs on CUDA only: `tests/gpu/test_packed_attention.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from dream_trainer.compat.attention import BlockMask, attend_flexibly, same_document_mask
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("length", [7, 128, 150])
+def test_a_block_mask_keeps_documents_apart(length: int) -> None:
+    documents = (torch.arange(length) // 5).repeat(2, 1)
+    mask = same_document_mask(documents, causal=True)
+    assert isinstance(mask, BlockMask)
+    query, key, value = torch.randn(3, 2, 2, length, 8).unbind()
+    dense = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    expected = F.scaled_dot_product_attention(query, key, value, dense)
+    torch.testing.assert_close(attend_flexibly(query, key, value, mask), expected)
+
+
+def test_the_kernel_for_many_lengths_takes_what_it_is_given() -> None:
+    parameters = inspect.signature(varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert parameters["window_size"].default == (-1, -1)

@@ -1,0 +1,128 @@
+"""Packed rows in a stream: a step's tokens do not depend on ranks, workers or accumulation, nor on where it went on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+from dream_trainer.data.document_blocks import DocumentBlocks
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.padding import PaddedRows
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from tests.data.documents import NumberedDocuments, web_like_lengths
+
+GLOBAL_BATCH, STEPS = 8, 12
+LAYOUTS = [(1, 1, 0), (1, 4, 2), (2, 2, 2), (2, 1, 0), (4, 1, 2), (4, 2, 0)]
+"""(ranks, accumulation, workers)"""
+LENGTHS = web_like_lengths(400)
+
+
+def packed(is_endless: bool) -> DocumentBlocks:
+    return PackedRows(NumberedDocuments(LENGTHS, is_endless), 256, block_size=60)
+
+
+def padded(is_endless: bool) -> DocumentBlocks:
+    return PaddedRows(NumberedDocuments(LENGTHS, is_endless), 256, block_size=60, bucket_size=GLOBAL_BATCH)
+
+
+KINDS = {"packed": packed, "padded": padded}
+
+
+class Job:
+    """All ranks of a run, in one process.
+
+    Args:
+        kind: Of the rows.
+        is_endless: Whether their documents are.
+        layout: (ranks, accumulation, workers).
+        seed: The run's.
+    """
+
+    def __init__(self, kind: str, is_endless: bool, layout: tuple[int, int, int], seed: int = 3) -> None:
+        ranks, accumulation, workers = layout
+        self.streams: list[TrainStream] = []
+        for rank in range(ranks):
+            rows = KINDS[kind](is_endless)
+            options: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
+            options |= {"collate_fn": rows.collate} if isinstance(rows, PaddedRows) else {}
+            size = GLOBAL_BATCH // (ranks * accumulation)
+            loader = DistributedDataLoader(rows, size, num_workers=workers, **options)
+            self.streams.append(train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=seed))
+
+    def go_on(self, saved: str) -> None:
+        """From what `steps` gave, written to a file and read again."""
+        position, state = json.loads(saved)
+        for stream in self.streams:
+            stream.seek(DataPosition(**position), None, state=state)
+
+    def steps(self, count: int) -> tuple[list[str], list[str]]:
+        """A digest of the real tokens and labels of each step in global order, and what each rank would save then."""
+        digests: list[str] = []
+        while len(digests) < count:
+            windows = [window for stream in self.streams if (window := stream.next_window()) is not None]
+            if not windows:
+                continue
+            end = windows[0].end
+            digest = hashlib.sha256(str(end.epoch).encode())
+            for chunk in zip(*(window.batches for window in windows), strict=True):
+                for batch in chunk:
+                    for tokens, labels, documents in zip(
+                        batch["tokens"], batch["labels"], batch["documents"], strict=True
+                    ):
+                        real = documents >= 0
+                        digest.update(json.dumps([tokens[real].tolist(), labels[real].tolist()]).encode())
+            digests.append(digest.hexdigest())
+        position = {name: getattr(end, name) for name in ("epoch", "samples", "batches", "length")}
+        return digests, [json.dumps((position, stream.state_at(end))) for stream in self.streams]
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_endless", [False, True])
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_a_run_that_goes_on_twice_with_other_layouts_has_the_same_tokens_in_each_step(
+    kind: str, is_endless: bool, number: int
+) -> None:
+    expected = Job(kind, is_endless, (1, 1, 0)).steps(STEPS)[0]
+    assert len(set(expected)) == STEPS
+    found: list[str] = []
+    saved = None
+    for part, count in enumerate((3, 4, STEPS - 7)):
+        job = Job(kind, is_endless, LAYOUTS[(number + 2 * part) % len(LAYOUTS)])
+        if saved is not None:
+            job.go_on(saved[part % len(saved)])
+        digests, saved = job.steps(count)
+        job.close()
+        found += digests
+    assert found == expected
+    assert Job(kind, is_endless, (1, 1, 0), seed=4).steps(STEPS)[0] != expected
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_it_goes_on_at_any_step(stop: int) -> None:
+    """Also in the middle of a block, at its end, and over the end of a pass."""
+    assert len(packed(False)) < 30 * GLOBAL_BATCH
+    expected = Job("packed", False, (1, 1, 0)).steps(30)[0]
+    first = Job("packed", False, (1, 1, 0))
+    found, saved = first.steps(stop)
+    second = Job("packed", False, (2, 1, 0))
+    second.go_on(saved[0])
+    assert found + second.steps(30 - stop)[0] == expected
+
+
+def test_going_on_at_the_step_without_the_state_of_its_block_would_differ() -> None:
+    expected = Job("packed", True, (1, 1, 0)).steps(STEPS)[0]
+    found, (saved,) = Job("packed", True, (1, 1, 0)).steps(6)
+    position, state = json.loads(saved)
+    state["first_row"] += 1
+    job = Job("packed", True, (1, 1, 0))
+    job.go_on(json.dumps((position, state)))
+    assert job.steps(STEPS - 6)[0] != expected[6:]
+    assert found == expected[:6]

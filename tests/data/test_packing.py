@@ -1,0 +1,88 @@
+"""Which piece of which document lies in which row: every token in one place, and rows as full as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dream_trainer.data.packing import RowPlan, pack_best_fit, pack_concatenated, pack_one_by_one
+from tests.data.documents import web_like_lengths
+
+PACKERS = [pack_best_fit, pack_concatenated, pack_one_by_one]
+Packer = Callable[[Any, int], RowPlan]
+
+
+def places(plan: RowPlan) -> list[tuple[int, int]]:
+    """Every token of every row, as (document, number of the token)."""
+    return [
+        (document, token)
+        for row in range(plan.num_rows)
+        for document, start, size in plan.pieces(row)
+        for token in range(start, start + size)
+    ]
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 16), st.sampled_from(PACKERS))
+def test_every_token_has_one_place_and_no_row_is_empty_or_too_long(
+    lengths: list[int], row_length: int, pack: Packer
+) -> None:
+    plan = pack(np.array(lengths, dtype=np.int64), row_length)
+    expected = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    assert sorted(places(plan)) == expected
+    assert plan.num_tokens == sum(lengths)
+    sizes = plan.row_tokens().tolist()
+    assert sizes == [sum(size for _, _, size in plan.pieces(row)) for row in range(plan.num_rows)]
+    assert all(0 < size <= row_length for size in sizes)
+
+
+def best_fit_by_search(lengths: list[int], row_length: int) -> list[list[int]]:
+    """Sizes in each row: the textbook's best fit, which looks at every row."""
+    pieces = [min(row_length, length - start) for length in lengths for start in range(0, length, row_length)]
+    rows: list[list[int]] = []
+    for size in sorted(pieces, reverse=True):
+        fitting = [row for row in rows if sum(row) + size <= row_length]
+        if fitting:
+            max(fitting, key=sum).append(size)
+        else:
+            rows.append([size])
+    return rows
+
+
+@given(st.lists(st.integers(1, 40), max_size=25), st.integers(1, 20))
+def test_best_fit_is_the_textbooks(lengths: list[int], row_length: int) -> None:
+    plan = pack_best_fit(np.array(lengths, dtype=np.int64), row_length)
+    rows = [[size for _, _, size in plan.pieces(row)] for row in range(plan.num_rows)]
+    assert len(rows) == len(best_fit_by_search(lengths, row_length))
+    assert sorted(map(sum, rows)) == sorted(map(sum, best_fit_by_search(lengths, row_length)))
+
+
+@given(st.lists(st.integers(0, 40), max_size=25), st.integers(1, 20))
+def test_concatenated_rows_are_the_joined_text_cut_at_every_row(lengths: list[int], row_length: int) -> None:
+    plan = pack_concatenated(np.array(lengths, dtype=np.int64), row_length)
+    assert places(plan) == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    assert all(size == row_length for size in plan.row_tokens()[:-1])
+
+
+def test_only_documents_longer_than_a_row_are_cut_by_best_fit() -> None:
+    lengths = web_like_lengths(2000)
+    plan = pack_best_fit(lengths, 256)
+    pieces = np.bincount(plan.documents, minlength=len(lengths))
+    assert (pieces == -(-lengths // 256)).all()
+
+
+@pytest.mark.parametrize("row_length", [256, 1024, 4096])
+def test_rows_of_a_block_are_98_percent_full(row_length: int) -> None:
+    lengths = web_like_lengths(512 * row_length // 90)
+    plan = pack_best_fit(lengths, row_length)
+    assert plan.num_tokens >= 0.98 * plan.num_rows * row_length
+
+
+def test_one_by_one_has_the_longest_rows_first() -> None:
+    plan = pack_one_by_one(np.array([3, 12, 1]), 5)
+    assert plan.row_tokens().tolist() == [5, 5, 3, 2, 1]
+    assert plan.pieces(3) == [(1, 10, 2)]
