@@ -79,7 +79,8 @@ class DocumentBlocks(OrderedDataset):
         self._given_block_size = block_size
         self._seed = self._epoch = 0
         self._counted: tuple[Any, list[int]] | None = None
-        self._anchor = (0, 0)
+        self._state: dict[str, Any] | None = None
+        self._anchor: tuple[int, int] | None = None
         self._block_size: int | None = None
         self._block: _Block | None = None
 
@@ -120,21 +121,25 @@ class DocumentBlocks(OrderedDataset):
             self._refuse_other_rows(state["rows"])
         self.documents.begin(seed, None if state is None else state["documents"])
         self._seed, self._epoch = seed, 0
-        self._forget(state)
+        self._state, self._anchor, self._block = state, None, None
+        self._block_size = None if state is None else state["block_size"]
 
     def set_epoch(self, epoch: int) -> None:
         self.documents.set_epoch(epoch)
         self._epoch = epoch
-        self._block = None
+        self._anchor = self._block = None
 
     def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
         number, first_row = self._anchor_at(position, mark)
+        begun = self._documents_begun(position, mark)
         return {
             "rows": self._rows,
             "block_size": self.block_size,
             "block": number,
             "first_row": first_row,
-            "documents": self.documents.state_at(number * self.block_size, None if mark is None else mark[3]),
+            "position": position,
+            "begun": begun,
+            "documents": self.documents.state_at(begun, None if mark is None else mark[3]),
         }
 
     def mark(self) -> Any:
@@ -174,16 +179,22 @@ class DocumentBlocks(OrderedDataset):
             **self._kind,
         }
 
-    def _forget(self, state: dict[str, Any] | None) -> None:
-        """Forgets what was found, and starts from `state`."""
-        self._anchor = (0, 0) if state is None else (state["block"], state["first_row"])
-        self._block_size = None if state is None else state["block_size"]
-        self._block = None
+    def _start(self) -> tuple[int, int]:
+        """The block that reading begins with, and the position of its first row."""
+        if self._anchor is None:
+            state = self._state
+            if state is None:
+                self._anchor = 0, 0
+            elif state["block"] * self.block_size >= self.documents.first_position:
+                self._anchor = state["block"], state["first_row"]
+            else:  # other documents come now: of the block that was begun no more can be read
+                self._anchor = -(-state["begun"] // self.block_size), state["position"]
+        return self._anchor
 
     def _anchor_at(self, position: int, mark: Any) -> tuple[int, int]:
         """The last block that is known to begin at or before `position`, and the position of its first row."""
         if mark is None or mark[1] > position:
-            return self._anchor
+            return self._start()
         number, first_row, num_rows, _ = mark
         return (number, first_row) if position < first_row + num_rows else (number + 1, first_row + num_rows)
 
@@ -205,7 +216,7 @@ class DocumentBlocks(OrderedDataset):
         return block
 
     def _find(self, position: int) -> _Block:
-        number, first_row = self._anchor
+        number, first_row = self._start()
         if position < first_row:
             raise IndexError(f"Row {position} lies before row {first_row}, at which this pass was gone on with.")
         if not self._is_endless:
@@ -235,8 +246,16 @@ class DocumentBlocks(OrderedDataset):
 
     def _first_rows(self) -> list[int]:
         """Positions of the first row of each block from the anchor on, and of the pass's end."""
-        number, first_row = self._anchor
-        of = (self._seed, self.block_size, self._anchor, self._epoch, len(self.documents), self.documents.state_at(0))
+        number, first_row = self._start()
+        of = (
+            self._seed,
+            self.block_size,
+            number,
+            first_row,
+            self._epoch,
+            len(self.documents),
+            self.documents.state_at(0),
+        )
         if self._counted is None or self._counted[0] != of:
             num_blocks = -(-len(self.documents) // self.block_size)
             counts = (self._pack(self._lengths(block)).num_rows for block in range(number, num_blocks))
@@ -312,6 +331,7 @@ def _check_documents(documents: object) -> None:
         )
     if len(documents) == 0:
         raise DataError(f"The documents ({name}) are none: their length is 0. Check their path, split and filters.")
+    documents.lengths(0, 1)  # which names a source that says none
 
 
 def _check_positive(name: str, value: object, what: str) -> None:

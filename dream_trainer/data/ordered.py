@@ -68,6 +68,11 @@ class OrderedDataset(Dataset[Any], ABC):
         return None
 
     @property
+    def first_position(self) -> int:
+        """The earliest position of this pass that can be asked for: behind 0 where a run went on with other data."""
+        return 0
+
+    @property
     def may_change(self) -> bool:
         """Whether `changes_at` is to be asked, before a window: a look that costs nothing."""
         return True

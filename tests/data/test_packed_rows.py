@@ -254,3 +254,35 @@ def test_going_on_with_rows_made_in_another_way_is_refused_and_says_what_is_othe
     state = PackedRows(NumberedDocuments(lengths), 32).state_at(0)
     with pytest.raises(DataError, match=r"row_length was 32 and is 64, method was 'best_fit' and is 'concatenate'"):
         PackedRows(NumberedDocuments(lengths), 64, method="concatenate").begin(0, state)
+
+
+def test_where_other_documents_come_now_rows_go_on_with_the_next_block_of_them() -> None:
+    class Exchanged(NumberedDocuments):
+        """Goes on with other documents behind the state's position."""
+
+        earliest = 0
+
+        def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+            super().begin(seed, None)
+            self.earliest = 0 if state is None else state["position"]
+
+        @property
+        def first_position(self) -> int:
+            return self.earliest
+
+        def __getitem__(self, position: int) -> Any:
+            assert position >= self.earliest
+            return super().__getitem__(position)
+
+    lengths = web_like_lengths(300)
+    for is_endless in (False, True):
+        before = PackedRows(NumberedDocuments(lengths, is_endless), LENGTH, block_size=50)
+        _ = before[5]
+        after = PackedRows(Exchanged(lengths, is_endless), LENGTH, block_size=50)
+        after.begin(0, before.state_at(6, before.mark()))
+        num_rows = before.mark()[2]
+        assert num_rows > 6
+        for position in range(20):
+            assert torch.equal(after[6 + position]["tokens"], before[num_rows + position]["tokens"])
+        if not is_endless:
+            assert len(after) == len(before) - num_rows + 6
