@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from dream_trainer.data.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
+    from dream_trainer.data.mixture import Mixture as Mixture
+    from dream_trainer.data.mixture_weights import Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
     from dream_trainer.data.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.padding import PaddedRows as PaddedRows
+    from dream_trainer.data.permutation import IndexPermutation as IndexPermutation
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition
@@ -27,6 +30,9 @@ else:
         {
             "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
+            "Mixture": "data.mixture",
+            "Stage": "data.mixture_weights",
+            "IndexPermutation": "data.permutation",
             "ENDLESS": "data.ordered",
             "OrderedDataset": "data.ordered",
             "PackedRows": "data.packed_rows",

@@ -131,7 +131,7 @@ class SetupMixin(AbstractTrainer):
         return [*super()._setup_stages(), *stages_with_reasons, ("resume", "last, over everything it restores")]
 
 
-class Stage(NamedTuple):
+class SetupStage(NamedTuple):
     """One step of the setup.
 
     Attributes:
@@ -286,47 +286,47 @@ def _configure_metrics(trainer: SetupMixin) -> None:
             part.process_group = trainer.world.data_group
 
 
-CONFIGURE: tuple[Stage, ...] = (
-    Stage(
+CONFIGURE: tuple[SetupStage, ...] = (
+    SetupStage(
         "configure_models",
         "first, so that every later stage has modules; parameters stay on the meta device",
         _configure_models,
     ),
-    Stage(
+    SetupStage(
         "init_weights",
         "recorded while tensors are whole, so that initial weights do not depend on the mesh",
         _init_weights,
     ),
 )
-SETUP: tuple[Stage, ...] = (
-    Stage(
+SETUP: tuple[SetupStage, ...] = (
+    SetupStage(
         "tensor parallel",
         "first of what changes modules: it names layers as the model's author did",
         _apply_tensor_parallel,
     ),
-    Stage(
+    SetupStage(
         "activation checkpointing",
         "inside compilation, so that the compiler sees what is computed twice",
         _apply_activation_checkpointing,
     ),
-    Stage("compile", "before sharding: a sharded block compiles to almost nothing", _apply_compile),
-    Stage(
+    SetupStage("compile", "before sharding: a sharded block compiles to almost nothing", _apply_compile),
+    SetupStage(
         "fully_shard / replicate",
         "before anything is real, so that no rank ever holds more than its shard and one tensor",
         _shard_or_replicate,
     ),
-    Stage("materialise", "each rank replays one full tensor at a time and keeps its own part", _materialise),
-    Stage(
+    SetupStage("materialise", "each rank replays one full tensor at a time and keeps its own part", _materialise),
+    SetupStage(
         "load_pretrained",
         "over initialised weights, so that a partial load leaves nothing undefined",
         _load_pretrained,
     ),
-    Stage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", connect_data),
-    Stage(
+    SetupStage("configure_dataloaders", "before optimizers and schedulers, which may need total_steps", connect_data),
+    SetupStage(
         "configure_optimizers",
         "over real, sharded parameters, which they will update in place",
         _configure_optimizers,
     ),
-    Stage("configure_schedulers", "over the optimizers, with total_steps known", _configure_schedulers),
-    Stage("configure_metrics", "before a resume, which may restore them", _configure_metrics),
+    SetupStage("configure_schedulers", "over the optimizers, with total_steps known", _configure_schedulers),
+    SetupStage("configure_metrics", "before a resume, which may restore them", _configure_metrics),
 )

@@ -1,0 +1,389 @@
+"""Several sources of samples in one dataset, by weights that may change: which sample comes when is arithmetic.
+
+Which source a position falls to is mixture_order.py's; which of its samples, a permutation's for each of its epochs
+(permutation.py). So a mixture is the same on any number of ranks and workers, and begins anywhere at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import IterableDataset
+
+from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
+from dream_trainer.data.mixture_weights import Stage, Weights, checked_weights, weights_by_position
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.permutation import IndexPermutation, Integers
+from dream_trainer.distributed.seeds import hash_seed
+from dream_trainer.errors import ConfigError, DataError
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows how long its samples are without loading them."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.integer[Any]]:
+        """Tokens of each sample, shape `(len(source),)`."""
+
+
+class Drawn(NamedTuple):
+    """How much of a source was drawn."""
+
+    samples: int
+    epochs: float
+
+
+class Draw(NamedTuple):
+    """Which sample is at a position."""
+
+    source: str
+    sample: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One block: of each position its source and its sample."""
+
+    first: int
+    end: int
+    sources: Integers
+    indices: Integers
+    epochs: Integers
+
+
+class Mixture(OrderedDataset):
+    """Samples of several sources, each in a random order of its own, drawn by weights.
+
+    The order depends on the seed and the position alone. Of each source every sample is drawn once before any is drawn
+    again; in `n` blocks of 1,024 samples it is drawn as often as its weight says, to within `log2(n) + 1` samples.
+
+    Args:
+        sources: Map-style datasets by name: `__getitem__` and `__len__`.
+        weights: Of each source: not negative, of any sum. Default: the same for all.
+        unit: What weights, and the places of stages, count: "samples", or "tokens", where a source is drawn by its
+            weight over the mean of its `lengths`.
+        stages: Other weights from some place on, in rising order.
+        max_epochs: How often each of these sources may be gone through; then it is left out. The mixture ends when no
+            source with a weight is left; without a limit it is endless.
+        num_samples: The length of a pass, which the next one follows: stages, limits and counts of what was drawn are
+            those of the whole run. Default: a pass is the whole mixture, and the next one begins it in another order.
+        seed: Of the order. Default: the run's.
+        on_change: What happens to a run whose checkpoint is of another mixture: "refuse", or "continue" with this one
+            from that position on. Sources of the same name and length then go on where they were; one of another length
+            begins its next epoch.
+
+    Raises:
+        ConfigError: Weights are negative, not finite, all zero, or of unknown sources; or another option is.
+        DataError: There is no source, or one is empty, not map-style, or lacks the `lengths` that "tokens" need.
+
+    Example:
+        ```python
+        mixture = Mixture(
+            {"code": code, "docs": docs},
+            weights={"code": 3, "docs": 1},
+            stages=[Stage(at=100_000, weights={"code": 1, "docs": 1}, ramp=20_000)],
+            max_epochs={"docs": 4},
+        )
+        loader = DistributedDataLoader(mixture, batch_size=8)
+        ```
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights | None = None,
+        *,
+        unit: Literal["samples", "tokens"] = "samples",
+        stages: Sequence[Stage] = (),
+        max_epochs: Mapping[str, float] | None = None,
+        num_samples: int | None = None,
+        seed: int | None = None,
+        on_change: Literal["refuse", "continue"] = "refuse",
+    ) -> None:
+        self.sources = dict(sources)
+        self.names = list(self.sources)
+        _check_sources(self.sources)
+        self._lengths = [len(source) for source in self.sources.values()]
+        self._means = _mean_lengths(self.sources) if unit == "tokens" else None
+        self._weights = checked_weights(dict.fromkeys(self.names, 1) if weights is None else weights, self.names)
+        self._stages = list(stages)
+        self._max_epochs = dict(max_epochs or {})
+        self._num_samples = num_samples
+        self._own_seed, self._run_seed = seed, 0
+        self._on_change = on_change
+        self._unit = unit
+        _check_options(self.names, unit, self._stages, self._max_epochs, num_samples, on_change)
+        self._changes: list[tuple[int, dict[str, float]]] = []
+        self._asked: dict[str, float] | None = None
+        self._origin = 0
+        self._drawn_before = [0] * len(self.names)
+        self._epoch = 0
+        self._compile()
+
+    # -- the samples
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, position: int) -> Any:
+        name, index, _ = self.locate(position)
+        try:
+            return self.sources[name][index]
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of source {name!r} ({type(self.sources[name]).__name__}), at position {position} of "
+                f"the mixture, cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+
+    def locate(self, position: int) -> Draw:
+        """The source, its sample and its epoch at a position of this pass."""
+        if not 0 <= position < self._length:
+            raise IndexError(f"position {position} of a mixture of {self._length} samples")
+        plan = self._plan_of(position + self._offset)
+        slot = position + self._offset - plan.first
+        return Draw(self.names[plan.sources[slot]], int(plan.indices[slot]), int(plan.epochs[slot]))
+
+    def lengths(self, first: int, last: int) -> Integers:
+        """Tokens of the samples at positions `first` to `last` (exclusive) of this pass, without loading them.
+
+        Raises:
+            DataError: A source does not say them.
+        """
+        measured = [_lengths_of(name, source) for name, source in self.sources.items()]
+        found = np.empty(last - first, dtype=np.int64)
+        position = first + self._offset
+        while position < last + self._offset:
+            plan = self._plan_of(position)
+            end = min(plan.end, last + self._offset)
+            part = slice(position - plan.first, end - plan.first)
+            chosen, indices = plan.sources[part], plan.indices[part]
+            into = found[position - first - self._offset : end - first - self._offset]
+            for source, lengths in enumerate(measured):
+                slots = np.flatnonzero(chosen == source)
+                into[slots] = lengths[indices[slots]]
+            position = end
+        return found
+
+    # -- what was drawn, and weights that change
+
+    def drawn(self, position: int) -> dict[str, Drawn]:
+        """Samples and epochs of each source before a position of this pass, in the whole run."""
+        virtual = min(position + self._offset, self._end)
+        segment = self._segment_of(max(virtual - 1, self._origin))
+        counts = segment.drawn_before(virtual, self.seed)
+        return {
+            name: Drawn(count, count / length)
+            for name, count, length in zip(self.names, counts, self._lengths, strict=True)
+        }
+
+    def set_weights(self, weights: Weights) -> None:
+        """Draws by other weights, from the first sample on that no window has; until the next stage.
+
+        Call it on all ranks, between two steps. It is part of checkpoints.
+
+        Raises:
+            ConfigError: As of the constructor.
+        """
+        self._asked = checked_weights(weights, self.names)
+
+    def changes_at(self, position: int) -> bool:
+        if self._asked is None:
+            return False
+        self._changes.append((position + self._offset, self._asked))
+        self._asked = None
+        self._compile()
+        return True
+
+    def numbers_at(self, position: int, mark: Any = None) -> dict[str, float]:
+        return {
+            f"data/{name}/{unit}": value
+            for name, drawn in self.drawn(position).items()
+            for unit, value in zip(Drawn._fields, drawn, strict=True)
+        }
+
+    # -- going on
+
+    def begin(self, seed: int, state: dict[str, Any] | None) -> None:
+        self._run_seed = seed
+        if state is not None:
+            self._take(state)
+        elif self._num_samples is None:
+            self._origin, self._drawn_before, self._changes = 0, [0] * len(self.names), []
+        self._compile()
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._compile()
+
+    def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
+        virtual = position + self._offset
+        asked = [] if self._asked is None else [(virtual, self._asked)]
+        return {
+            "mixture": self._facts(),
+            "changes": [[at, dict(weights)] for at, weights in [*self._changes, *asked]],
+            "origin": [self._origin, dict(zip(self.names, self._drawn_before, strict=True))],
+            "position": virtual,
+            "drawn": {name: drawn.samples for name, drawn in self.drawn(position).items()},
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """What the order depends on, beside what happened in the run; plain data."""
+        return {
+            "sources": dict(zip(self.names, self._lengths, strict=True)),
+            "weights": dict(self._weights),
+            "stages": [[stage.at, dict(stage.weights), stage.ramp] for stage in self._stages],
+            "unit": self._unit,
+            "mean_tokens": self._means,
+            "max_epochs": dict(self._max_epochs),
+            "num_samples": self._num_samples,
+            "seed": self._own_seed,
+        }
+
+    def _take(self, state: dict[str, Any]) -> None:
+        before, now = state["mixture"], self._facts()
+        changed = [key for key in now if before.get(key) != now[key]]
+        # A source that was moved is another order of names: it counts.
+        if not changed and list(before["sources"]) == self.names:
+            self._origin, drawn = state["origin"]
+            self._drawn_before = [drawn[name] for name in self.names]
+            self._changes = [(at, dict(weights)) for at, weights in state["changes"]]
+            return
+        if self._on_change == "refuse" or "num_samples" in changed:
+            differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
+            told = "; ".join(differences) or "its sources were in another order"
+            raise DataError(
+                f"the checkpoint is of another mixture ({told}). Give it what it "
+                'had; or, but for num_samples, on_change="continue" to go on with this mixture from that position.'
+            )
+        self._origin, self._changes = state["position"], []
+        lengths = before["sources"]
+        self._drawn_before = [
+            _drawn_at_another_length(state["drawn"].get(name, 0), lengths.get(name, length), length)
+            for name, length in zip(self.names, self._lengths, strict=True)
+        ]
+
+    # -- the order
+
+    def _compile(self) -> None:
+        """Lays out the segments; positions here are those of the whole run, or of the pass without num_samples."""
+        self.seed = self._run_seed if self._own_seed is None else self._own_seed
+        if self._num_samples is None and self._epoch:
+            self.seed = hash_seed(b"pass", self.seed, self._epoch)
+        limits = [
+            None if name not in self._max_epochs else int(self._max_epochs[name] * length)
+            for name, length in zip(self.names, self._lengths, strict=True)
+        ]
+        weights = weights_by_position(self._weights, self._stages, self._changes, self._means, self._origin)
+        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self.seed)
+        self._orders = [
+            IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self.seed))
+            for name, length in zip(self.names, self._lengths, strict=True)
+        ]
+        self._plan = _Plan(0, 0, *[np.empty(0, dtype=np.int64)] * 3)
+        self._offset = self._epoch * (self._num_samples or 0)
+        self._length = min(self._num_samples or ENDLESS, self._end - self._offset)
+        if self._length <= 0:
+            raise DataError(
+                f"max_epochs={self._max_epochs} lets {self._end} samples of the mixture be drawn, and pass "
+                f"{self._epoch} (from 0) would begin at sample {self._offset}. Train fewer epochs, or raise max_epochs."
+            )
+
+    def _segment_of(self, position: int) -> Segment:
+        return next(segment for segment in reversed(self._segments) if segment.first <= position)
+
+    def _plan_of(self, position: int) -> _Plan:
+        plan = self._plan
+        if not plan.first <= position < plan.end:
+            plan = self._plan = self._make_plan(position)
+        return plan
+
+    def _make_plan(self, position: int) -> _Plan:
+        segment = self._segment_of(position)
+        block = (position - segment.first) // BLOCK
+        chosen = segment.sources(block, self.seed)
+        numbers = draw_numbers(chosen, segment.drawn_before_block(block))
+        indices, epochs = np.empty_like(numbers), np.empty_like(numbers)
+        for source, (length, order) in enumerate(zip(self._lengths, self._orders, strict=True)):
+            slots = np.flatnonzero(chosen == source)
+            epochs[slots], places = np.divmod(numbers[slots], length)
+            indices[slots] = order(places, epochs[slots])
+        first = segment.first + block * BLOCK
+        following = [later.first for later in self._segments if later.first > segment.first]
+        return _Plan(first, min([first + BLOCK, self._end, *following]), chosen, indices, epochs)
+
+
+def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:
+    return drawn if length == length_before else -(-drawn // length_before) * length
+
+
+def _check_sources(sources: Mapping[str, Any]) -> None:
+    if not sources:
+        raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
+    for name, source in sources.items():
+        if isinstance(source, IterableDataset | OrderedDataset):
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
+                "Give a map-style dataset."
+            )
+        try:
+            length = len(source)
+        except TypeError as error:
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has no length. Give a map-style dataset, which has "
+                "`__len__` and `__getitem__`."
+            ) from error
+        if length == 0:
+            raise DataError(
+                f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
+            )
+
+
+def _check_options(
+    names: Sequence[str],
+    unit: str,
+    stages: Sequence[Stage],
+    max_epochs: Mapping[str, float],
+    num_samples: int | None,
+    on_change: str,
+) -> None:
+    if unit not in ("samples", "tokens"):
+        raise ConfigError(f'unit={unit!r} is not "samples" or "tokens".')
+    if on_change not in ("refuse", "continue"):
+        raise ConfigError(f'on_change={on_change!r} is not "refuse" or "continue".')
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} is not positive.")
+    for stage in stages:
+        checked_weights(stage.weights, names)
+    places = [stage.at for stage in stages]
+    if places != sorted(places) or len(set(places)) < len(places):
+        raise ConfigError(f"the stages of a mixture begin at {places}. Give them in rising order.")
+    for name, epochs in max_epochs.items():
+        if name not in names:
+            raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
+        if not epochs > 0:
+            raise ConfigError(f"max_epochs[{name!r}]={epochs} is not positive. Leave the source out instead.")
+
+
+def _lengths_of(name: str, source: Any) -> Any:
+    if not isinstance(source, Measured):
+        raise DataError(
+            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
+            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or measure_lengths(dataset)."
+        )
+    return source.lengths
+
+
+def _mean_lengths(sources: Mapping[str, Any]) -> list[float]:
+    means = []
+    for name, source in sources.items():
+        lengths = np.asarray(_lengths_of(name, source))
+        means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
+        if not means[-1] > 0:
+            raise DataError(f"the samples of source {name!r} have no tokens.")
+    return means

@@ -1,0 +1,164 @@
+"""From which source each sample of a mixture comes, as arithmetic on its position: nothing is replayed or written down.
+
+A mixture is a row of segments with constant weights. A segment is cut into blocks of BLOCK positions. In a block the
+sources lie on the line from 0 to BLOCK by their weights, and the whole numbers on it, moved by one offset, fall to
+them; then the block's slots are shuffled. The offsets of a segment's blocks are van der Corput's (0, 1/2, 1/4, 3/4,
+1/8, ...): so each source has its share in each block to within one sample, in n blocks to within log2(n), and how often
+it was drawn before any block is a number of offsets below a limit, which the digits of n tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dream_trainer.data.permutation import Integers, scrambled
+from dream_trainer.distributed.seeds import hash_seed
+
+BLOCK = 1024
+"""Positions of one block."""
+_BITS = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Positions with constant weights.
+
+    Attributes:
+        first: Its first position.
+        weights: Of each source; not negative, and one of them positive.
+        drawn: How often each source was drawn before it.
+    """
+
+    first: int
+    weights: tuple[Fraction, ...]
+    drawn: tuple[int, ...]
+
+    @cached_property
+    def _limits(self) -> list[tuple[int, int]]:
+        """Of each source but the last, where its part of a block ends: whole slots, and the rest in 2**-64 of one."""
+        total = sum(self.weights)
+        ends, before = [], Fraction(0)
+        for weight in self.weights[:-1]:
+            before += weight
+            whole, rest = divmod(before * BLOCK / total, 1)
+            ends.append((int(whole), -(-rest.numerator * 2**_BITS // rest.denominator)))
+        return ends
+
+    def drawn_before_block(self, block: int) -> list[int]:
+        """How often each source was drawn before the segment's block of that number."""
+        ends = [whole * block + offsets_below(block, rest) for whole, rest in self._limits]
+        bounds = [0, *ends, block * BLOCK]
+        return [before + end - begin for before, begin, end in zip(self.drawn, bounds[:-1], bounds[1:], strict=True)]
+
+    def sources(self, block: int, seed: int) -> Integers:
+        """The source of each slot of a block, shape `(BLOCK,)`."""
+        offset = _reversed_bits(block)
+        ends = [whole + (offset < rest) for whole, rest in self._limits]
+        counts = np.diff([0, *ends, BLOCK])
+        key = np.uint64(hash_seed(b"slots", seed, self.first + block * BLOCK))
+        with np.errstate(over="ignore"):
+            ranks = scrambled(np.arange(BLOCK, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
+        return np.repeat(np.arange(len(counts)), counts)[np.argsort(ranks, kind="stable")]
+
+    def drawn_before(self, position: int, seed: int) -> list[int]:
+        """How often each source was drawn before a position of the segment."""
+        block, slot = divmod(position - self.first, BLOCK)
+        drawn = self.drawn_before_block(block)
+        if slot:
+            begun = np.bincount(self.sources(block, seed)[:slot], minlength=len(drawn))
+            drawn = [before + int(more) for before, more in zip(drawn, begun, strict=True)]
+        return drawn
+
+    def first_position_with(self, source: int, count: int, end: int, seed: int) -> int:
+        """The first position, up to `end`, before which the source was drawn `count` times or more."""
+        if self.drawn_before(end, seed)[source] < count:
+            return end
+        low, high = 0, (end - self.first) // BLOCK  # in blocks: before `low` fewer than count, or low is 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.drawn_before_block(middle)[source] < count:
+                low = middle
+            else:
+                high = middle - 1
+        missing = count - self.drawn_before_block(low)[source]
+        if missing <= 0:
+            return self.first
+        slots = np.flatnonzero(self.sources(low, seed) == source)
+        return self.first + low * BLOCK + int(slots[missing - 1]) + 1
+
+
+def segments(
+    changes: Sequence[tuple[int, tuple[Fraction, ...]]],
+    drawn: Sequence[int],
+    limits: Sequence[int | None],
+    end: int,
+    seed: int,
+) -> tuple[list[Segment], int]:
+    """The segments of a mixture: its weights as they change, without the sources that are used up.
+
+    Args:
+        changes: The positions at which weights begin, and these; rising.
+        drawn: How often each source was drawn before the first of them.
+        limits: How often each may be drawn in all; None: for ever.
+        end: Where the mixture ends at the latest.
+        seed: Of the slots' order.
+
+    Returns:
+        The segments, and where the mixture ends: at `end`, or where no source with a weight has samples left.
+    """
+    found: list[Segment] = []
+    counts = list(drawn)
+    stops = [*(first for first, _ in changes[1:]), end]
+    for (first, weights), stop in zip(changes, stops, strict=True):
+        position = first
+        while position < stop:
+            left = tuple(
+                Fraction(0) if limit is not None and count >= limit else weight
+                for weight, count, limit in zip(weights, counts, limits, strict=True)
+            )
+            if not any(left):
+                return found, position
+            segment = Segment(position, left, tuple(counts))
+            found.append(segment)
+            position = min(
+                [stop]
+                + [
+                    segment.first_position_with(source, limit, stop, seed)
+                    for source, limit in enumerate(limits)
+                    if limit is not None and left[source]
+                ]
+            )
+            counts = segment.drawn_before(position, seed)
+    return found, end
+
+
+def offsets_below(count: int, limit: int) -> int:
+    """How many of the first `count` offsets are below `limit`, in 2**-64."""
+    below, first = 0, 0
+    for digit in reversed(range(count.bit_length())):
+        if count >> digit & 1:
+            # The offsets of 2**digit blocks from `first` on are one grid, which the digits of `first` move.
+            step = 1 << _BITS - digit
+            below += min(max(-((_reversed_bits(first) - limit) // step), 0), 1 << digit)
+            first += 1 << digit
+    return below
+
+
+def _reversed_bits(number: int) -> int:
+    """Van der Corput's offset of a block, in 2**-64."""
+    return int(f"{number:0{_BITS}b}"[::-1], 2)
+
+
+def draw_numbers(sources: Integers, drawn: Sequence[int]) -> Integers:
+    """The number of each slot's draw among those of its source, given how often each was drawn before."""
+    numbers: npt.NDArray[np.int64] = np.empty(len(sources), dtype=np.int64)
+    for source, before in enumerate(drawn):
+        slots = np.flatnonzero(sources == source)
+        numbers[slots] = np.arange(before, before + len(slots))
+    return numbers

@@ -1,0 +1,123 @@
+"""The weights of a mixture over its course: stages, ramps, and what was changed while the run went on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dream_trainer.errors import ConfigError
+
+Weights = Mapping[str, float]
+_STEPS_OF_RAMP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Other weights from some place on.
+
+    Attributes:
+        at: Where they begin: samples, or tokens, of the mixture before it, as its `unit` says. Tokens are counted by
+            the sources' mean lengths.
+        weights: Of each source; one that is not named has none.
+        ramp: Over how many samples or tokens, from `at` on, the weights become these, in up to 64 equal steps.
+    """
+
+    at: int
+    weights: Weights
+    ramp: int = 0
+
+    def __post_init__(self) -> None:
+        if self.at < 0 or self.ramp < 0:
+            raise ConfigError(f"a stage has at={self.at} and ramp={self.ramp}, which are not negative.")
+
+
+def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
+    """The weights, of every source in order.
+
+    Raises:
+        ConfigError: They are of no source, negative, not finite, or all zero.
+    """
+    unknown = [name for name in weights if name not in names]
+    if unknown:
+        raise ConfigError(f"weights are given for {unknown}, and the sources are {list(names)}.")
+    for name, weight in weights.items():
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(f"the weight of source {name!r} is {weight}. Give a finite number of at least 0.")
+    if not any(weights.values()):
+        raise ConfigError(f"all weights are zero: {dict(weights)}. Give some source a weight above 0.")
+    return {name: weights.get(name, 0) for name in names}
+
+
+def weights_by_position(
+    weights: dict[str, float],
+    stages: Sequence[Stage],
+    changes: Sequence[tuple[int, dict[str, float]]],
+    means: Sequence[float] | None,
+    first: int,
+) -> list[tuple[int, tuple[Fraction, ...]]]:
+    """From which position on each source has which weight in samples.
+
+    Args:
+        weights: At the start.
+        stages: Later ones.
+        changes: Positions at which weights were changed, and these.
+        means: Mean tokens of the sources' samples, where weights and stages count tokens.
+        first: The position to begin at; what begins before it counts if nothing later does.
+
+    Returns:
+        Rising positions from `first` on, with weights.
+    """
+    by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
+    found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
+    place = _Places(by_sample, is_tokens=means is not None)
+    planned = found[0]
+    place.weigh(planned)
+    for stage in stages:
+        target = [Fraction(stage.weights.get(name, 0)) for name in weights]
+        steps = min(_STEPS_OF_RAMP, stage.ramp)
+        for step in range(steps):
+            part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
+            mixed = [before + (after - before) * part for before, after in _in_shares(planned, target)]
+            found[place.position_of(stage.at + Fraction(stage.ramp * step, steps))] = mixed
+            place.weigh(mixed)
+        found[place.position_of(Fraction(stage.at + stage.ramp))] = target
+        place.weigh(target)
+        planned = target
+    for at, changed in changes:
+        found[at] = [Fraction(weight) for weight in changed.values()]
+    begun = max(at for at in found if at <= first)
+    kept = {first: found[begun]} | {at: value for at, value in found.items() if at > first}
+    return [
+        (at, tuple(weight * factor for weight, factor in zip(kept[at], by_sample, strict=True))) for at in sorted(kept)
+    ]
+
+
+def _in_shares(before: list[Fraction], after: list[Fraction]) -> list[tuple[Fraction, Fraction]]:
+    """Both as shares of their sums, source by source: a ramp between weights of other sums would not be linear."""
+    sum_before, sum_after = sum(before), sum(after)
+    return [(one / sum_before, other / sum_after) for one, other in zip(before, after, strict=True)]
+
+
+class _Places:
+    """Positions of places that are counted in samples, or in tokens by the mean under the weights of their time."""
+
+    def __init__(self, by_sample: list[Fraction], *, is_tokens: bool) -> None:
+        self._by_sample = by_sample
+        self._is_tokens = is_tokens
+        self._place = self._position = Fraction(0)
+        self._tokens_per_sample = Fraction(1)
+
+    def weigh(self, weights: list[Fraction]) -> None:
+        """From the last place on these weights count."""
+        if self._is_tokens:
+            # Samples are drawn by weight / mean, and each has its mean: the tokens of all are the weights' sum.
+            samples = sum((weight * by for weight, by in zip(weights, self._by_sample, strict=True)), Fraction(0))
+            self._tokens_per_sample = sum(weights, Fraction(0)) / samples
+
+    def position_of(self, place: Fraction) -> int:
+        """The first position at or after a place, which is not before the last one asked for."""
+        self._position += (place - self._place) / self._tokens_per_sample
+        self._place = place
+        return math.ceil(self._position)

@@ -1,0 +1,43 @@
+"""An order that is computed place by place is one: every sample once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dream_trainer.data.permutation import IndexPermutation
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 16, 17, 99, 100, 101, 1024, 4097])
+def test_every_epoch_has_each_sample_once(length: int) -> None:
+    order = IndexPermutation(length, seed=5)
+    places = np.tile(np.arange(length), (4, 1))
+    found = order(places, np.arange(4)[:, None] * np.ones_like(places))
+    assert (np.sort(found, axis=1) == np.arange(length)).all()
+
+
+def test_it_is_a_function_of_seed_epoch_and_place() -> None:
+    order, places = IndexPermutation(1000, seed=5), np.arange(1000)
+    whole = order(places, 3)
+    assert [int(order(place, 3)) for place in (0, 17, 999)] == whole[[0, 17, 999]].tolist()
+    for other in (IndexPermutation(1000, seed=6)(places, 3), order(places, 4)):
+        assert (other == whole).mean() < 0.01
+
+
+def test_places_do_not_tell_samples() -> None:
+    """Ranks are uncorrelated with places and with those of the place before, and each place gets all samples."""
+    found = IndexPermutation(10_000, seed=1)(np.arange(10_000))
+    assert abs(np.corrcoef(found, np.arange(10_000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.05
+    firsts = IndexPermutation(10, seed=1)(np.zeros(5000, dtype=int), np.arange(5000))
+    assert np.bincount(firsts, minlength=10).min() > 350
+
+
+def test_any_length_costs_the_same() -> None:
+    order = IndexPermutation(2**62, seed=2)
+    found = order(np.array([0, 1, 2**62 - 1]))
+    assert len(set(found.tolist())) == 3
+    assert found.min() >= 0
+    assert found.max() < 2**62
+    with pytest.raises(ValueError, match="length=0"):
+        IndexPermutation(0, seed=2)
