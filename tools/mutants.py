@@ -390,8 +390,8 @@ MUTANTS = [
     Mutant(
         "fewer ranks lose the metrics of the others",
         "dream_trainer/trainer/saved_state.py",
-        "if rank % world.dp_size == world.dp_rank]",
-        "if rank == world.dp_rank]",
+        "_former_data_ranks(manifest)[world.dp_rank :: world.dp_size]",
+        "_former_data_ranks(manifest)[world.dp_rank : world.dp_rank + 1]",
         "tests/trainer/test_training_metrics.py",
     ),
     Mutant(
@@ -919,6 +919,41 @@ MUTANTS = [
         "    loader.generator = torch.Generator().manual_seed(seed)",
         "    pass",
         "tests/data/test_foreign_resume.py -k persist",
+    ),
+    Mutant(
+        "a block begins a sample late",
+        "dream_trainer/data/lane_reader.py",
+        "if state.yielded > consumed:",
+        "if state.yielded >= consumed:",
+        "tests/data/test_lanes.py -k at_any_step",
+    ),
+    Mutant(
+        "lanes go by the place of a worker",
+        "dream_trainer/data/lane_stream.py",
+        "number % num_readers for number, chain",
+        "number // num_readers % num_readers for number, chain",
+        "tests/data/test_lanes.py -k hand_written",
+    ),
+    Mutant(
+        "a resume forgets the lanes of other ranks",
+        "dream_trainer/trainer/saved_state.py",
+        "for rank in _former_data_ranks(manifest)])",
+        "for rank in _former_data_ranks(manifest)[:1]])",
+        "tests/trainer/test_stream_resume.py -k live",
+    ),
+    Mutant(
+        "a cut tar file is a shorter one",
+        "dream_trainer/data/stream_sources.py",
+        "if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):",
+        "if False:",
+        "tests/data/test_lane_refusals.py -k damaged_tar",
+    ),
+    Mutant(
+        "two transforms draw the same numbers for a sample",
+        "dream_trainer/data/transforms.py",
+        "self.calls.lane, item.number, self.stage)",
+        "self.calls.lane, item.number)",
+        "tests/data/test_lanes.py -k draws_depend",
     ),
     Mutant(
         "statistics of a layer in eval mode are averaged in",

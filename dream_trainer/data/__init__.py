@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from dream_trainer.data.padding import PaddedRows as PaddedRows
     from dream_trainer.data.permutation import IndexPermutation as IndexPermutation
     from dream_trainer.data.stream import train_stream as train_stream
+    from dream_trainer.data.stream_loader import StreamLoader as StreamLoader
+    from dream_trainer.data.stream_sources import HuggingFaceShards as HuggingFaceShards
+    from dream_trainer.data.stream_sources import IterableShards as IterableShards
+    from dream_trainer.data.stream_sources import ShardedSource as ShardedSource
+    from dream_trainer.data.stream_sources import WebDatasetShards as WebDatasetShards
+    from dream_trainer.data.transforms import Batch as Batch
+    from dream_trainer.data.transforms import Filter as Filter
+    from dream_trainer.data.transforms import Map as Map
+    from dream_trainer.data.transforms import Shuffle as Shuffle
+    from dream_trainer.data.transforms import Transform as Transform
+    from dream_trainer.data.transforms import Unbatch as Unbatch
     from dream_trainer.data.validation_data import validation_batches as validation_batches
     from dream_trainer.data.window import DataPosition as DataPosition
     from dream_trainer.data.window import TrainStream as TrainStream
@@ -28,18 +39,29 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "Batch": "data.transforms",
             "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
             "Mixture": "data.mixture",
             "Stage": "data.mixture_weights",
             "IndexPermutation": "data.permutation",
             "ENDLESS": "data.ordered",
+            "Filter": "data.transforms",
+            "HuggingFaceShards": "data.stream_sources",
+            "IterableShards": "data.stream_sources",
+            "Map": "data.transforms",
             "OrderedDataset": "data.ordered",
             "PackedRows": "data.packed_rows",
             "PackedSegments": "data.attention_mask",
             "PaddedRows": "data.padding",
             "PerRankLoader": "data.loader",
+            "ShardedSource": "data.stream_sources",
+            "Shuffle": "data.transforms",
+            "StreamLoader": "data.stream_loader",
             "TrainStream": "data.window",
+            "Transform": "data.transforms",
+            "Unbatch": "data.transforms",
+            "WebDatasetShards": "data.stream_sources",
             "Window": "data.window",
             "packed_attention": "data.attention_mask",
             "packed_attention_mask": "data.attention_mask",

@@ -28,6 +28,7 @@ from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
+from dream_trainer.data.stream_loader import StreamLoader
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
@@ -136,11 +137,11 @@ class PerRankLoader:
         loader: Any iterable of batches that can be iterated once per epoch.
 
     Raises:
-        DataError: It is a DistributedDataLoader, which deals samples to ranks itself, or cannot be iterated.
+        DataError: It is a loader that deals samples to ranks itself, or cannot be iterated.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        if isinstance(loader, (DistributedDataLoader, PerRankLoader)):
+        if isinstance(loader, (DistributedDataLoader, StreamLoader, PerRankLoader)):
             raise DataError(
                 f"A {type(loader).__name__} is made for several ranks already. Use it without PerRankLoader."
             )
@@ -295,7 +296,7 @@ def loader_batch_size(loader: object) -> int | None:
     """Samples in one of the loader's batches, where it says so."""
     if isinstance(loader, PerRankLoader):
         return loader_batch_size(loader.loader)
-    if isinstance(loader, DistributedDataLoader):
+    if isinstance(loader, DistributedDataLoader | StreamLoader):
         return loader.batch_size
     if isinstance(loader, DataLoader):
         return loader.batch_sampler.batch_size if isinstance(loader.batch_sampler, BatchSampler) else loader.batch_size
@@ -311,6 +312,12 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     _refuse_several(loader.loader if isinstance(loader, PerRankLoader) else loader)
     if isinstance(loader, PerRankLoader):
         return loader.loader
+    if isinstance(loader, StreamLoader):
+        raise DataError(
+            "A StreamLoader is for training: it ends with a step that all lanes can fill, or never, and validation "
+            "reads its data whole. Validate on a dataset with `__len__` and `__getitem__`, or wrap an iterable over "
+            "each rank's part in PerRankLoader."
+        )
     if not isinstance(loader, Iterable):
         raise DataError(
             f"A data loader must be an iterable of batches, and {type(loader).__name__} is none. Wrap a dataset in "

@@ -15,9 +15,11 @@ from typing import Any
 
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
+from dream_trainer.data.lane_stream import LaneStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
+from dream_trainer.data.stream_loader import StreamLoader
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.errors import DataError
 
@@ -39,7 +41,8 @@ def train_stream(
     """The stream over any loader that a user may return from `configure_dataloaders`.
 
     Args:
-        loader: A DistributedDataLoader, a PerRankLoader, a torch `DataLoader` or any iterable of batches.
+        loader: A DistributedDataLoader, a StreamLoader, a PerRankLoader, a torch `DataLoader` or any iterable of
+            batches.
         accumulation: Micro-batches in a whole window.
         dp_rank: This rank among the data-parallel ones.
         dp_size: Number of data-parallel ranks.
@@ -50,6 +53,8 @@ def train_stream(
     Raises:
         DataError: The data is empty or too small for one window, or cannot be dealt to `dp_size` ranks.
     """
+    if isinstance(loader, StreamLoader):
+        return LaneStream(loader, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
     distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
     if distributed_loader is None:
         source = foreign_iterable(loader, dp_size)

@@ -6,7 +6,7 @@ A position is what is saved: where a window ends, not where workers have read ah
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,8 @@ class TrainStream(ABC):
     """Windows in one whole pass; None if the loader does not know its length."""
     is_even: bool
     """Whether every rank gets windows of the same number of micro-batches, and equally many, by construction."""
+    resumes_from_all_ranks: bool = False
+    """Whether, after a change of layout, `united` makes this rank's state from those of all ranks."""
 
     @property
     def length(self) -> int | None:
@@ -70,6 +72,16 @@ class TrainStream(ABC):
     @property
     def reader(self) -> ShardReader | None:
         """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+        return None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What of the data has to be the same on all ranks, beside what `reader` says."""
+        return {}
+
+    def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """This rank's state for `seek` from the states of all data-parallel ranks of another layout; None where they
+        cannot be put together."""
         return None
 
     @abstractmethod

@@ -101,6 +101,8 @@ def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | No
         facts[f"{name} loader: kind"] = type(loader).__name__
         loader_facts = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
         facts |= {f"{name} loader: {key}": value for key, value in loader_facts.items()}
+    assert trainer._data.stream is not None  # connect_data has just set it
+    facts |= {f"training loader: {key}": value for key, value in trainer._data.stream.facts.items()}
     return {name: str(value) for name, value in facts.items()}
 
 

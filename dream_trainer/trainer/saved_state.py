@@ -197,7 +197,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
     data = shared.get("data")
-    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, path, data, same_layout=same_layout))
+    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, same_layout=same_layout))
     on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
 
@@ -274,20 +274,35 @@ def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
 
 def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layout: bool) -> None:
     """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
-    metrics, world, mesh = trainer.named_metrics(), trainer.world, manifest.mesh_shape
+    metrics, world = trainer.named_metrics(), trainer.world
     if not metrics:
         return
-    same_data = mesh["cp"] * mesh["tp"]
-    former = range(mesh["dp_replicate"] * mesh["dp_shard"])
-    former_ranks = [rank * same_data for rank in former if rank % world.dp_size == world.dp_rank]
+    former_ranks = _former_data_ranks(manifest)[world.dp_rank :: world.dp_size]
     states_of_ranks = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else former_ranks)]
     lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in states_of_ranks])
     if lost:
         logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
 
 
-def _restore_rank(trainer: AbstractTrainer, path: Path, data: dict[str, Any] | None, *, same_layout: bool) -> None:
-    world, progress = trainer.world, trainer.progress
+def _former_data_ranks(manifest: Manifest) -> list[int]:
+    """One rank of each data-parallel part of the run that wrote the checkpoint."""
+    mesh = manifest.mesh_shape
+    same_data = mesh["cp"] * mesh["tp"]
+    return [rank * same_data for rank in range(mesh["dp_replicate"] * mesh["dp_shard"])]
+
+
+def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any] | None:
+    """This rank's place in data that each rank read a part of, in another layout than the checkpoint's."""
+    stream = trainer._data.stream
+    if stream is None or not stream.resumes_from_all_ranks:
+        return None
+    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in _former_data_ranks(manifest)])
+
+
+def _restore_rank(
+    trainer: AbstractTrainer, manifest: Manifest, data: dict[str, Any] | None, *, same_layout: bool
+) -> None:
+    world, progress, path = trainer.world, trainer.progress, manifest.path
     state: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     if same_layout:
@@ -301,7 +316,8 @@ def _restore_rank(trainer: AbstractTrainer, path: Path, data: dict[str, Any] | N
             "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
             "several ranks drop; random layers go on from a new seed."
         )
-    trainer._data.feed.seek(progress.data, state.get("data"), is_pass_over=progress.is_pass_over, state=data)
+    rank_state = state.get("data") if same_layout else _united_state(trainer, manifest)
+    trainer._data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
     _say_if_the_data_changed(trainer)
     # Last, so that nothing above draws from the generators.
     if same_device:

@@ -1,0 +1,24 @@
+"""What Hugging Face's `datasets` keeps to itself, and the package must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def shuffles_in_a_buffer(dataset: Any) -> bool:
+    """Whether a streaming dataset was made by `shuffle`, whose buffer its state leaves out: it goes on with other
+    samples, some of them read before, and others never."""
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
+    return any(isinstance(part, BufferShuffledExamplesIterable) for part in _parts(dataset._ex_iterable))
+
+
+def _parts(iterable: Any) -> Iterator[Any]:
+    from datasets.iterable_dataset import _BaseExamplesIterable
+
+    yield iterable
+    for value in vars(iterable).values():
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, _BaseExamplesIterable):
+                yield from _parts(inner)

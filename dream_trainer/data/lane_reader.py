@@ -1,0 +1,224 @@
+"""Reading one lane: its shards one after the other, in blocks, through the transforms, from any sample on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from dream_trainer.data.foreign import EpochAware
+from dream_trainer.data.lanes import LanePlan
+from dream_trainer.data.probe import summary
+from dream_trainer.data.stream_sources import ShardedSource, StatefulIterable
+from dream_trainer.data.transforms import Item, OnError, SampleCalls, Transform, block_size, shuffled
+from dream_trainer.distributed.seeds import hash_seed
+from dream_trainer.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """How lanes are read; as in `StreamLoader`."""
+
+    source: ShardedSource
+    transforms: Sequence[Transform]
+    shuffle_shards: bool
+    repeat: bool
+    on_error: OnError
+    max_skipped: int
+
+
+@dataclass(slots=True)
+class LaneState:
+    """A lane at the start of a block.
+
+    Attributes:
+        yielded: Samples that the lane yielded before the block.
+        number: Samples that it had read.
+        epoch: Number of the pass over its shards.
+        place: Which of this epoch's shards it was in.
+        read: Samples that it had read of this shard.
+        yielded_in_epoch: Samples that it yielded in this epoch before the block.
+        skipped: Broken samples that it had skipped.
+        reader: The state of what reads the shard; None at the shard's beginning.
+    """
+
+    yielded: int = 0
+    number: int = 0
+    epoch: int = 0
+    place: int = 0
+    read: int = 0
+    yielded_in_epoch: int = 0
+    skipped: int = 0
+    reader: Any = None
+
+
+class Lane(Iterator[Any]):
+    """The samples of one lane.
+
+    Args:
+        options: How lanes are read.
+        plan: Which shards are in the lane.
+        number: The lane's.
+        seed: The run's.
+        start: Where to begin reading.
+        consumed: Samples that were consumed of those that the lane yields, some after `start`.
+
+    Attributes:
+        begun: The state of the last block that began, by value, until it is taken.
+        calls: What was skipped.
+    """
+
+    def __init__(
+        self, options: LaneOptions, plan: LanePlan, number: int, *, seed: int, start: LaneState, consumed: int
+    ) -> None:
+        self.begun: bytes | None = None
+        self.calls = SampleCalls(seed, number, options.on_error, options.max_skipped, start.skipped)
+        self._options = options
+        self._shards = plan.shards(number)
+        self._numbers = seed, number
+        self._state = start
+        self._block_size = block_size(options.transforms)
+        self._reader: StatefulIterable | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._samples = self._from(start, consumed)
+
+    def __next__(self) -> Any:
+        return next(self._samples)
+
+    def close(self) -> None:
+        """Closes what is open of a shard."""
+        close(self._iterator)
+        self._reader = self._iterator = None
+
+    def _from(self, state: LaneState, consumed: int) -> Iterator[Any]:
+        order = self._order(state.epoch)
+        while True:
+            state.skipped = self.calls.skipped
+            begun: bytes | None = self._copied()
+            block = self.calls.transformed(self._options.transforms, self._block(order))
+            for item in block:
+                state.yielded += 1
+                state.yielded_in_epoch += 1
+                if begun is not None:
+                    self.begun, begun = begun, None
+                if state.yielded > consumed:
+                    yield item.value
+                else:
+                    self.calls.reports.clear()  # reported before the run was interrupted
+            if state.place == len(order):
+                if state.yielded_in_epoch == 0:
+                    raise self._nothing()
+                if not self._options.repeat:
+                    return
+                state.epoch, state.place, state.yielded_in_epoch = state.epoch + 1, 0, 0
+                order = self._order(state.epoch)
+
+    def _block(self, order: Sequence[int]) -> Iterator[Item]:
+        """The next samples as the source has them, up to a whole block, and none of the next epoch."""
+        for _ in range(self._block_size):
+            item = self._read(order)
+            if item is None:
+                return
+            yield item
+
+    def _read(self, order: Sequence[int]) -> Item | None:
+        """The next sample of this epoch; None at its end."""
+        state, source = self._state, self._options.source
+        while state.place < len(order):
+            shard = order[state.place]
+            name = source.name(shard)
+            try:
+                if self._iterator is None:
+                    self._reader, self._iterator = opened(source, shard, state.epoch, state.reader)
+                value = next(self._iterator)
+            except StopIteration:
+                if state.read == 0:
+                    raise DataError(f"{name} is empty. Leave it out, or write samples to it.") from None
+                self.close()
+                state.place, state.read, state.reader = state.place + 1, 0, None
+            except Exception as error:
+                what = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+                raise DataError(f"sample {state.read} of {name} cannot be read: {what}") from error
+            else:
+                item = Item(value, state.number, name, state.read)
+                state.number, state.read = state.number + 1, state.read + 1
+                return item
+        return None
+
+    def _copied(self) -> bytes:
+        """The state by value, before anything more is read."""
+        if self._reader is not None:
+            self._state.reader = self._reader.state_dict()
+        return pickle.dumps(asdict(self._state))
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self._options.shuffle_shards:
+            return self._shards
+        seed, lane = self._numbers
+        order = shuffled(len(self._shards), hash_seed(b"shards", seed, lane, epoch))
+        return [self._shards[place] for place in order]
+
+    def _nothing(self) -> DataError:
+        names = ", ".join(self._options.source.name(shard) for shard in self._shards[:3])
+        return DataError(
+            f"lane {self._numbers[1]} yielded no sample in a whole pass over its shards ({names}): the transforms keep "
+            "none. Check the filters, or use fewer lanes."
+        )
+
+
+def opened(source: ShardedSource, shard: int, epoch: int, state: Any) -> tuple[StatefulIterable, Iterator[Any]]:
+    """A reader of one shard and its iterator, which begins at `state`; at None, with the shard.
+
+    Raises:
+        DataError: The reader cannot say where it is.
+    """
+    reader = source.open(shard)
+    if not isinstance(reader, StatefulIterable):
+        raise DataError(
+            f"{type(reader).__name__} cannot say where it is in its shard, so a run could not go on in its middle. "
+            "Give it `state_dict()` and `load_state_dict(state)` beside `__iter__`, or use an indexed dataset."
+        )
+    if isinstance(reader, EpochAware):
+        reader.set_epoch(epoch)
+    if state is not None:
+        reader.load_state_dict(pickle.loads(pickle.dumps(state)))  # a reader may go on with the object that it gets
+    return reader, iter(reader)
+
+
+def close(iterator: Iterator[Any] | None) -> None:
+    """Closes the files that a generator holds open."""
+    if isinstance(iterator, Generator):
+        iterator.close()
+
+
+def refuse_forgetful(source: ShardedSource, shard: int) -> None:
+    """Reads a few samples of a shard twice, the second time from a state: what comes must be the same.
+
+    Raises:
+        DataError: It is not, as with a shuffle buffer that the state leaves out.
+    """
+    reader, iterator = opened(source, shard, 0, None)
+    try:
+        for _ in islice(iterator, _READ_BEFORE):
+            pass
+        state = pickle.loads(pickle.dumps(reader.state_dict()))
+        expected = [summary(sample) for sample in islice(iterator, _READ_AFTER)]
+        close(iterator)
+        _, iterator = opened(source, shard, 0, state)
+        found = [summary(sample) for sample in islice(iterator, _READ_AFTER)]
+    except Exception:  # the lane that reads the shard will raise it too, and says at which sample
+        return
+    finally:
+        close(iterator)
+    if found != expected:
+        raise DataError(
+            f"{source.name(shard)} does not come back to where it was by its own state: from the state after "
+            f"{_READ_BEFORE} samples other samples follow than before. It may shuffle in a buffer or draw from "
+            "random generators that its state leaves out. Let the source read in order, and use the transforms Shuffle "
+            "and Map of dream_trainer.data, whose draws are seeded by sample."
+        )
+
+
+_READ_BEFORE, _READ_AFTER = 16, 4

@@ -1,0 +1,277 @@
+"""Training from lanes: one rank's windows, loaded by workers that own lanes, and how they go on at any step."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader
+
+from dream_trainer.compat.pytorch import shutdown_workers
+from dream_trainer.data.lane_batches import LaneBatches, Loaded, Mark
+from dream_trainer.data.lanes import Chain, lane_plan
+from dream_trainer.data.sample_seeds import WorkerInit
+from dream_trainer.data.transforms import block_size
+from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
+from dream_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from dream_trainer.data.stream_loader import StreamLoader
+
+logger = logging.getLogger("dream_trainer")
+
+
+class LaneStream(TrainStream):
+    """One rank's share of a StreamLoader.
+
+    Args:
+        loader: What to load and how.
+        accumulation: Micro-batches in a window.
+        dp_rank: This rank among the data-parallel ones.
+        dp_size: Number of data-parallel ranks.
+        seed: The run's seed.
+
+    Attributes:
+        skipped: Broken samples that each lane of this rank has skipped.
+
+    Raises:
+        DataError: Shards, lanes, ranks and global batch do not fit together.
+    """
+
+    steps_per_epoch = None
+    resumes_from_all_ranks = True
+
+    def __init__(self, loader: StreamLoader, *, accumulation: int, dp_rank: int, dp_size: int, seed: int) -> None:
+        source, global_batch = loader.options.source, loader.batch_size * accumulation * dp_size
+        self._plan = lane_plan(source.num_shards, global_batch, dp_size, loader.lanes, loader.turns)
+        self.is_even = loader.options.repeat or dp_size == 1
+        self.skipped: dict[int, int] = {}
+        self._loader = loader
+        self._accumulation = accumulation
+        self._dp_rank = dp_rank
+        self._seed = seed
+        self._chains = self._plan.chains(loader.batch_size, dp_rank, dp_size)
+        self._num_readers = min(max(1, loader.num_workers), len(self._chains))
+        self._is_read_by = _readers_of_batches(self._chains, self._num_readers, accumulation)
+        self._position = DataPosition(0, 0, 0)
+        self._states: dict[str, Any] = {}  # of this pass, by lane; never changed, since windows hold it
+        self._readers: list[Iterator[Loaded]] | None = None
+        self._facts = self.facts
+        if dp_rank == 0:
+            self._say_what_is_uneven()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        options = self._loader.options
+        names = [options.source.name(shard).rpartition("/")[2] for shard in range(self._plan.num_shards)]
+        return {
+            **self._plan.facts,
+            "names of shards": f"{names[0]} ... {names[-1]}, {xxhash.xxh3_64_hexdigest(repr(names).encode())}",
+            "shuffled shards": options.shuffle_shards,
+            "repeats": options.repeat,
+            "transforms": [type(transform).__name__ for transform in options.transforms],
+            "block": block_size(options.transforms),
+        }
+
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._release()
+        if is_pass_over:
+            self._begin(position.epoch + 1)
+            return
+        steps, rest = divmod(position.samples, self._plan.global_batch)
+        if rest:
+            raise DataError(
+                f"The run goes on after {position.samples} samples, which is no multiple of the global batch of "
+                f"{self._plan.global_batch}. Keep the global batch of the run."
+            )
+        self._begin(position.epoch)
+        if steps:
+            self._states = self._own_states(rank_state, steps)
+        self._position = DataPosition(position.epoch, position.samples, steps * self._accumulation)
+
+    def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        known = [state for state in rank_states if state is not None and "lanes" in state]
+        if not known:
+            return None
+        return known[0] | {"lanes": {lane: kept for state in known for lane, kept in state["lanes"].items()}}
+
+    def next_window(self) -> Window | None:
+        position = self._position
+        step = position.samples // self._plan.global_batch
+        try:
+            batches, marks, end = self._load(step)
+        except BaseException:
+            # Of a window that was not loaded whole, be it for a signal, nothing counts: it is loaded again.
+            self._release()
+            raise
+        if end is not None:
+            logger.warning("The pass over the training data ends after %d steps: %s", step, end)
+            self._begin(position.epoch + 1)
+            if step == 0:
+                raise DataError(f"The training data has not one whole step of all lanes: {end}")
+            return None
+        self._take(marks)
+        samples = position.samples + self._plan.global_batch
+        self._position = DataPosition(position.epoch, samples, position.batches + self._accumulation)
+        state = {"stream": self._facts, "lanes": self._states}
+        is_last = False if self._loader.options.repeat else None
+        return Window(len(batches), batches, self._plan.global_batch, self._position, state, False, is_last)
+
+    def end_pass(self) -> None:
+        if self._position.samples:
+            self._begin(self._position.epoch + 1)
+
+    def close(self) -> None:
+        self._release()
+
+    def _begin(self, epoch: int) -> None:
+        self._release()
+        self._position = DataPosition(epoch, 0, 0)
+        self._states = {}
+
+    def _release(self) -> None:
+        for reader in self._readers or ():
+            if isinstance(reader, Generator):
+                reader.close()
+            else:
+                shutdown_workers(reader)
+        self._readers = None
+
+    def _load(self, step: int) -> tuple[list[Any], list[Mark], str | None]:
+        """The batches of one step, and what they tell; or why there is no further step."""
+        if self._readers is None:
+            self._readers = self._open(step)
+        if self._loader.num_workers > 0:
+            return self._next(step, self._readers)
+        with preserved_random_state():
+            return self._next(step, self._readers)
+
+    def _next(self, step: int, readers: Sequence[Iterator[Loaded]]) -> tuple[list[Any], list[Mark], str | None]:
+        batches: list[Any] = []
+        told: list[Mark] = []
+        for reader in self._is_read_by[step % self._plan.turns]:
+            batch, marks, end = next(readers[reader])
+            if end is not None:
+                return [], [], end
+            batches.append(batch)
+            if marks is not None:
+                told += marks
+        return batches, told, None
+
+    def _take(self, marks: Sequence[Mark]) -> None:
+        """Keeps what a whole window told."""
+        if not marks:
+            return
+        begun = {str(mark.lane): pickle.loads(mark.begun) for mark in marks if mark.begun is not None}
+        self._states = self._states | begun
+        for mark in marks:
+            self.skipped[mark.lane] = mark.skipped
+            for report in mark.reports:
+                logger.warning("skipped %s (lane %d has skipped %d)", report, mark.lane, mark.skipped)
+
+    def _own_states(self, rank_state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+        """Of the lanes that were saved, those that this rank reads and that were read before."""
+        saved = {} if rank_state is None else rank_state.get("stream", {})
+        differing = (
+            [f"{name}: {saved[name]} then, {now} now" for name, now in self._facts.items() if saved.get(name) != now]
+            if saved
+            else []
+        )
+        if differing:
+            raise DataError(
+                f"The run goes on in the middle of a stream that is another one now ({'; '.join(differing)}), so it "
+                "would not read the samples that are left. Give it the source and options it had, or start another "
+                "experiment."
+            )
+        lanes = [lane for chain in self._chains for lane in chain.lanes if self._plan.consumed(lane, steps)]
+        states = {} if rank_state is None else rank_state.get("lanes", {})
+        missing = [lane for lane in lanes if str(lane) not in states]
+        if missing:
+            raise DataError(
+                f"The run goes on after {steps} steps, and the states of lanes {missing[:8]} are not known on this "
+                "rank: a stream cannot be read from its middle without them. Seek with the `united` states of all "
+                "ranks."
+            )
+        return {str(lane): states[str(lane)] for lane in lanes}
+
+    def _open(self, step: int) -> list[Iterator[Loaded]]:
+        """Begins to read at a step of the running pass."""
+        readers: list[Iterator[Loaded]] = []
+        for number in range(self._num_readers):
+            chains = self._chains[number :: self._num_readers]
+            batches = LaneBatches(self._loader, self._plan, chains, self._accumulation, self._seed)
+            batches.start(step, self._position.epoch, self._states)
+            readers.append(self._in_worker(batches, step) if self._loader.num_workers else iter(batches))
+        return readers
+
+    def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
+        loader = self._loader
+        seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
+        return iter(
+            DataLoader(
+                batches,
+                batch_size=None,
+                collate_fn=_as_it_is,
+                num_workers=1,  # its own process for each, which can then load any lanes in any order
+                generator=torch.Generator(device="cpu").manual_seed(seed),
+                pin_memory=loader.pin_memory,
+                prefetch_factor=loader.prefetch_factor,
+                multiprocessing_context=loader.multiprocessing_context,
+                timeout=loader.timeout,
+                worker_init_fn=WorkerInit(loader.worker_init_fn),
+            )
+        )
+
+    def _say_what_is_uneven(self) -> None:
+        plan, workers = self._plan, self._loader.num_workers
+        if workers > len(self._chains):
+            logger.warning(
+                "%d of num_workers=%d have nothing to load: the lanes of a rank fall into %d parts that fill batches "
+                "of their own. Use fewer workers, or more turns (%d now, with %d lanes in a step).",
+                workers - len(self._chains),
+                workers,
+                len(self._chains),
+                plan.turns,
+                plan.lanes,
+            )
+        fewest, rest = divmod(plan.num_shards, plan.lanes * plan.turns)
+        if rest:
+            logger.warning(
+                "%d shards are dealt to %d lanes (lanes=%d, turns=%d), %d or %d to each: %s. A number of lanes that "
+                "divides the shards deals them evenly.",
+                plan.num_shards,
+                plan.lanes * plan.turns,
+                plan.lanes,
+                plan.turns,
+                fewest,
+                fewest + 1,
+                "lanes with fewer begin again sooner, so their samples come more often"
+                if self._loader.options.repeat
+                else "a pass ends with the first lane that ends",
+            )
+
+
+def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation: int) -> list[list[int]]:
+    """For each turn, which reader loads each micro-batch of a step: the chains of a turn follow each other, each with
+    one batch, until the step is full. Chains are dealt to readers in turn."""
+    readers = []
+    for turn in range(chains[-1].turn + 1):
+        of_turn = [number % num_readers for number, chain in enumerate(chains) if chain.turn == turn]
+        readers.append(of_turn * (accumulation // len(of_turn)))
+    return readers
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded

@@ -1,0 +1,200 @@
+"""Sources that are read in sequence, shard by shard: what a `StreamLoader` reads.
+
+A shard is a file, or anything else that can be read by itself. Whatever reads it says where it is by a `state_dict`,
+which is copied before anything else is read: some readers hand out the very dict that they go on with.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from dream_trainer.compat.huggingface import shuffles_in_a_buffer
+from dream_trainer.errors import DataError
+
+
+@runtime_checkable
+class StatefulIterable(Protocol):
+    """What reads one shard: `state_dict` is where the iterator is that was begun last; `load_state_dict` is called
+    before the next one begins, which goes on there."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class ShardedSource(ABC):
+    """A sequential source in shards that can be read independently. It is sent to worker processes, so it holds paths
+    and no open files."""
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Number of shards; the same on all ranks."""
+
+    @abstractmethod
+    def open(self, shard: int) -> Any:
+        """A new StatefulIterable over one shard, from its beginning. One with a `set_epoch` is told the epoch."""
+
+    def name(self, shard: int) -> str:
+        """What messages call a shard."""
+        return f"shard {shard}"
+
+
+class IterableShards(ShardedSource):
+    """Shards that a class of yours reads.
+
+    Args:
+        reader: Makes the reader of one shard from its item: an object with `__iter__`, `state_dict` and
+            `load_state_dict`. Called in workers.
+        items: One item for each shard, e.g. a path.
+
+    Raises:
+        DataError: There are no items.
+    """
+
+    def __init__(self, reader: Callable[[Any], Any], items: Iterable[Any]) -> None:
+        self._reader = reader
+        self._items = list(items)
+        if not self._items:
+            raise DataError("IterableShards got no items, so there is no shard to read. Give one item for each shard.")
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._items)
+
+    def open(self, shard: int) -> Any:
+        return self._reader(self._items[shard])
+
+    def name(self, shard: int) -> str:
+        return f"shard {self._items[shard]!r}"
+
+
+class HuggingFaceShards(ShardedSource):
+    """The shards of a streaming dataset of Hugging Face's `datasets`.
+
+    Args:
+        dataset: What `load_dataset(..., streaming=True)` returned, and what was made of it by `map`, `filter` and such.
+
+    Raises:
+        DataError: It is shuffled in a buffer, and so does not come back to where it was.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if shuffles_in_a_buffer(dataset):
+            raise DataError(
+                "the Hugging Face dataset is shuffled by its own `shuffle`, whose buffer is not in its state: a "
+                "resumed run would miss samples and see others twice. Leave that out, and use shuffle_shards=True and "
+                "the transform Shuffle(window) of dream_trainer.data."
+            )
+        self._dataset = dataset
+        self._num_shards = int(dataset.num_shards)
+
+    @property
+    def num_shards(self) -> int:
+        return self._num_shards
+
+    def open(self, shard: int) -> Any:
+        return self._dataset.shard(num_shards=self._num_shards, index=shard, contiguous=False)
+
+    def name(self, shard: int) -> str:
+        return f"shard {shard} of {self._num_shards} of the Hugging Face dataset"
+
+
+class WebDatasetShards(ShardedSource):
+    """Tar files in the WebDataset format, read in sequence.
+
+    Files that follow each other and share their name up to the first dot of it are one sample: a dict of `__key__`
+    (that name) and the content of each file as bytes under the rest of its name, in lower case. Decode it with `Map`.
+
+    Args:
+        files: A directory, whose `*.tar` are read in the order of their names, or a list of files.
+
+    Raises:
+        DataError: There is no file, or one is missing.
+    """
+
+    def __init__(self, files: str | Path | Sequence[str | Path]) -> None:
+        if isinstance(files, str | Path):
+            directory = Path(files)
+            self._paths = sorted(directory.glob("*.tar"))
+            if not self._paths:
+                raise DataError(f"{directory} is not a directory with tar files. Give one that holds *.tar.")
+        else:
+            self._paths = [Path(file) for file in files]
+            if not self._paths:
+                raise DataError("WebDatasetShards got an empty list of files. Give at least one tar file.")
+        missing = [str(path) for path in self._paths if not path.is_file()]
+        if missing:
+            raise DataError(f"{', '.join(missing[:5])}: no such tar file on this rank. Check the path.")
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._paths)
+
+    def open(self, shard: int) -> TarReader:
+        return TarReader(self._paths[shard])
+
+    def name(self, shard: int) -> str:
+        return str(self._paths[shard])
+
+
+class TarReader:
+    """The samples of one plain tar file, from any sample on: the state is a place in the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"offset": self._offset}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self._offset = state_dict["offset"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        sample: dict[str, Any] = {}
+        for member, key, extension, content in self._files():
+            if sample and sample["__key__"] != key:
+                self._offset = member.offset
+                yield sample
+                sample = {}
+            sample["__key__"] = key
+            if extension in sample:
+                raise DataError(f"{self._path} has two files {member.name!r} in one sample. Write it anew.")
+            sample[extension] = content
+        if sample:
+            self._offset = self._end
+            yield sample
+
+    def _files(self) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            try:
+                archive = tarfile.TarFile(fileobj=file)
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined]  # which it keeps all of
+                    name = _NAME.match(member.name)
+                    opened = archive.extractfile(member) if member.isfile() and name is not None else None
+                    if name is not None and opened is not None:
+                        yield member, name[1], name[2].lower(), opened.read()
+            except (tarfile.TarError, EOFError) as error:
+                raise DataError(f"{self._path} is damaged: {error}. Only plain tar files can be read.") from error
+            # tarfile takes a damaged header for the end.
+            self._end = archive.offset
+            file.seek(self._end)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise DataError(
+                    f"{self._path} is damaged or cut off at byte {self._end}: there is neither a file nor the mark "
+                    "that ends a tar file. Copy it again, or leave it out."
+                )
+
+
+# Of what WebDataset takes for a sample's file: the name up to the first dot after the last slash, and the rest.
+_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")

@@ -1,0 +1,302 @@
+"""What of a stream cannot be exact, or is broken: refused or skipped by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dream_trainer.data.lanes import lane_plan
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.data.stream_loader import StreamLoader
+from dream_trainer.data.stream_sources import IterableShards, WebDatasetShards
+from dream_trainer.data.transforms import Filter, Map, Shuffle
+from dream_trainer.data.validation_data import validation_batches
+from dream_trainer.data.window import DataPosition
+from dream_trainer.errors import DataError
+from tests.data.lane_truth import LiveLines, next_step, open_lanes, read_in_parts, write_tar
+
+LIVE = IterableShards(LiveLines, [(shard, 20) for shard in range(8)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 8, 4, None, None), "3 shards, fewer than dp_size=4 data-parallel ranks.* at most 3 ranks, .* in 4 shards"),
+        ((8, 8, 1, 5, None), "lanes=5 is not a divisor of the global batch of 8 .* Use 1, 2, 4 or 8"),
+        ((6, 8, 1, 8, None), "more than the 6 shards of the source.* Use 1, 2 or 4"),
+        (
+            (6, 24, 4, None, None),
+            r"lanes=6 .* dp_size=4 .* \(6 shards, global batch 24\). Use 1, 2, 3 or 6 ranks, or lanes=4 in",
+        ),
+        (
+            (8, 8, 4, 2, None),
+            "lanes=2 cannot be dealt .* dp_size=4 .* Use 1 or 2 ranks, or lanes=4 or 8 in a new",
+        ),
+        ((8, 8, 1, 4, 3), "lanes=4 with turns=3 needs 12 shards, and the source has 8. Use turns from 1 to 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named_with_those_that_do(arguments: tuple, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        lane_plan(*arguments)
+
+
+def test_every_rank_refuses_in_the_same_words() -> None:
+    said = set()
+    for rank in range(4):
+        with pytest.raises(DataError) as raised:
+            open_rank(StreamLoader(IterableShards(LiveLines, [(0, 5), (1, 5)]), 2), rank, 4)
+        said.add(str(raised.value))
+    assert len(said) == 1
+
+
+def open_rank(loader: StreamLoader, rank: int, size: int) -> Any:
+    from dream_trainer.data.stream import train_stream
+
+    return train_stream(loader, accumulation=1, dp_rank=rank, dp_size=size, seed=0)
+
+
+class Forgetful(LiveLines):
+    """Shuffles in a buffer that its state leaves out."""
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 4:
+                yield buffer.pop(sample % 4)
+        yield from buffer
+
+
+class Stateless:
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Failing(LiveLines):
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            if sample == 2012:
+                raise OSError("the disk is gone")
+            yield sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("reader", "message"),
+    [
+        (Forgetful, "does not come back to where it was by its own state.*use the transforms Shuffle and Map"),
+        (Stateless, "Stateless cannot say where it is in its shard.*state_dict"),
+        (Failing, r"sample 12 of shard \(2, 20\) cannot be read: OSError: the disk is gone"),
+    ],
+)
+def test_a_source_that_forgets_or_fails_is_named(reader: type, message: str, workers: int) -> None:
+    source = IterableShards(reader, [(shard, 20) for shard in range(4)])
+    (stream,) = open_lanes(source, (1, 1, workers), lanes=4)
+    with pytest.raises(DataError, match=message):
+        read_all(stream, 20)
+    stream.close()
+
+
+def test_an_empty_shard_is_named_and_so_is_a_lane_of_which_nothing_is_kept() -> None:
+    source = IterableShards(LiveLines, [(0, 5), (1, 0)])
+    with pytest.raises(DataError, match=r"shard \(1, 0\) is empty. Leave it out"):
+        next_step(open_lanes(source, (1, 1, 0)))
+    with pytest.raises(DataError, match=r"lane 0 yielded no sample .*shard \(0, 20\).*Check the filters"):
+        next_step(open_lanes(LIVE, (1, 1, 0), transforms=[Filter(lambda sample: sample > 1000)]))
+
+
+def test_empty_and_missing_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a directory with tar files"):
+        WebDatasetShards(tmp_path)
+    with pytest.raises(DataError, match="gone.tar: no such tar file"):
+        WebDatasetShards([tmp_path / "gone.tar"])
+    with pytest.raises(DataError, match="empty list"):
+        WebDatasetShards([])
+    with pytest.raises(DataError, match="got no items"):
+        IterableShards(LiveLines, [])
+    with pytest.raises(DataError, match="list is not a source in shards"):
+        StreamLoader([1, 2, 3], 2)
+    with pytest.raises(DataError, match="batch_size=0"):
+        StreamLoader(LIVE, 0)
+
+
+@pytest.mark.parametrize("damage", ["header", "cut in a file", "cut between files", "zipped", "empty"])
+def test_a_damaged_tar_is_an_error_and_not_a_shorter_one(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    write_tar(path, {f"{number}.txt": b"x" * 600 for number in range(9)})
+    whole = path.read_bytes()
+    member = 512 + 1024
+    if damage == "header":
+        path.write_bytes(whole[: 5 * member] + b"?" * 512 + whole[5 * member + 512 :])
+    elif damage == "cut in a file":
+        path.write_bytes(whole[: 5 * member + 700])
+    elif damage == "cut between files":
+        path.write_bytes(whole[: 5 * member])
+    else:
+        path.write_bytes(b"\x1f\x8b" + b"z" * 2000 if damage == "zipped" else b"")
+    (stream,) = open_lanes(WebDatasetShards([path]), (1, 1, 0), global_batch=1)
+    with pytest.raises(DataError, match=r"0\.tar"):
+        read_all(stream, 9)
+
+
+def test_webdataset_samples_are_those_of_the_package(tmp_path: Path) -> None:
+    import webdataset
+
+    files = {
+        "a/b.c/1.TXT": b"1",
+        "a/b.c/1.seg.png": b"2",
+        "__meta__": b"3",
+        "a/2.txt": b"4",
+        ".hidden": b"5",
+        "a/none": b"6",
+    }
+    files |= {"x" * 150 + f"/{number}.{kind}": b"7" for number in (1, 2) for kind in ("a", "b")}
+    write_tar(tmp_path / "0.tar", files)
+    expected = [
+        {key: value for key, value in sample.items() if key not in ("__url__", "__local_path__")}
+        for sample in webdataset.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
+    ]
+    found = list(WebDatasetShards(tmp_path).open(0))
+    assert found == expected
+    assert len(found) == 4
+
+
+def fails_at_three(sample: int) -> int:
+    if sample % 10 == 3:
+        raise ValueError("damaged")
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample_is_named(workers: int) -> None:
+    (stream,) = open_lanes(LIVE, (1, 1, workers), lanes=4, transforms=[Map(fails_at_three)])
+    with pytest.raises(DataError, match=r"sample 3 of shard \(0, 20\): ValueError: damaged.*on_error=\"skip\""):
+        read_all(stream, 9)
+    stream.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Shuffle(7), Map(fails_at_three)]}
+    streams = open_lanes(LIVE, (1, 1, workers), on_error="skip", max_skipped=9, **options)
+    found = [next_step(streams) for _ in range(9)]
+    streams[0].close()
+    samples = [sample for step in found for sample in step[0]]  # type: ignore[index]
+    assert len(samples) == 72
+    assert all(sample % 10 != 3 for sample in samples)
+    assert len(set(samples)) == 72
+    assert streams[0].skipped == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert caplog.text.count("skipped sample 3 of shard (2, 20): ValueError: damaged") == 1
+
+
+def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
+    options: dict[str, Any] = {"lanes": 4, "turns": 1, "transforms": [Map(fails_at_three)], "on_error": "skip"}
+    with pytest.raises(DataError, match=r"sample 13 of shard \(0, 20\).*the 2th sample that lane 0.*max_skipped=1"):
+        read_in_parts(lambda: LIVE, [((1, 1, 0), 9)], max_skipped=1, **options)
+    with pytest.raises(DataError, match="max_skipped=1"):
+        read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((1, 1, 0), 9)], max_skipped=1, **options)
+    assert len(read_in_parts(lambda: LIVE, [((1, 1, 0), 4), ((2, 2, 0), 1), ((4, 1, 0), 3)], max_skipped=2, **options))
+
+
+@pytest.mark.parametrize(("on_error", "limit"), [("skip", None), ("skip", 0), ("raise", 3), ("ignore", 1)])
+def test_what_to_do_with_a_broken_sample_is_said_clearly(on_error: Any, limit: int | None) -> None:
+    with pytest.raises(DataError, match="does not say what to do with a broken sample"):
+        StreamLoader(LIVE, 2, on_error=on_error, max_skipped=limit)
+
+
+def test_transforms_want_positive_sizes() -> None:
+    with pytest.raises(DataError, match=r"Shuffle\(window=0\)"):
+        Shuffle(0)
+
+
+def read_all(stream: Any, steps: int) -> None:
+    for _ in range(steps):
+        stream.next_window()
+
+
+def position_after(source: Any, steps: int, **options: Any) -> tuple[DataPosition, Any]:
+    streams = open_lanes(source, (1, 1, 0), **options)
+    found = [next_step(streams) for _ in range(steps)][-1]
+    assert found is not None
+    return found[1], found[2][0]
+
+
+def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
+    position, state = position_after(LIVE, 3, lanes=4, turns=1)
+    fewer = IterableShards(LiveLines, [(shard, 20) for shard in range(7)])
+    for source, options, message in [
+        (fewer, {"lanes": 4, "turns": 1}, "shards: 8 then, 7 now"),
+        (LIVE, {"lanes": 8}, "lanes: 4 then, 8 now"),
+        (LIVE, {"lanes": 4, "turns": 1, "transforms": [Shuffle(4)]}, r"transforms: \[\] then, \['Shuffle'\] now"),
+    ]:
+        (stream,) = open_lanes(source, (1, 1, 0), **options)
+        with pytest.raises(DataError, match=message):
+            stream.seek(position, state)
+    (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1)
+    with pytest.raises(DataError, match=r"states of lanes \[0, 1, 2, 3\] are not known"):
+        stream.seek(position, None)
+    with pytest.raises(DataError, match="after 9 samples, which is no multiple of the global batch of 8"):
+        stream.seek(DataPosition(0, 9, 1), state)
+
+
+def test_a_stream_is_neither_validated_on_nor_wrapped() -> None:
+    with pytest.raises(DataError, match="A StreamLoader is for training"):
+        validation_batches(StreamLoader(LIVE, 2), dp_rank=0, dp_size=1, seed=0)
+    with pytest.raises(DataError, match="made for several ranks already"):
+        PerRankLoader(StreamLoader(LIVE, 2))
+
+
+def test_a_pass_without_one_whole_step_is_an_error() -> None:
+    source = IterableShards(LiveLines, [(shard, 1) for shard in range(4)])
+    (stream,) = open_lanes(source, (1, 1, 0), repeat=False)
+    with pytest.raises(DataError, match="not one whole step of all lanes: lane 0 has 1 of the 2 samples"):
+        stream.next_window()
+
+
+def test_a_hugging_face_stream_with_a_shuffle_buffer_is_refused() -> None:
+    import datasets
+
+    source = datasets.IterableDataset.from_generator(lambda: iter([{"n": 1}])).shuffle(seed=1, buffer_size=10)
+    with pytest.raises(DataError, match=r"whose buffer is not in its state.*Shuffle\(window\)"):
+        StreamLoader(source, 2)
+
+
+def test_tensors_in_a_state_are_kept_by_value() -> None:
+    source = IterableShards(WithGenerator, range(4))
+    options: dict[str, Any] = {"lanes": 4, "transforms": [Shuffle(3)]}
+    expected = read_in_parts(lambda: source, [((1, 1, 0), 12)], **options)
+    streams = open_lanes(source, (1, 2, 2), **options)
+    found = [next_step(streams) for _ in range(7)]
+    assert found[-1] is not None
+    _, position, (state,) = found[-1]
+    streams[0].seek(position, state)
+    again = [next_step(streams) for _ in range(5)]
+    streams[0].close()
+    assert [sorted(step[0]) for step in found + again] == [sorted(step) for step in expected]  # type: ignore[index]
+
+
+class WithGenerator:
+    """Draws from a generator of its own, whose state it keeps as a tensor."""
+
+    def __init__(self, shard: int) -> None:
+        self.generator = torch.Generator().manual_seed(shard)
+        self.left = 30
+
+    def __iter__(self) -> Iterator[float]:
+        while self.left:
+            self.left -= 1
+            yield torch.rand((), generator=self.generator).item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+        self.generator.set_state(state["generator"])

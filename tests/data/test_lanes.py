@@ -1,0 +1,241 @@
+"""Streams of lanes beside a hand-written reading in one process."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dream_trainer.data.stream_loader import StreamLoader
+from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
+from dream_trainer.data.window import DataPosition
+from tests.data.lane_truth import (
+    KINDS,
+    LAYOUTS,
+    digest,
+    expected_steps,
+    identity,
+    lengths,
+    make_source,
+    next_step,
+    open_lanes,
+    read_in_parts,
+)
+from tests.data.samples import global_states
+
+COUNTS = lengths(12)
+SMALL = lengths(8, most=13)
+TO_NUMBER = Map(identity)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+def draw(sample: Any) -> tuple[Any, float, float, float]:
+    """A random augmentation."""
+    return sample, random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+def is_odd(sample: Any) -> bool:
+    return identity(sample) % 2 == 1
+
+
+def tokenise(samples: list[Any]) -> list[str]:
+    return [f"token {identity(sample)}" for sample in samples]
+
+
+EVERYTHING = [Shuffle(5), Filter(is_odd), Map(draw)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("lanes", "turns"), [(8, 1), (4, 3)])
+def test_steps_are_those_of_a_hand_written_reading_in_any_layout(
+    kind: str, lanes: int, turns: int, tmp_path: Path
+) -> None:
+    source = make_source(kind, tmp_path, COUNTS)
+    expected = expected_steps(COUNTS, 30, lanes=lanes, turns=turns)
+    for layout in LAYOUTS if kind == "live" else LAYOUTS[:2]:
+        found = read_in_parts(lambda: source, [(layout, 30)], lanes=lanes, turns=turns, transforms=[TO_NUMBER])
+        assert [sorted(step) for step in found] == expected
+
+
+@pytest.mark.parametrize("transforms", [[TO_NUMBER], EVERYTHING], ids=["in order", "everything"])
+@pytest.mark.parametrize("stop", range(0, 40, 1))
+def test_a_stream_goes_on_at_any_step_in_any_layout_twice_in_a_row(transforms: list, stop: int, tmp_path: Path) -> None:
+    def source() -> Any:
+        return make_source("live", tmp_path, SMALL)
+
+    options = {"lanes": 4, "turns": 2, "transforms": transforms, "shuffle_shards": True}
+    expected = read_in_parts(source, [((1, 1, 0), stop + 5)], **options)
+    first, second, third = ((*LAYOUTS[(stop + place) % len(LAYOUTS)][:2], 0) for place in range(3))
+    found = read_in_parts(source, [(first, stop), (second, 2), (third, 3)], **options)
+    assert [digest(step) for step in found] == [digest(step) for step in expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 9, 20])
+def test_each_kind_of_source_goes_on_with_other_ranks_workers_and_accumulation(
+    kind: str, stop: int, tmp_path: Path
+) -> None:
+    source = make_source(kind, tmp_path, SMALL)
+    options = {"lanes": 4, "transforms": EVERYTHING}
+    expected = read_in_parts(lambda: source, [((1, 1, 0), stop + 6)], **options)
+    found = read_in_parts(lambda: source, [((2, 1, 2), stop), ((1, 4, 2), 3), ((4, 2, 0), 3)], **options)
+    assert [digest(step) for step in found] == [digest(step) for step in expected]
+    other = read_in_parts(lambda: source, [((1, 1, 0), stop), ((1, 1, 0), 6)], seed=4, **options)
+    assert [digest(step) for step in other] != [digest(step) for step in expected]  # the control
+
+
+def test_a_state_handed_out_by_reference_is_copied(tmp_path: Path) -> None:
+    source, options = make_source("live", tmp_path, SMALL), {"lanes": 4, "transforms": [Shuffle(5)]}
+    streams = open_lanes(source, (1, 1, 0), **options)
+    reader = source.open(0)
+    iterator = iter(reader)
+    state = reader.state_dict()
+    before = dict(state)
+    next(iterator)
+    assert state != before  # what was handed out has changed: such a reader it is
+    found = [next_step(streams) for _ in range(6)]
+    assert found[2] is not None
+    states = found[2][2][0]
+    expected = found[3][0]  # type: ignore[index]
+    streams[0].seek(found[2][1], states)
+    again = next_step(streams)
+    assert again is not None
+    assert again[0] == expected
+
+
+def test_each_sample_of_an_epoch_comes_once_in_each_lane(tmp_path: Path) -> None:
+    counts = [11] * 8
+    source = make_source("live", tmp_path, counts)
+    found = read_in_parts(
+        lambda: source, [((2, 2, 0), 5), ((1, 1, 0), 17)], lanes=8, transforms=[Shuffle(4)], shuffle_shards=True
+    )
+    per_epoch = [Counter(sample for step in found[11 * epoch :][:11] for sample in step) for epoch in (0, 1)]
+    every = {1000 * shard + index: 1 for shard in range(8) for index in range(11)}
+    assert per_epoch == [every, every]
+    orders = [[sample for step in found[11 * epoch :][:11] for sample in step] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_a_lane_reads_its_shards_in_another_order_in_each_epoch(tmp_path: Path) -> None:
+    source = make_source("live", tmp_path, [2] * 24)
+    found = read_in_parts(lambda: source, [((1, 1, 0), 24)], lanes=4, turns=1, shuffle_shards=True)
+    of_lane_0 = [sample // 1000 for step in found for sample in step if sample // 1000 % 4 == 0]
+    epochs = [of_lane_0[start : start + 12 : 2] for start in range(0, 48, 12)]
+    assert all(sorted(epoch) == [0, 4, 8, 12, 16, 20] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 0), (4, 1, 2)])
+def test_a_pass_without_repeat_ends_with_the_last_step_that_each_lane_can_fill(
+    layout: tuple[int, int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = [9, 13, 9, 9]  # 2 samples of each lane in a step: 4 steps, and 1 or 5 samples are left
+    streams = open_lanes(make_source("live", tmp_path, counts), layout, lanes=4, repeat=False)
+    epochs: list[list[list[Any]]] = [[], []]
+    for epoch in epochs:
+        while (found := next_step(streams)) is not None:
+            epoch.append(sorted(found[0]))
+            assert found[1].epoch == epochs.index(epoch) or found[1].samples
+        for stream in streams:
+            stream.end_pass()
+    for stream in streams:
+        stream.close()
+    expected = [sorted(1000 * lane + 2 * step + i for lane in range(4) for i in (0, 1)) for step in range(4)]
+    assert epochs == [expected, expected]
+    assert "The pass over the training data ends after 4 steps: lane 0 has 1 of the 2 samples" in caplog.text
+
+
+def test_transforms_are_applied_in_their_order(tmp_path: Path) -> None:
+    def change(samples: Iterator[int]) -> Iterator[str]:
+        while batch := list(islice(samples, 4)):
+            yield from tokenise([sample for sample in batch if sample % 2])
+
+    source = make_source("live", tmp_path, [64] * 8)
+    found = read_in_parts(
+        lambda: source, [((1, 1, 0), 20)], lanes=8, transforms=[Filter(is_odd), Batch(4), Map(tokenise), Unbatch()]
+    )
+    expected = expected_steps([64] * 8, 20, lanes=8, change=change)
+    assert [sorted(step) for step in found] == expected
+
+
+def test_a_shuffle_moves_samples_within_its_window_only(tmp_path: Path) -> None:
+    source = make_source("live", tmp_path, [40] * 4)
+    found = read_in_parts(lambda: source, [((1, 1, 0), 80)], lanes=4, transforms=[Shuffle(8)], global_batch=4)
+    lane = [sample for step in found for sample in step if sample < 1000]
+    assert lane[:40] != lane[40:] != list(range(40))
+    for start in range(0, 80, 8):
+        assert sorted(lane[start : start + 8]) == [place % 40 for place in range(start, start + 8)]
+
+
+def test_draws_depend_on_the_sample_and_the_epoch_and_leave_training_alone(tmp_path: Path) -> None:
+    before = global_states()
+    source = make_source("live", tmp_path, [6] * 8)
+    found = read_in_parts(lambda: source, [((1, 1, 0), 12)], transforms=[Map(draw), Map(draw)])
+    assert global_states() == before
+    draws = [value for step in found for (first, *second) in step for value in (*first[1:], *second)]
+    assert len(set(draws)) == len(draws) == 12 * 8 * 6
+
+
+def test_batches_are_collated_as_by_a_loader(tmp_path: Path) -> None:
+    loader = StreamLoader(make_source("live", tmp_path, [10] * 4), 4)
+    batches = list(islice(loader, 3))
+    assert [batch.tolist() for batch in batches] == [[shard * 1000 + step for shard in range(4)] for step in range(3)]
+
+
+def test_workers_are_gone_when_the_stream_is_closed(tmp_path: Path) -> None:
+    streams = open_lanes(make_source("live", tmp_path, [10] * 8), (1, 2, 2), lanes=4)
+    assert next_step(streams) is not None
+    assert len(multiprocessing.active_children()) == 2
+    streams[0].close()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_load_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
+    class Interrupts:
+        calls = 0
+
+        def __call__(self, sample: int) -> int:
+            self.calls += 1
+            if self.calls == 30:
+                raise KeyboardInterrupt
+            return sample
+
+    source = make_source("live", tmp_path, COUNTS)
+    streams = open_lanes(source, (1, 1, 0), lanes=4, turns=1, transforms=[Map(Interrupts())])
+    found = []
+    while len(found) < 6:
+        try:
+            found.append(sorted(next_step(streams)[0]))  # type: ignore[index]
+        except KeyboardInterrupt:
+            assert len(found) == 3
+    assert found == expected_steps(COUNTS, 6, lanes=4)
+
+
+def test_a_position_in_a_later_epoch_begins_it(tmp_path: Path) -> None:
+    source = make_source("live", tmp_path, [4] * 8)
+    streams = open_lanes(source, (1, 1, 0), repeat=False)
+    streams[0].seek(DataPosition(2, 32, 4), None, is_pass_over=True)
+    found = next_step(streams)
+    assert found is not None
+    assert (sorted(found[0]), found[1]) == ([1000 * shard for shard in range(8)], DataPosition(3, 8, 1))
+
+
+def test_more_workers_than_parts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dream_trainer"):
+        streams = open_lanes(make_source("live", tmp_path, [4] * 8), (1, 1, 2), lanes=8)
+    streams[0].close()
+    assert "1 of num_workers=2 have nothing to load" in caplog.text
