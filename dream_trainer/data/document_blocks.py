@@ -247,15 +247,8 @@ class DocumentBlocks(OrderedDataset):
     def _first_rows(self) -> list[int]:
         """Positions of the first row of each block from the anchor on, and of the pass's end."""
         number, first_row = self._start()
-        of = (
-            self._seed,
-            self.block_size,
-            number,
-            first_row,
-            self._epoch,
-            len(self.documents),
-            self.documents.state_at(0),
-        )
+        documents = len(self.documents), self.documents.state_at(number * self.block_size)
+        of = self._seed, self._epoch, self.block_size, number, first_row, documents
         if self._counted is None or self._counted[0] != of:
             num_blocks = -(-len(self.documents) // self.block_size)
             counts = (self._pack(self._lengths(block)).num_rows for block in range(number, num_blocks))

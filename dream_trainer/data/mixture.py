@@ -192,7 +192,11 @@ class Mixture(OrderedDataset):
         """
         self._asked = checked_weights(weights, self.names)
 
-    def changes_at(self, position: int) -> bool:
+    @property
+    def may_change(self) -> bool:
+        return self._asked is not None
+
+    def changes_at(self, position: int, mark: Any = None) -> bool:
         if self._asked is None:
             return False
         self._changes.append((position + self._offset, self._asked))
@@ -208,6 +212,10 @@ class Mixture(OrderedDataset):
         }
 
     # -- going on
+
+    @property
+    def first_position(self) -> int:
+        return max(self._origin - self._offset, 0)
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
         self._run_seed = seed

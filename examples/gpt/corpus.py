@@ -62,6 +62,13 @@ def is_validation(relative_path: str, percent: int) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < percent
 
 
+def source_files() -> list[tuple[str, bytes]]:
+    """The standard library's own `.py` files: the path of each below its folder, and what is in it."""
+    root = Path(os.__file__).parent
+    files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
+
+
 def load_corpus(window: int, *, validation_percent: int = 4, max_validation_windows: int = 1024) -> Corpus:
     """Reads the standard library's own `.py` files.
 
@@ -70,11 +77,9 @@ def load_corpus(window: int, *, validation_percent: int = 4, max_validation_wind
         validation_percent: share of the files held out.
         max_validation_windows: validation keeps this many windows, evenly spread over the held-out text.
     """
-    root = Path(os.__file__).parent
-    files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     texts: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in files:
-        texts[is_validation(path.relative_to(root).as_posix(), validation_percent)].append(path.read_bytes())
+    for name, source in source_files():
+        texts[is_validation(name, validation_percent)].append(source)
     train, validation = (
         Windows(torch.frombuffer(bytearray(b"\n".join(texts[held_out])), dtype=torch.uint8), window + 1)
         for held_out in (False, True)

@@ -62,12 +62,14 @@ class Block(nn.Module):
         self.feed_forward_in = nn.Linear(config.dim, 4 * config.dim, bias=False)
         self.feed_forward_out = nn.Linear(4 * config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, time, dim] -> the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, time, dim] -> the same shape; without a mask each position sees itself and those before it."""
         batch, time, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.n_heads, dim // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, head_dim]
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=mask, is_causal=mask is None
+        )
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, time, dim))
         hidden = F.gelu(self.feed_forward_in(self.feed_forward_norm(x)))
         return x + self.feed_forward_out(hidden)
@@ -104,12 +106,18 @@ class GPT(nn.Module):
                 nn.init.zeros_(block.attention_out.weight)
                 nn.init.zeros_(block.feed_forward_out.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Integer bytes [batch, time <= window] -> logits [batch, time, 256]."""
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Integer bytes [batch, time <= window] -> logits [batch, time, 256].
+
+        Args:
+            tokens: The bytes.
+            mask: What each position may see, bool [batch, 1, time, time]; None is itself and all before it. Rotary
+                positions are relative, so where in a row a document lies makes no difference.
+        """
         time = tokens.shape[1]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos[:time], self.sin[:time])
+            x = block(x, self.cos[:time], self.sin[:time], mask)
         return self.head(self.norm(x))
 
 

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on the Python standard library's own source.
+"""Trains a byte-level GPT on the Python standard library's own source and documentation strings, packed into rows.
 
     python examples/gpt/train.py
     torchrun --nproc-per-node=2 examples/gpt/train.py --training-parameters.max-steps 600
@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from corpus import load_corpus
 from model import GPT, GPTConfig, generate
 from plot import plot_loss, read_metrics
+from texts import END, load_corpora
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 
 from dream_trainer import (
     CallbackCollection,
@@ -31,6 +30,7 @@ from dream_trainer import (
 )
 from dream_trainer.callbacks import ModelSummary, Progress, TrainerSummary
 from dream_trainer.config.command_line import parse
+from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, packed_attention_mask
 
 PROMPT = b"def "
 
@@ -45,6 +45,8 @@ class GPTTrainerConfig(DreamTrainerConfig):
     """Peak learning rate of AdamW; a model this small bears a high one."""
     warmup_steps: int = 15
     """Optimizer steps until the learning rate peaks; it then follows a cosine to 2% of it."""
+    code_share: float = 0.75
+    """Share of the bytes trained on that are source; the rest is documentation."""
     sample_bytes: int = 400
     """Bytes of text to generate at the end; 0 generates none."""
 
@@ -60,16 +62,22 @@ class GPTTrainer(DreamTrainer):
     def init_weights(self) -> None:
         self.model.init_weights()
 
-    def configure_dataloaders(self) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
-        corpus = load_corpus(self.config.model.window)
-        self.unigram_entropy = corpus.validation.unigram_entropy()
+    def configure_dataloaders(self) -> tuple[DistributedDataLoader, DistributedDataLoader]:
+        corpora = load_corpora()
+        self.unigram_entropy = corpora.unigram_entropy()
+        share, window = self.config.code_share, self.config.model.window
+        # Endless: "code" and "docs" are each gone through as often as their share of the bytes asks for.
+        train = Mixture(corpora.train, weights={"code": share, "docs": 1 - share}, unit="tokens")
+        # Each held-out text once.
+        validation = Mixture(corpora.validation, max_epochs={"code": 1, "docs": 1})
         parameters = self.config.training_parameters
         micro_batch = parameters.train_batch_size
         if parameters.global_batch_size is not None:
             micro_batch = max(1, min(micro_batch, parameters.global_batch_size // self.world.dp_size))
+        pad = END[0]
         return (
-            DataLoader(corpus.train, batch_size=micro_batch, shuffle=True, drop_last=True),
-            DataLoader(corpus.validation, batch_size=parameters.val_batch_size),
+            DistributedDataLoader(PackedRows(train, window, pad_id=pad), micro_batch),
+            DistributedDataLoader(PackedRows(validation, window, pad_id=pad), parameters.val_batch_size),
         )
 
     def configure_optimizers(self) -> None:
@@ -87,21 +95,22 @@ class GPTTrainer(DreamTrainer):
 
         self.scheduler = LambdaLR(self.optimizer, factor)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
-        self.backward(loss)
+        self.backward(loss, weight=batch["weights"].sum())
         if self.is_accumulating_gradients:
             return {"loss": loss}
         return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        return {"loss": self.loss(batch)}
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.log("val/loss", self.loss(batch), weight=batch["weights"].sum())
+        return {}
 
-    def loss(self, batch: Tensor) -> Tensor:
-        """Mean nats per byte of windows [batch, window + 1], uint8: each byte predicts the next."""
-        tokens = batch.long()
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean nats per byte of packed rows [batch, window]: each byte predicts the next of its document."""
+        logits = self.model(batch["tokens"], packed_attention_mask(batch["documents"], "sdpa"))
+        total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return total / batch["weights"].sum().clamp(min=1)  # the last rows of validation may end no more than a text
 
     def sample(self) -> str:
         """Text that the model writes; every rank calls it, since a sharded model needs all of them."""
@@ -158,7 +167,7 @@ def default_config() -> GPTTrainerConfig:
 def main() -> None:
     """Trains from the command line, then shows what came of it."""
     config = parse(default_config())
-    # Windows are samples and bytes are tokens, as many of them as the command line says.
+    # Rows are samples and bytes are tokens, as many of them as the command line says.
     config.callbacks.get(Progress).tokens_per_sample = config.model.window
     with GPTTrainer(config) as trainer:
         trainer.fit()

@@ -1,4 +1,4 @@
-"""The parts of examples/gpt that need no trainer: a causal model, a corpus split by file, a drawn curve."""
+"""The parts of examples/gpt that need no trainer: a causal model, corpora split by file and packed, a drawn curve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def example_modules() -> Iterator[None]:
     sys.path.insert(0, str(EXAMPLE))
     yield
     sys.path.remove(str(EXAMPLE))
-    for name in ("model", "corpus", "plot", "train"):
+    for name in ("model", "corpus", "texts", "plot", "train"):
         sys.modules.pop(name, None)
 
 
@@ -83,6 +83,50 @@ def test_the_unigram_entropy_is_that_of_the_byte_counts() -> None:
         0.5 * torch.log(torch.tensor(2.0)) + 0.25 * torch.log(torch.tensor(4.0)) + 0.25 * torch.log(torch.tensor(8.0))
     )
     assert Windows(text, 4).unigram_entropy() == pytest.approx(float(expected))
+
+
+def test_both_corpora_are_real_and_of_other_files_than_they_are_validated_with() -> None:
+    from texts import END, load_corpora
+
+    corpora, again = load_corpora(), load_corpora()
+    for name, documents in corpora.train.items():
+        held_out = corpora.validation[name]
+        assert documents.texts == again.train[name].texts
+        assert len(documents) > 10 * len(held_out) > 50
+        assert all(text.endswith(END) and text.count(END) == 1 for text in [*documents.texts, *held_out.texts])
+        assert documents.lengths.tolist() == [len(text) for text in documents.texts]
+        assert documents[3].tobytes() == documents.texts[3]
+    assert any(text.startswith(b"Returns whether ") for text in corpora.train["docs"].texts)
+    texts = b"".join(text for source in corpora.validation.values() for text in source.texts)
+    counts = torch.bincount(torch.frombuffer(bytearray(texts), dtype=torch.uint8)).double()
+    assert corpora.unigram_entropy() == pytest.approx(float(torch.special.entr(counts / len(texts)).sum()))
+
+
+def test_rows_of_both_corpora_are_98_percent_full_and_every_byte_is_in_one_of_them() -> None:
+    from texts import load_corpora
+
+    from dream_trainer.data import Mixture, PackedRows
+
+    validation = load_corpora().validation
+    rows = PackedRows(Mixture(validation, max_epochs={"code": 1, "docs": 1}), 128)
+    found = [row["tokens"][row["documents"] >= 0] for row in map(rows.__getitem__, range(len(rows)))]
+    expected = bytearray(b"".join(text for source in validation.values() for text in source.texts))
+    assert sum(map(len, found)) == len(expected) >= 0.98 * 128 * len(rows)
+    assert torch.equal(
+        torch.bincount(torch.cat(found)), torch.bincount(torch.frombuffer(expected, dtype=torch.uint8).long())
+    )
+
+
+@pytest.mark.parametrize("row_length", [128, 512, 2048])
+def test_training_rows_are_98_percent_full(row_length: int) -> None:
+    from texts import load_corpora
+
+    from dream_trainer.data import Mixture, PackedRows
+
+    mixture = Mixture(load_corpora().train, weights={"code": 3, "docs": 1}, unit="tokens")
+    rows = PackedRows(mixture, row_length)
+    num_tokens = sum(int((rows[position]["documents"] >= 0).sum()) for position in range(1500))
+    assert num_tokens >= 0.98 * 1500 * row_length
 
 
 def test_the_loss_curve_is_drawn_from_the_metrics_file(tmp_path: Path) -> None:

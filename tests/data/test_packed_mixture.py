@@ -1,0 +1,184 @@
+"""Rows packed from a mixture of three sources with a curriculum: the same tokens in each step, wherever it went on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.mixture import Mixture
+from dream_trainer.data.mixture_weights import Stage
+from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from dream_trainer.errors import DataError
+from tests.data.documents import APART, document, web_like_lengths
+
+GLOBAL_BATCH, STEPS, ROW_LENGTH, BLOCK_SIZE = 8, 16, 256, 60
+LAYOUTS = [(1, 1, 0), (2, 1, 2), (4, 2, 0), (1, 4, 2), (2, 2, 0), (4, 1, 2)]
+"""(ranks, accumulation, workers)"""
+NAMES = ("code", "docs", "web")
+SourceDigests = list[tuple[str, dict[str, int]]]
+
+
+class Source(Dataset[NDArray[np.int64]]):
+    """Documents whose every token says whose it is."""
+
+    def __init__(self, number: int) -> None:
+        self.first = number * 1000
+        self.lengths = web_like_lengths(300, seed=number)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return document(self.first + index, int(self.lengths[index]))
+
+
+def mixture(**options: Any) -> Mixture:
+    sources = {name: Source(number) for number, name in enumerate(NAMES)}
+    stages = [Stage(at=90, weights={"code": 1, "docs": 6}, ramp=60), Stage(at=300, weights={"web": 1})]
+    return Mixture(sources, **{"weights": {"code": 3, "web": 1}, "stages": stages, **options})
+
+
+class Job:
+    """All ranks of a run, in one process.
+
+    Args:
+        layout: (ranks, accumulation, workers).
+        seed: The run's.
+        **options: Of the mixture.
+    """
+
+    def __init__(self, layout: tuple[int, int, int], seed: int = 3, **options: Any) -> None:
+        ranks, accumulation, workers = layout
+        self.mixtures: list[Mixture] = []
+        self.streams: list[TrainStream] = []
+        for rank in range(ranks):
+            self.mixtures.append(mixture(**options))
+            rows = PackedRows(self.mixtures[-1], ROW_LENGTH, block_size=BLOCK_SIZE)
+            context: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
+            size = GLOBAL_BATCH // (ranks * accumulation)
+            loader = DistributedDataLoader(rows, size, num_workers=workers, **context)
+            self.streams.append(train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=seed))
+
+    def go_on(self, saved: str) -> None:
+        """From what `steps` gave, written to a file and read again."""
+        position, state = json.loads(saved)
+        for stream in self.streams:
+            stream.seek(DataPosition(**position), None, state=state)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        for each in self.mixtures:
+            each.set_weights(weights)
+
+    def steps(self, count: int) -> tuple[SourceDigests, list[str]]:
+        """Of each step a digest of its real tokens in global order and how many are of which source; and what each rank
+        would save then."""
+        found: SourceDigests = []
+        for _ in range(count):
+            windows = [window for stream in self.streams if (window := stream.next_window()) is not None]
+            chunks = zip(*(window.batches for window in windows), strict=True)
+            batches = [batch for chunk in chunks for batch in chunk]
+            tokens = np.concatenate([batch["tokens"][batch["documents"] >= 0].numpy() for batch in batches])
+            numbers = np.bincount(tokens // APART // 1000, minlength=len(NAMES)).tolist()
+            found.append((hashlib.sha256(tokens.tobytes()).hexdigest(), dict(zip(NAMES, numbers, strict=True))))
+        end = windows[0].end
+        position = {name: getattr(end, name) for name in ("epoch", "samples", "batches", "length")}
+        states = [json.dumps((position, stream.state_at(end))) for stream in self.streams]
+        for stream in self.streams:
+            stream.close()
+        return found, states
+
+
+def nothing(job: Job) -> None: ...
+
+
+def other_weights(job: Job) -> None:
+    job.set_weights({"docs": 1, "web": 1})
+
+
+@pytest.mark.parametrize("between", [nothing, other_weights])
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("stops", [(1, 2), (5, 6), (3, 11)])
+def test_a_curriculum_goes_on_twice_with_the_same_tokens_in_each_step(
+    between: Callable[[Job], None], number: int, stops: tuple[int, int]
+) -> None:
+    """Weights that are set between two steps count from the next block on, and are in the state also if it is saved
+    before anything was read by them."""
+    straight = Job(LAYOUTS[0])
+    expected = straight.steps(stops[0])[0]
+    between(straight)
+    expected += straight.steps(STEPS - stops[0])[0]
+    assert len({digest for digest, _ in expected}) == STEPS
+    assert expected[0][1]["docs"] == 0
+    assert expected[-1][1]["code"] == 0
+
+    found: SourceDigests = []
+    saved: list[str] = []
+    for part, count in enumerate((stops[0], stops[1] - stops[0], STEPS - stops[1])):
+        job = Job(LAYOUTS[(number + part) % len(LAYOUTS)])
+        if saved:
+            job.go_on(saved[-1])
+        if part == 1:
+            between(job)
+        digests, saved = job.steps(count)
+        found += digests
+    assert found == expected
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 2)])
+def test_weights_that_are_set_lose_no_token_of_the_block_that_was_begun(layout: tuple[int, int, int]) -> None:
+    job, unchanged = Job(layout, stages=()), Job(layout, stages=())
+    found, expected = job.steps(3)[0], unchanged.steps(3)[0]
+    job.set_weights({"docs": 1})
+    found += job.steps(9)[0]
+    expected += unchanged.steps(9)[0]
+    same = [number for number in range(12) if found[number] == expected[number]]
+    assert same[:3] == [0, 1, 2]
+    assert same == list(range(len(same)))
+    rows = PackedRows(mixture(stages=()), ROW_LENGTH, block_size=BLOCK_SIZE)
+    rows.begin(3, None)
+    _ = rows[3 * GLOBAL_BATCH]
+    number, first_row, num_rows, _ = rows.mark()
+    assert number > 0
+    assert len(same) == (first_row + num_rows) // GLOBAL_BATCH > 3
+    assert found[-1][1]["docs"] == sum(found[-1][1].values()) > 0
+
+
+def test_another_seed_is_another_order() -> None:
+    assert Job(LAYOUTS[0], seed=4).steps(3)[0] != Job(LAYOUTS[0], seed=3).steps(3)[0]
+
+
+def test_another_mixture_is_refused_or_goes_on_with_the_next_block() -> None:
+    found, saved = Job((2, 1, 0)).steps(6)
+    other = {"weights": {"docs": 1}, "stages": ()}
+    refused = Job((1, 1, 0), **other)
+    refused.go_on(saved[0])
+    with pytest.raises(DataError, match="another mixture"):
+        refused.steps(1)
+    job = Job((1, 1, 0), **other, on_change="continue")
+    job.go_on(saved[0])
+    after = job.steps(4)[0]
+    assert all(numbers["docs"] == sum(numbers.values()) for _, numbers in after)
+    assert found[5][1]["code"] > 0
+
+
+def test_each_source_is_gone_through_once_where_its_epochs_are_limited() -> None:
+    limited = mixture(stages=(), weights={"code": 1, "docs": 1, "web": 1}, max_epochs=dict.fromkeys(NAMES, 1))
+    rows = PackedRows(limited, ROW_LENGTH)
+    tokens = [row["tokens"][row["documents"] >= 0].tolist() for row in map(rows.__getitem__, range(len(rows)))]
+    sources = [Source(number) for number in range(len(NAMES))]
+    expected = [token for source in sources for index in range(len(source)) for token in source[index].tolist()]
+    assert sorted(token for row in tokens for token in row) == sorted(expected)
+
+
+def test_a_source_without_lengths_is_named_before_anything_is_read() -> None:
+    with pytest.raises(DataError, match="source 'plain'.*lengths"):
+        PackedRows(Mixture({"plain": [document(0, 3)]}), 8)
