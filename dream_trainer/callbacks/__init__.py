@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dream_trainer.callbacks.image_files import ImageFiles as ImageFiles
     from dream_trainer.callbacks.learning_rate import LearningRate as LearningRate
     from dream_trainer.callbacks.memory import Memory as Memory
+    from dream_trainer.callbacks.mixture_weights_by_step import MixtureWeights as MixtureWeights
     from dream_trainer.callbacks.nonfinite_report import NonFiniteReport as NonFiniteReport
     from dream_trainer.callbacks.profiler import Profiler as Profiler
     from dream_trainer.callbacks.progress import Progress as Progress
@@ -48,6 +49,7 @@ else:
             "LoggingCallback": "events.callback",
             "Memory": "callbacks.memory",
             "ModelSummary": "callbacks.summary",
+            "MixtureWeights": "callbacks.mixture_weights_by_step",
             "NonFiniteReport": "callbacks.nonfinite_report",
             "Profiler": "callbacks.profiler",
             "Progress": "callbacks.progress",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
     from dream_trainer.data.mixture import Mixture as Mixture
+    from dream_trainer.data.mixture import mixture_of as mixture_of
     from dream_trainer.data.mixture_weights import Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
@@ -43,6 +44,7 @@ else:
             "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
             "Mixture": "data.mixture",
+            "mixture_of": "data.mixture",
             "Stage": "data.mixture_weights",
             "IndexPermutation": "data.permutation",
             "ENDLESS": "data.ordered",

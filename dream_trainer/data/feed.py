@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,6 +80,10 @@ class WindowFeed:
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
         """The stream's state of all ranks after the window trained last, which ended at `position`."""
         return self._sought.state if self._sought is not None else self._stream.state_at(position)
+
+    def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
+        """What to log of the data after the window trained last, which ended at `position`."""
+        return {} if self._sought is not None else self._stream.numbers_at(position)
 
     def follow(self, stream: TrainStream, position: DataPosition) -> None:
         """Goes on with another stream: with the pass after `position`, or where the last `seek` said, if nothing was

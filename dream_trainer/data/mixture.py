@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
 from dream_trainer.data.mixture_weights import Stage, Weights, checked_weights, weights_by_position
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
@@ -54,7 +55,7 @@ class _Plan:
     end: int
     sources: Integers
     indices: Integers
-    epochs: Integers
+    draws: list[Draw]
 
 
 class Mixture(OrderedDataset):
@@ -145,9 +146,9 @@ class Mixture(OrderedDataset):
         """The source, its sample and its epoch at a position of this pass."""
         if not 0 <= position < self._length:
             raise IndexError(f"position {position} of a mixture of {self._length} samples")
-        plan = self._plan_of(position + self._offset)
-        slot = position + self._offset - plan.first
-        return Draw(self.names[plan.sources[slot]], int(plan.indices[slot]), int(plan.epochs[slot]))
+        position += self._offset
+        plan = self._plan_of(position)
+        return plan.draws[position - plan.first]
 
     def lengths(self, first: int, last: int) -> Integers:
         """Tokens of the samples at positions `first` to `last` (exclusive) of this pass, without loading them.
@@ -293,7 +294,7 @@ class Mixture(OrderedDataset):
             IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self.seed))
             for name, length in zip(self.names, self._lengths, strict=True)
         ]
-        self._plan = _Plan(0, 0, *[np.empty(0, dtype=np.int64)] * 3)
+        self._plan = _Plan(0, 0, np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._offset = self._epoch * (self._num_samples or 0)
         self._length = min(self._num_samples or ENDLESS, self._end - self._offset)
         if self._length <= 0:
@@ -323,7 +324,23 @@ class Mixture(OrderedDataset):
             indices[slots] = order(places, epochs[slots])
         first = segment.first + block * BLOCK
         following = [later.first for later in self._segments if later.first > segment.first]
-        return _Plan(first, min([first + BLOCK, self._end, *following]), chosen, indices, epochs)
+        names = [self.names[source] for source in chosen.tolist()]
+        draws = [Draw(*draw) for draw in zip(names, indices.tolist(), epochs.tolist(), strict=True)]
+        return _Plan(first, min([first + BLOCK, self._end, *following]), chosen, indices, draws)
+
+
+def mixture_of(loader: object) -> Mixture:
+    """The mixture that a loader reads, also where its documents are packed into rows.
+
+    Raises:
+        DataError: It reads none.
+    """
+    dataset = loader.dataset if isinstance(loader, DataLoader | DistributedDataLoader) else None
+    while isinstance(dataset, OrderedDataset) and not isinstance(dataset, Mixture):
+        dataset = dataset.source
+    if not isinstance(dataset, Mixture):
+        raise DataError(f"the loader ({type(loader).__name__}) reads no Mixture. Give it one as its dataset.")
+    return dataset
 
 
 def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:

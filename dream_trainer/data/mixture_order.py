@@ -76,9 +76,7 @@ class Segment:
         return drawn
 
     def first_position_with(self, source: int, count: int, end: int, seed: int) -> int:
-        """The first position, up to `end`, before which the source was drawn `count` times or more."""
-        if self.drawn_before(end, seed)[source] < count:
-            return end
+        """The first position before which the source was drawn `count` times or more, as it was before `end`."""
         low, high = 0, (end - self.first) // BLOCK  # in blocks: before `low` fewer than count, or low is 0
         while low < high:
             middle = (low + high + 1) // 2
@@ -126,15 +124,15 @@ def segments(
                 return found, position
             segment = Segment(position, left, tuple(counts))
             found.append(segment)
-            position = min(
-                [stop]
-                + [
-                    segment.first_position_with(source, limit, stop, seed)
-                    for source, limit in enumerate(limits)
-                    if limit is not None and left[source]
-                ]
-            )
-            counts = segment.drawn_before(position, seed)
+            position, counts = stop, segment.drawn_before(stop, seed)
+            reached = [
+                segment.first_position_with(source, limit, stop, seed)
+                for source, limit in enumerate(limits)
+                if limit is not None and left[source] and counts[source] >= limit
+            ]
+            if reached:
+                position = min(reached)
+                counts = segment.drawn_before(position, seed)
     return found, end
 
 

@@ -9,7 +9,7 @@ A window never straddles two passes over the data, and a pass pulls no batch tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -108,6 +108,7 @@ class ShardStream(TrainStream):
         self._position = DataPosition(0, 0, 0)
         self._state: dict[str, Any] | None = None
         self._state_before: dict[str, Any] | None = None
+        self._numbers_before: Mapping[str, float] = {}
         self._measure()
         self.steps_per_epoch = None if self._length == ENDLESS else -(-self._end // self._global_batch_size)
         self.dropped_samples = self._length - self._end
@@ -139,6 +140,14 @@ class ShardStream(TrainStream):
         self._begin(DataPosition(position.epoch, position.samples, batches, position.length))
         self._state = state
 
+    def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
+        ordered, marked = self._reader.ordered, self._reader.marked
+        if ordered is None:
+            return {}
+        if position.epoch != self._position.epoch:
+            return self._numbers_before
+        return ordered.numbers_at(position.samples, marked.newest(position.samples))
+
     def state_at(self, position: DataPosition) -> dict[str, Any] | None:
         ordered, marked = self._reader.ordered, self._reader.marked
         if ordered is None:
@@ -151,12 +160,8 @@ class ShardStream(TrainStream):
 
     def next_window(self) -> Window | None:
         position = self._position
-        if self._iterator is not None and self._reader.ordered is not None:
-            ordered, marked = self._reader.ordered, self._reader.marked
-            marked.forget_before(position.samples)
-            if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
-                self._state = self.state_at(position)
-                self._iterator = None
+        if self._reader.ordered is not None:
+            self._look_for_changes(self._reader.ordered)
         if self._iterator is None:
             self._measure()
             self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
@@ -173,6 +178,18 @@ class ShardStream(TrainStream):
         is_last = self._position.samples >= self._end
         return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last)
 
+    def _look_for_changes(self, ordered: OrderedDataset) -> None:
+        position, marked = self._position, self._reader.marked
+        if self._iterator is not None:
+            marked.forget_before(position.samples)
+        if ordered.may_change:
+            if self._iterator is None:
+                self._measure()
+                marked.marks.clear()
+            if ordered.changes_at(position.samples, marked.newest(position.samples)):
+                self._state = ordered.state_at(position.samples, marked.newest(position.samples))
+                self._iterator = None
+
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self._reader.sampler.indices(epoch, first, end)
 
@@ -185,7 +202,7 @@ class ShardStream(TrainStream):
         self._reader.close()
 
     def _next_pass(self) -> None:
-        self._state_before = self.state_at(self._position)
+        self._state_before, self._numbers_before = self.state_at(self._position), self.numbers_at(self._position)
         self._begin(DataPosition(self._position.epoch + 1, 0, 0))
 
     def _begin(self, position: DataPosition) -> None:

@@ -6,7 +6,7 @@ A position is what is saved: where a window ends, not where workers have read ah
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,10 @@ class TrainStream(ABC):
             position: The end of the last window but one, or of the last.
         """
         return None
+
+    def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
+        """What to log of the data at `position`, by name; which position, as of `state_at`."""
+        return {}
 
     @abstractmethod
     def next_window(self) -> Window | None:

@@ -44,6 +44,7 @@ class RunLog:
         config: The run's config as plain data, for the loggers; called when they are opened.
         stamp: Where the run stands now.
         notify: Called with each line and its step, on every rank.
+        of_data: What each line says of the training data; called when it is due.
 
     Attributes:
         metrics: Where training's values go.
@@ -62,6 +63,7 @@ class RunLog:
         "_has_ended",
         "_loggers",
         "_notify",
+        "_of_data",
         "_resumed_step",
         "_run",
         "_run_dir",
@@ -84,12 +86,14 @@ class RunLog:
         config: Callable[[], dict[str, Any]],
         stamp: Callable[[], Stamp],
         notify: Callable[[dict[str, float], int], None],
+        of_data: Callable[[], Mapping[str, float]],
     ) -> None:
         self._run_dir = run_dir
         self._run = list(run)
         self._config = config
         self._stamp = stamp
         self._notify = notify
+        self._of_data = of_data
         self._cadence = Cadence(steps=parameters.log_every_n_steps)
         self._world = Ranks.alone()
         self._loggers: LoggerGroup | None = None  # on rank 0; opened when there is something to write
@@ -186,6 +190,8 @@ class RunLog:
         if step != self._flushed_step and (self._has_ended or self._cadence.is_due(step)):
             self._decide(None)
             self._flushed_step = step
+            for name, value in self._of_data().items():
+                self.metrics.add(name, value, 1.0, "last")
             self._flight = self.metrics.begin(), self._stamp()
 
     def _pending_is_saved(self, step: int) -> bool:

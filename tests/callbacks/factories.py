@@ -26,6 +26,7 @@ FACTORIES: dict[str, Callable[[], cb.Callback]] = {
     "ImageFiles": lambda: cb.ImageFiles("picture", every_n_steps=4),
     "LearningRate": lambda: cb.LearningRate(),
     "Memory": lambda: cb.Memory(4),
+    "MixtureWeights": lambda: cb.MixtureWeights({}),  # a loader of a mixture: tests/trainer/test_mixtures.py
     "ModelSummary": lambda: cb.ModelSummary(file=PRINTED),
     "NonFiniteReport": lambda: cb.NonFiniteReport(),
     "Profiler": lambda: cb.Profiler(3, 2),

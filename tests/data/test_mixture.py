@@ -257,4 +257,3 @@ def test_the_first_position_with_a_count_is_found() -> None:
         position = segment.first_position_with(0, count, 100_000, seed=1)
         assert segment.drawn_before(position, 1)[0] == count
         assert position == 100 or segment.drawn_before(position - 1, 1)[0] == count - 1
-    assert segment.first_position_with(0, 10**6, 500, seed=1) == 500

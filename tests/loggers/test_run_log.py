@@ -51,6 +51,7 @@ class Counter:
             config=lambda: {"seed": 3},
             stamp=lambda: Stamp(self.step, 0, BATCH * self.step, 0.0),
             notify=lambda metrics, step: self.told.append((step, metrics)),
+            of_data=dict,
         )
         group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
         self.log.connect(Ranks.alone(), group)

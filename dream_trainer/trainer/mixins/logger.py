@@ -55,6 +55,7 @@ class LoggerMixin(AbstractTrainer):
             config=partial(to_dict, config),
             stamp=self._stamp,
             notify=partial(self._notify, "on_log"),
+            of_data=lambda: self._data.feed.numbers_at(self.progress.data),
         )
 
     @property

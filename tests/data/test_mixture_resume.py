@@ -1,0 +1,143 @@
+"""Which samples make up each optimizer step of a mixture with a curriculum: the same on any ranks, workers and
+accumulation, stopped anywhere, resumed twice."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.mixture import Mixture
+from dream_trainer.data.mixture_weights import Stage
+from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
+from tests.data.samples import DrawingDataset, rows
+
+GLOBAL_BATCH, STEPS = 48, 60
+LAYOUTS = [(1, 1, 0), (1, 2, 2), (2, 1, 0), (2, 2, 2), (4, 1, 0), (4, 2, 0)]
+"""(ranks, accumulation, workers)"""
+
+
+class Offset(DrawingDataset):
+    """Samples that tell their source by their number, and draw as augmentation does."""
+
+    def __init__(self, first: int, length: int) -> None:
+        super().__init__(length)
+        self.first = first
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return sample | {"index": sample["index"] + self.first}
+
+
+def mixture(**changed: Any) -> Mixture:
+    options: dict[str, Any] = {
+        "weights": {"code": 5, "docs": 3, "talk": 1},
+        "stages": [
+            Stage(at=1000, weights={"code": 1, "docs": 1, "talk": 1}, ramp=500),
+            Stage(at=2000, weights={"code": 1, "talk": 3}),
+        ],
+        "max_epochs": {"talk": 8},
+    }
+    sources = {"code": Offset(0, 5000), "docs": Offset(10_000, 300), "talk": Offset(20_000, 70)}
+    return Mixture(sources, **options | changed)
+
+
+def open_streams(layout: tuple[int, int, int], seed: int = 3, **changed: Any) -> list[TrainStream]:
+    ranks, accumulation, workers = layout
+    size = GLOBAL_BATCH // (ranks * accumulation)
+    fork = {"multiprocessing_context": "fork"} if workers else {}
+    return [
+        train_stream(
+            DistributedDataLoader(mixture(**changed), size, num_workers=workers, **fork),
+            accumulation=accumulation,
+            dp_rank=rank,
+            dp_size=ranks,
+            seed=seed,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def read(streams: list[TrainStream], steps: int) -> tuple[list[str], DataPosition, list[Any]]:
+    """A digest of what is in each step, where they end, and the state as each rank says it."""
+    digests, end = [], DataPosition(0, 0, 0)
+    for _ in range(steps):
+        windows = [stream.next_window() for stream in streams]
+        per_rank = [list(window.batches) for window in windows if window is not None]
+        samples = [row for chunk in zip(*per_rank, strict=True) for batch in chunk for row in rows(batch)]
+        assert len(samples) == GLOBAL_BATCH
+        digests.append(hashlib.sha256(repr(samples).encode()).hexdigest())
+        assert windows[0] is not None
+        end = windows[0].end
+    return digests, end, [stream.state_at(end) for stream in streams]
+
+
+def close(streams: list[TrainStream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[str]:
+    """On one rank, without accumulation, workers or a stop."""
+    return read(open_streams((1, 1, 0)), STEPS)[0]
+
+
+def test_other_seeds_and_weights_are_other_samples(reference: list[str]) -> None:
+    assert len(set(reference)) == STEPS
+    for changed in ({"seed": 4}, {"weights": {"code": 4, "docs": 3, "talk": 1}}):
+        other = read(open_streams((1, 1, 0), **changed), STEPS)[0]
+        assert not set(other) & set(reference)
+    late = read(open_streams((1, 1, 0), stages=[Stage(at=2000, weights={"docs": 1})]), STEPS)[0]
+    assert late[:20] == reference[:20]
+    assert not set(late[22:]) & set(reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_workers_and_accumulation_do_not_change_a_step(
+    layout: tuple[int, int, int], reference: list[str]
+) -> None:
+    streams = open_streams(layout)
+    assert read(streams, STEPS)[0] == reference
+    close(streams)
+
+
+@pytest.mark.parametrize("stop", [1, 7, 20, 21, 22, 31, 41, 42, 59])
+def test_stopped_anywhere_and_resumed_twice_on_other_layouts_it_goes_on(stop: int, reference: list[str]) -> None:
+    layouts = [LAYOUTS[(stop + turn) % len(LAYOUTS)] for turn in (0, 1, 3)]
+    found: list[str] = []
+    position, state = DataPosition(0, 0, 0), None
+    for layout, steps in zip(layouts, (stop, 1, STEPS), strict=True):
+        streams = open_streams(layout)
+        if state is not None:
+            for stream in streams:
+                stream.seek(position, None, state=state)
+        digests, position, states = read(streams, min(steps, STEPS - len(found)))
+        close(streams)
+        assert all(other == states[0] for other in states)
+        found, state = found + digests, states[-1]
+        if len(found) == STEPS:
+            break
+    assert found == reference
+
+
+def test_weights_set_between_two_steps_count_from_the_next_whatever_workers_had_loaded() -> None:
+    found = []
+    for layout in ((1, 1, 0), (2, 2, 2)):
+        streams = open_streams(layout)
+        before = read(streams, 10)[0]
+        for stream in streams:
+            assert stream.reader is not None
+            stream.reader.loader.dataset.set_weights({"talk": 1, "docs": 1})
+        after, position, states = read(streams, 10)
+        close(streams)
+        streams = open_streams((1, 1, 0))
+        for stream in streams:
+            stream.seek(position, None, state=states[-1])
+        found.append(before + after + read(streams, 20)[0])
+    assert found[0] == found[1]
+    straight = read(open_streams((1, 1, 0)), 40)[0]
+    assert found[0][:10] == straight[:10]
+    assert not set(found[0][10:]) & set(straight)
