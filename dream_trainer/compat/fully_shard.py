@@ -97,7 +97,8 @@ class SharedGroup(DifferentiableGroup):
             if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 self._local_gradients.used.add(id(parameter.sharded_param))
             elif gathered.requires_grad:
-                gathered.grad = torch.zeros_like(gathered)
+                # From PyTorch 2.15 on gradients are in the dtype that they are reduced in.
+                gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
             if has_sums and gathered.grad is not None and parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = gathered.grad.to(parameter.reduce_dtype)
                 gathered.grad = None
@@ -113,7 +114,8 @@ class SharedGroup(DifferentiableGroup):
         """Drops the gradients that wait for their reduction."""
         self._partial_reduce_output = None
         for parameter in self.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # from PyTorch 2.15 on the gathered parameter's
+                parameter.unsharded_accumulated_grad = None
         for gathered in self._gathered():
             gathered.grad = None
 
@@ -174,4 +176,8 @@ def reduce_what_waits(
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
+            context = state._state_ctx
+            if vars(context).get("manual_backward_finalization_active", False) is None:
+                # From PyTorch 2.15 on a backward says who ends it before it does, and here is none.
+                context.manual_backward_finalization_active = False  # type: ignore[attr-defined]
             state._root_post_backward_final_callback()

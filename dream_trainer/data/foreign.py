@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.pass_draws import PassDraws, draws_at_start_only
 from dream_trainer.data.sample_seeds import WorkerInit
@@ -115,6 +116,7 @@ class SeededPass(Iterator[Any]):
         self._loader = loader
         self._numbers = seed, epoch, dp_rank
         self._next = self._first = first
+        self._iterator: Iterator[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._seeds: list[int] = []  # of batches from number `_seeds_from` on
         self._seeds_from = first
@@ -146,13 +148,13 @@ class SeededPass(Iterator[Any]):
         self._stream.begin(hash_seed(b"pass", seed, epoch, dp_rank))
         base = hash_seed(b"workers", seed, epoch, dp_rank)
         with workers_outlive_signals(self._loader), seeds_of_workers(self._loader, base):
-            batches = iter(self._loader)
+            self._iterator = iter(self._loader)
         if self._first > 0 and self.draws:
             self._stream.notice()
             self._stream.seed_batch(self._seed_of_batch())
         elif self._first > 0 and "torch" not in self._stream.drawn:
             seed_cpu(self._seed_of_batch(), ("torch",))  # this pass's order is not drawn from it
-        return batches
+        return quiet(self._iterator)
 
     def _seed_of_batch(self) -> int:
         # Many at a time: a hash takes 1 us right after another one, and 10 between two steps, whose code drove its own
@@ -176,7 +178,7 @@ class SeededPass(Iterator[Any]):
 
     def close(self) -> None:
         """Ends the worker processes of this pass."""
-        shutdown_workers(self._batches)
+        shutdown_workers(self._iterator)
 
 
 @contextmanager

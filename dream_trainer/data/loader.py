@@ -24,6 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
@@ -192,9 +193,10 @@ class ShardReader:
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator = iter(self._torch_loader)
+        batches = quiet(self._iterator)
         if self.ordered is None:
-            return self._iterator
-        return self.marked.follow(self._iterator, first, self.sampler.sharding.chunk_size)
+            return batches
+        return self.marked.follow(batches, first, self.sampler.sharding.chunk_size)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import default_generator
 from torch.utils.data import (
     BatchSampler,
@@ -25,12 +24,13 @@ from torch.utils.data import (
 )
 
 from dream_trainer.compat.generator_bytes import (
+    numpy_global,
     numpy_mark,
     numpy_memory,
     python_mark,
     python_state,
     set_python_state,
-    torch_bytes,
+    torch_state,
 )
 from dream_trainer.data.sample_seeds import collates_without_draws, draws_nothing
 from dream_trainer.distributed.seeds import outside, preserved_random_state, put_back, seed_cpu
@@ -48,7 +48,8 @@ class PassDraws:
 
     def __init__(self, drawn: Iterable[str]) -> None:
         self.drawn = set(drawn)
-        self._numpy_random: Any = np.random  # whose types leave out the two functions used here
+        self._numpy_global = numpy_global(np)
+        self._set_numpy: Any = np.random.set_bit_generator  # type: ignore[attr-defined]  # its types leave it out
         self._numpy = np.random.MT19937(0)
         self._numpy_mark = numpy_mark(numpy_memory(self._numpy))
         # Inside, the pass draws; training's generators are put back at the end.
@@ -57,7 +58,7 @@ class PassDraws:
     def begin(self, seed: int) -> None:
         """Begins the pass's own stream."""
         seed_cpu(seed)
-        self._torch_start, self._python_start = torch_bytes(), python_state()
+        self._torch_start, self._python_start = torch_state.raw, python_state()
         self._marks = python_mark(), self._numpy_mark.raw
 
     def seed_batch(self, seed: int) -> None:
@@ -73,10 +74,10 @@ class PassDraws:
                 return self.load(batches)
         # The same written flat, for loaders that draw from torch's at most: as it runs between two steps, each call
         # of a function takes some 2 us, and all of them would take as long as what they do.
-        states = default_generator.get_state(), python_state(), self._numpy_random.get_bit_generator()
+        states = torch_state.raw, python_state(), self._numpy_global._bit_generator
         try:
             outside.states, outside.depth = states, 1
-            self._numpy_random.set_bit_generator(self._numpy)
+            self._set_numpy(self._numpy)
             set_python_state(self._python_start)
             default_generator.manual_seed(seed & 0xFFFF_FFFF)
             return next(batches)
@@ -108,7 +109,7 @@ class PassDraws:
 
     def notice_order(self) -> None:
         """Sees whether torch's was drawn from in the pass's first batch, as an order is."""
-        if torch_bytes() != self._torch_start:
+        if torch_state.raw != self._torch_start:
             self.drawn.add("torch")
 
 
@@ -126,5 +127,5 @@ def draws_at_start_only(loader: object) -> bool:
         return False
     sampler = loader.sampler if batches is None else batches.sampler
     if type(sampler) is RandomSampler:
-        return sampler.generator is not torch.default_generator
+        return sampler.generator is not default_generator
     return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

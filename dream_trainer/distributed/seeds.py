@@ -19,12 +19,15 @@ from torch import Tensor
 
 from dream_trainer.compat.generator_bytes import (
     PythonState,
+    as_tensor,
     as_tuple,
+    numpy_global,
+    numpy_mark,
     numpy_memory,
     python_mark,
     python_state,
     set_python_state,
-    torch_bytes,
+    torch_state,
 )
 from dream_trainer.compat.pytorch import default_generator_of
 
@@ -76,25 +79,30 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
+States = tuple[bytes, PythonState, Any]
+"""Of torch, of python, and numpy's generator, or None without numpy."""
+
+
 class Outside:
     """The training process's own streams, while others are drawn from: what the outermost block puts back.
 
     Attributes:
-        states: Torch's, python's and numpy's; None outside any block. numpy's is a generator that was taken out, since
-            copying its state in and out takes 85 us.
+        states: Torch's bytes, python's and numpy's; None outside any block. numpy's is a generator that was taken out,
+            since its bytes lack the second of a pair of normal numbers, and to copy all of its state takes 85 us.
         depth: Number of blocks around.
     """
 
     __slots__ = ("depth", "states")
 
     def __init__(self) -> None:
-        self.states: tuple[Tensor, PythonState, Any] | None = None
+        self.states: States | None = None
         self.depth = 0
 
 
 outside = Outside()
 # numpy's generators inside these blocks, by the number of blocks around.
 _stand_ins: list[Any] = []
+_marked: tuple[Any, Any] = (None, None)
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
@@ -109,19 +117,18 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
             random.getstate(),
             None if numpy is None else numpy.random.get_state(legacy=False),
         )
-    torch_state, of_python, numpy_generator = outside.states
+    of_torch, of_python, numpy_generator = outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
     return (
-        torch_state,
+        as_tensor(of_torch),
         as_tuple(of_python),
         None if numpy_generator is None else numpy_generator.state | {"has_gauss": 0, "gauss": 0.0},
     )
 
 
-def put_back(states: tuple[Tensor, PythonState, Any]) -> None:
-    """Puts the global CPU generators to `states`, of which numpy's is a generator, or None without numpy."""
-    torch_state, of_python, numpy_generator = states
-    torch.default_generator.set_state(torch_state)
+def put_back(states: States) -> None:
+    """Puts the global CPU generators to `states`."""
+    torch_state.raw, of_python, numpy_generator = states
     set_python_state(of_python)
     if numpy_generator is not None:
         sys.modules["numpy"].random.set_bit_generator(numpy_generator)
@@ -152,8 +159,8 @@ class preserved_random_state(AbstractContextManager[None]):
             while len(_stand_ins) <= self._depth:
                 _stand_ins.append(numpy.random.MT19937(len(_stand_ins)))
             self._stand_in = _stand_ins[self._depth]
-        numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
-        self._state = state = torch.default_generator.get_state(), python_state(), numpy_generator
+        numpy_generator = None if numpy is None else numpy_global(numpy)._bit_generator
+        self._state = state = torch_state.raw, python_state(), numpy_generator
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
@@ -183,10 +190,17 @@ class preserved_random_state(AbstractContextManager[None]):
 
 
 def generator_marks() -> Marks:
-    """Where the global CPU generators are (3 us), to be given to `drawn_since`."""
+    """Where the global CPU generators are (1 us), to be given to `drawn_since`."""
     numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy_memory(numpy.random.get_bit_generator()).raw
-    return torch_bytes(), python_mark(), of_numpy
+    return torch_state.raw, python_mark(), None if numpy is None else _mark_of(numpy_global(numpy)._bit_generator).raw
+
+
+def _mark_of(bit_generator: Any) -> Any:
+    """`numpy_mark`, made once for a generator that is asked for again."""
+    global _marked
+    if _marked[0] is not bit_generator:
+        _marked = bit_generator, numpy_mark(numpy_memory(bit_generator))
+    return _marked[1]
 
 
 def drawn_since(marks: Marks) -> set[str]:

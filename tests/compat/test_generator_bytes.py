@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dream_trainer.compat import generator_bytes
 from dream_trainer.compat.generator_bytes import (
+    as_tensor,
     as_tuple,
+    numpy_global,
     numpy_mark,
     numpy_memory,
     python_mark,
     python_state,
     set_python_state,
-    torch_bytes,
 )
 
 
@@ -90,9 +92,49 @@ def test_the_bytes_of_numpys_generator_change_with_every_draw_and_hold_its_whole
     assert random_state.random_sample(312).tolist() == first
 
 
-def test_the_bytes_of_torchs_generator_change_with_every_draw() -> None:
-    for draw in (lambda: torch.rand(1), lambda: torch.randn(1), lambda: torch.randperm(3)):
-        before = torch_bytes()
-        assert torch_bytes() == before
-        draw()
-        assert torch_bytes() != before
+TORCH_DRAWS: list[Callable[[], Any]] = [
+    lambda: torch.rand(1),
+    lambda: torch.randn(1),
+    lambda: torch.randn(1, dtype=torch.float64),
+    lambda: torch.randperm(3),
+    lambda: torch.rand(624),
+]
+
+
+@pytest.fixture(params=["by its memory", "by get_state"])
+def torchs_state(request: pytest.FixtureRequest) -> Any:
+    memory = generator_bytes.torch_state
+    assert not isinstance(memory, generator_bytes._TorchState)  # in every PyTorch that is supported
+    return memory if request.param == "by its memory" else generator_bytes._TorchState()
+
+
+@pytest.mark.parametrize("draw", TORCH_DRAWS)
+@pytest.mark.parametrize("drawn_before", [0, 1, 311, 700])
+def test_torchs_generator_is_put_back_and_every_draw_is_seen(
+    draw: Callable[[], Tensor], drawn_before: int, torchs_state: Any
+) -> None:
+    torch.manual_seed(5)
+    torch.randn(drawn_before)
+    torch.randn(drawn_before % 2)  # holds the second of a pair, or not
+    before, expected = torchs_state.raw, torch.get_rng_state()
+    assert torchs_state.raw == before
+    drawn = draw()
+    assert torchs_state.raw != before
+    torchs_state.raw = before
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert torch.equal(draw(), drawn)
+
+
+def test_the_bytes_of_torchs_generator_become_what_a_checkpoint_keeps() -> None:
+    torch.manual_seed(6)
+    torch.randn(1)
+    assert torch.equal(as_tensor(generator_bytes.torch_state.raw), torch.get_rng_state())
+
+
+def test_numpys_generator_is_the_one_of_its_functions() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(other := np.random.MT19937(3))
+        assert numpy_global(np)._bit_generator is np.random.get_bit_generator() is other
+    finally:
+        np.random.set_bit_generator(before)

@@ -44,8 +44,10 @@ class Turns:
     def start_window(self) -> None:
         """A window begins; there are no gradients."""
         self._backwards = 0
-        for of_window in (self._origins, self._stepped, self._left, self._marks):
-            of_window.clear()
+        self._stepped.clear()
+        if len(self._optimizers) > 1:
+            for of_window in (self._origins, self._left, self._marks):
+                of_window.clear()
 
     def before_backward(self) -> None:
         """A backward is about to run."""
