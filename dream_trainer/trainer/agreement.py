@@ -53,8 +53,9 @@ class Agreement:
 
     def begin(self) -> None:
         """Called when the world exists."""
-        self._pulse = Pulse(self._trainer.world)
-        self._is_main = self._trainer.world.is_main
+        world = self._trainer.world
+        self._pulse = Pulse(world)
+        self._is_alone, self._is_main, self._counts_data = world.world_size == 1, world.is_main, world.counts_data
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
@@ -98,9 +99,11 @@ class Agreement:
                 order * order,
             )
         )
-        flags = self._pulse.exchange(local_flags)
-        if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
-            self._refuse_unlike_order()
+        flags = local_flags
+        if not self._is_alone:
+            flags = self._pulse.exchange(local_flags)
+            if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
+                self._refuse_unlike_order()
         self._clocks = flags.clocks
         if flags.save:
             asked.heard_of_save()
@@ -158,7 +161,7 @@ class Agreement:
         if window.samples is not None:
             return window.samples
         state.sizes = window.sizes
-        return 0 if window.sizes is None or not self._trainer.world.counts_data else sum(window.sizes)
+        return 0 if window.sizes is None or not self._counts_data else sum(window.sizes)
 
     def check_order(self) -> None:
         """Before a save: checks that all ranks ran the blocks of sharded models in the same order; a collective.
