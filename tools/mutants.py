@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "validation moves training's random stream",
         "dream_trainer/distributed/seeds.py",
-        "torch.default_generator.set_state(torch_state)",
-        "pass",
+        "torch_state.raw, of_python, numpy_generator = states",
+        "_, of_python, numpy_generator = states",
         "tests/trainer/test_validation.py tests/data",
     ),
     Mutant(
