@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.mixture_weights import Stage as Stage
     from dream_trainer.data.ordered import ENDLESS as ENDLESS
     from dream_trainer.data.ordered import OrderedDataset as OrderedDataset
+    from dream_trainer.data.pack_stream import Pack as Pack
     from dream_trainer.data.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.padding import PaddedRows as PaddedRows
     from dream_trainer.data.permutation import IndexPermutation as IndexPermutation
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.stream_sources import IterableShards as IterableShards
     from dream_trainer.data.stream_sources import ShardedSource as ShardedSource
     from dream_trainer.data.stream_sources import WebDatasetShards as WebDatasetShards
+    from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import Batch as Batch
     from dream_trainer.data.transforms import Filter as Filter
     from dream_trainer.data.transforms import Map as Map
@@ -53,6 +55,7 @@ else:
             "IterableShards": "data.stream_sources",
             "Map": "data.transforms",
             "OrderedDataset": "data.ordered",
+            "Pack": "data.pack_stream",
             "PackedRows": "data.packed_rows",
             "PackedSegments": "data.attention_mask",
             "PaddedRows": "data.padding",
@@ -62,6 +65,7 @@ else:
             "StreamLoader": "data.stream_loader",
             "TrainStream": "data.window",
             "Transform": "data.transforms",
+            "TransformedDataset": "data.transformed_dataset",
             "Unbatch": "data.transforms",
             "WebDatasetShards": "data.stream_sources",
             "Window": "data.window",

@@ -86,7 +86,7 @@ class Batch(Transform):
     size: int
 
     def __post_init__(self) -> None:
-        _refuse_unless_positive("Batch", "size", self.size)
+        refuse_unless_positive("Batch", "size", self.size)
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -115,7 +115,7 @@ class Shuffle(Transform):
     window: int
 
     def __post_init__(self) -> None:
-        _refuse_unless_positive("Shuffle", "window", self.window)
+        refuse_unless_positive("Shuffle", "window", self.window)
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -171,7 +171,7 @@ class SampleCalls:
         self.reports.append(what)
         if self.skipped > self.max_skipped:
             raise DataError(
-                f"{what}. It is the {self.skipped}th sample that lane {self.lane} would skip, and "
+                f"{what}. With it lane {self.lane} would skip {self.skipped} samples, and "
                 f"max_skipped={self.max_skipped} of each lane may be. Mend the data, or raise max_skipped."
             ) from error
         return SKIPPED
@@ -219,6 +219,7 @@ def refuse_unclear_policy(on_error: str, max_skipped: int | None) -> int:
     )
 
 
-def _refuse_unless_positive(name: str, field_name: str, value: int) -> None:
+def refuse_unless_positive(name: str, field_name: str, value: object, what: str = "samples") -> None:
+    """Raises DataError, naming a transform's field, where its value is no positive integer."""
     if not isinstance(value, int) or value < 1:
-        raise DataError(f"{name}({field_name}={value!r}) is not a positive number of samples. Give at least 1.")
+        raise DataError(f"{name}({field_name}={value!r}) is not a positive number of {what}. Give at least 1.")
