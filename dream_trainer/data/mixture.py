@@ -6,8 +6,10 @@ Which source a position falls to is mixture_order.py's; which of its samples, a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +47,10 @@ class Draw(NamedTuple):
     source: str
     sample: int
     epoch: int
+
+
+# Packing reads up to 65,536 samples in any order; 100 kB each.
+_PLANS_KEPT = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +301,7 @@ class Mixture(OrderedDataset):
             for name, length in zip(self.names, self._lengths, strict=True)
         ]
         self._plan = _Plan(0, 0, np.empty(0, np.int64), np.empty(0, np.int64), [])
+        self._plans: dict[int, _Plan] = {}
         self._offset = self._epoch * (self._num_samples or 0)
         self._length = min(self._num_samples or ENDLESS, self._end - self._offset)
         if self._length <= 0:
@@ -304,17 +311,24 @@ class Mixture(OrderedDataset):
             )
 
     def _segment_of(self, position: int) -> Segment:
-        return next(segment for segment in reversed(self._segments) if segment.first <= position)
+        return self._segments[bisect_right(self._segments, position, key=attrgetter("first")) - 1]
 
     def _plan_of(self, position: int) -> _Plan:
         plan = self._plan
-        if not plan.first <= position < plan.end:
-            plan = self._plan = self._make_plan(position)
-        return plan
-
-    def _make_plan(self, position: int) -> _Plan:
+        if plan.first <= position < plan.end:
+            return plan
         segment = self._segment_of(position)
         block = (position - segment.first) // BLOCK
+        found = self._plans.get(segment.first + block * BLOCK)
+        if found is None:
+            if len(self._plans) == _PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
+            found = self._make_plan(segment, block)
+            self._plans[found.first] = found
+        self._plan = found
+        return found
+
+    def _make_plan(self, segment: Segment, block: int) -> _Plan:
         chosen = segment.sources(block, self.seed)
         numbers = draw_numbers(chosen, segment.drawn_before_block(block))
         indices, epochs = np.empty_like(numbers), np.empty_like(numbers)

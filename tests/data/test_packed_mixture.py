@@ -182,3 +182,21 @@ def test_each_source_is_gone_through_once_where_its_epochs_are_limited() -> None
 def test_a_source_without_lengths_is_named_before_anything_is_read() -> None:
     with pytest.raises(DataError, match="source 'plain'.*lengths"):
         PackedRows(Mixture({"plain": [document(0, 3)]}), 8)
+
+
+def test_samples_that_are_read_in_any_order_do_not_plan_the_mixture_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As packing reads the documents of a block."""
+    planned: list[int] = []
+    make = Mixture._make_plan
+
+    def counted(self: Mixture, segment: Any, block: int) -> Any:
+        planned.append(block)
+        return make(self, segment, block)
+
+    monkeypatch.setattr(Mixture, "_make_plan", counted)
+    own = mixture(stages=())
+    for position in np.random.RandomState(0).permutation(5 * 1024).tolist():
+        own.locate(position)
+    assert sorted(planned) == [0, 1, 2, 3, 4]
