@@ -77,11 +77,12 @@ def train(
     os.chdir(directory)
     ranks, accumulation, workers = layout
     loader = StreamLoader(
-        make_source(kind, Path(directory).parent / kind, COUNTS),
+        make_source("live" if kind == "passes" else kind, Path(directory).parent / kind, COUNTS),
         GLOBAL_BATCH // (ranks * accumulation),
         lanes=4,
         transforms=[Shuffle(5), Map(identity)],
         shuffle_shards=True,
+        repeat=kind != "passes",
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
     )
@@ -97,7 +98,8 @@ Part = tuple[tuple[int, int, int], int]
 def steps_of(directory: Path, kind: str, parts: Sequence[Part], seed: int = 7) -> dict[int, str]:
     """Trains in parts, and gives a digest of each step's samples; a step that was trained twice was the same."""
     directory.mkdir(parents=True)
-    make_source(kind, directory.parent / kind, COUNTS)
+    if kind != "passes":
+        make_source(kind, directory.parent / kind, COUNTS)
     records: dict[int, set[str]] = {}
     for layout, stop in parts:
         if stop > 0:
@@ -156,6 +158,14 @@ def test_another_seed_has_other_samples(kind: str, straight: tuple[Path, dict[in
     directory, expected = straight
     other = steps_of(directory / "other", kind, [((1, 1, 0), STEPS)], seed=8)
     assert len(set(other.values()) & set(expected.values())) == 0
+
+
+def test_passes_that_end_go_on_before_at_and_after_their_end(tmp_path: Path) -> None:
+    """12 steps in a pass, since the shortest lane has 24 samples."""
+    expected = steps_of(tmp_path / "straight", "passes", [((1, 1, 0), STEPS)])
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    parts: list[Part] = [((2, 2, 0), 11), ((4, 1, 0), 12), ((1, 1, 2), 13), ((2, 1, 0), -20), ((1, 4, 0), STEPS)]
+    assert steps_of(tmp_path / "parts", "passes", parts) == expected
 
 
 def reads(counts: Sequence[int], batch_size: int) -> None:
