@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +99,7 @@ class LaneStream(TrainStream):
         self._begin(position.epoch)
         if steps:
             self._states = self._own_states(rank_state, steps)
+            self.skipped = {int(lane): kept["skipped"] for lane, kept in self._states.items()}
         self._position = DataPosition(position.epoch, position.samples, steps * self._accumulation)
 
     def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -106,6 +107,9 @@ class LaneStream(TrainStream):
         if not known:
             return None
         return known[0] | {"lanes": {lane: kept for state in known for lane, kept in state["lanes"].items()}}
+
+    def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
+        return {f"data/lane_{lane}/skipped": float(count) for lane, count in self.skipped.items() if count}
 
     def next_window(self) -> Window | None:
         position = self._position

@@ -73,7 +73,11 @@ class IterableShards(ShardedSource):
         return self._reader(self._items[shard])
 
     def name(self, shard: int) -> str:
-        return f"shard {self._items[shard]!r}"
+        item = self._items[shard]
+        if isinstance(item, Path):
+            return str(item)
+        # Of other objects the text may hold an address, which is another one in each process.
+        return f"shard {item!r}" if isinstance(item, str | int | tuple) else super().name(shard)
 
 
 class HuggingFaceShards(ShardedSource):

@@ -193,7 +193,14 @@ def test_a_skipped_sample_is_named_and_counted(workers: int, caplog: pytest.LogC
     assert all(sample % 10 != 3 for sample in samples)
     assert len(set(samples)) == 72
     assert streams[0].skipped == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert streams[0].numbers_at(DataPosition(0, 72, 9)) == {f"data/lane_{lane}/skipped": 2.0 for lane in range(4)}
     assert caplog.text.count("skipped sample 3 of shard (2, 20): ValueError: damaged") == 1
+
+
+def test_shards_have_the_same_name_in_each_process(tmp_path: Path) -> None:
+    items = [tmp_path / "a.txt", "b.txt", (1, 2), object()]
+    source = IterableShards(LiveLines, items)
+    assert [source.name(shard) for shard in range(4)] == [str(items[0]), "shard 'b.txt'", "shard (1, 2)", "shard 3"]
 
 
 def test_skipping_has_a_limit_of_each_lane_that_a_resume_keeps() -> None:
