@@ -23,8 +23,10 @@ from dream_trainer.data.packing import RowPlan
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
-_ROWS_PER_BLOCK = 512  # the last rows of a block stay partly empty: 2 of 512 are 0.4%
-_MOST_DOCUMENTS, _FEWEST_DOCUMENTS = 65536, 64
+_FEWEST_ROWS = 512  # the last rows of a block stay partly empty: 2 of 512 are 0.4%
+# The rows of a long document are spread over its block only, so a block is of many documents, if that is not too much.
+_FEWEST_DOCUMENTS, _MOST_DOCUMENTS = 1024, 65536
+_MOST_ROWS = 8192
 _EMPTY_BLOCKS = 1000
 
 
@@ -62,7 +64,7 @@ class DocumentBlocks(OrderedDataset):
         documents: The documents in their order, with `lengths(first, last)`.
         row_length: Tokens of the longest row.
         block_size: Documents whose rows are made together. None: as many as fill about 512 rows, judged by the first
-            4096 documents, and from 64 to 65536.
+            4096 documents, up to 65536; if they are long 1024, or as many as fill 8192 rows.
 
     Raises:
         DataError: `documents` are no ordered dataset, say no lengths or are none; `row_length` or `block_size` is no
@@ -280,8 +282,9 @@ class DocumentBlocks(OrderedDataset):
             raise DataError(
                 f"The first {judged} documents have no token. Look at their source, or at the lengths it tells."
             )
-        documents = round(_ROWS_PER_BLOCK * self.row_length / mean)
-        return min(max(documents, _FEWEST_DOCUMENTS), _MOST_DOCUMENTS)
+        documents_per_row = self.row_length / mean
+        spread = min(_FEWEST_DOCUMENTS, round(_MOST_ROWS * documents_per_row))
+        return min(max(round(_FEWEST_ROWS * documents_per_row), spread, 1), _MOST_DOCUMENTS)
 
     def _refuse_other_rows(self, saved: dict[str, Any]) -> None:
         other = [

@@ -132,7 +132,8 @@ class PackedRows(DocumentRows):
         method: "best_fit" cuts only documents longer than a row, and fills rows to 98% and more where many documents
             are shorter; "concatenate" puts them one behind the other and cuts wherever a row ends.
         pad_id: Token id of padding.
-        block_size: Documents that are packed together. None: as many as fill about 512 rows, judged by the first 4096.
+        block_size: Documents that are packed together, over whose rows those of a long one are spread. None: as many as
+            fill 512 rows; where documents are long 1024 of them, or as many as fill 8192 rows.
         field: Name of the token ids in documents that are mappings.
         vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
 

@@ -145,6 +145,8 @@ def test_the_size_of_blocks_is_such_that_half_a_thousand_rows_are_full() -> None
     assert tokens >= 0.98 * 1500 * 1024
     _ = rows[0]
     assert 400 < rows.mark()[2] < 650
+    for row_length, documents in ((100, 1024), (10, 546), (1, 55)):  # of 1024, and of 8192 rows
+        assert PackedRows(NumberedDocuments([150] * 3000), row_length).block_size == documents
 
 
 def test_a_change_of_the_documents_order_begins_with_the_next_block() -> None:
