@@ -14,10 +14,11 @@ from typing import Any
 
 from dream_trainer.checks import spell
 from dream_trainer.cli.checkpoints import Checkpoints
+from dream_trainer.cli.data import Data
 from dream_trainer.cli.plot import Plot
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
-GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "plot": Plot}
+GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "data": Data, "plot": Plot}
 DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from dream_trainer.data.stream_sources import IterableShards as IterableShards
     from dream_trainer.data.stream_sources import ShardedSource as ShardedSource
     from dream_trainer.data.stream_sources import WebDatasetShards as WebDatasetShards
+    from dream_trainer.data.token_file import TokenFile as TokenFile
+    from dream_trainer.data.token_writer import TokenFileWriter as TokenFileWriter
     from dream_trainer.data.transformed_dataset import TransformedDataset as TransformedDataset
     from dream_trainer.data.transforms import Batch as Batch
     from dream_trainer.data.transforms import Filter as Filter
@@ -63,6 +65,8 @@ else:
             "ShardedSource": "data.stream_sources",
             "Shuffle": "data.transforms",
             "StreamLoader": "data.stream_loader",
+            "TokenFile": "data.token_file",
+            "TokenFileWriter": "data.token_writer",
             "TrainStream": "data.window",
             "Transform": "data.transforms",
             "TransformedDataset": "data.transformed_dataset",

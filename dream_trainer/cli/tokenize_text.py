@@ -1,0 +1,50 @@
+"""What `dream-trainer data tokenize` does: the shards, with a bar on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dream_trainer.data.token_file import TokenFile
+from dream_trainer.data.tokenizing import plan_tasks, tokenize
+
+if TYPE_CHECKING:
+    from dream_trainer.cli.data import Tokenize
+
+
+def tokenize_text(options: Tokenize) -> None:
+    """Makes the token files, and prints how much is in them."""
+    tasks = plan_tasks(options.inputs, options.field, options.split)
+    columns = (
+        TextColumn("tokenize"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=len(tasks), tokens=0)
+        tokens = 0
+
+        def done(more: int) -> None:
+            nonlocal tokens
+            tokens += more
+            progress.update(bar, advance=1, tokens=tokens)
+
+        tokenize(tasks, options.output, options.tokenizer, end=options.end, workers=options.workers, done=done)
+    describe_tokens(options.output)
+
+
+def describe_tokens(path: Path) -> None:
+    """Prints how many documents and tokens there are, and how long documents are."""
+    tokens = TokenFile(path)
+    lengths = np.sort(tokens.lengths)
+    middle, longest = lengths[len(lengths) // 2], lengths[-1]
+    print(
+        f"{path}: {len(tokens):,} documents, {tokens.num_tokens:,} tokens; a document has {lengths.mean():,.0f} on "
+        f"average, half of them {middle:,} or more, the longest {longest:,}. Vocabulary: {tokens.vocabulary_size}"
+    )

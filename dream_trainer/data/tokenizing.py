@@ -1,0 +1,228 @@
+"""From raw text to token files, in parallel, shard by shard; a shard that is there is not made again."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dream_trainer.data.token_writer import TokenFileWriter
+from dream_trainer.errors import DataError
+
+PLAN = "plan.txt"
+TEXTS_PER_SHARD = 1000
+ROWS_PER_SHARD = 50_000
+Encode = Callable[[str], npt.ArrayLike]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one shard is made of.
+
+    Attributes:
+        kind: "text", "jsonl", "parquet" or "dataset".
+        inputs: Files; or the dataset's name.
+        field: Where rows have their text.
+        split: Of a dataset.
+        rows: First row, and the one after the last; of a dataset.
+    """
+
+    kind: str
+    inputs: tuple[str, ...]
+    field: str
+    split: str = ""
+    rows: tuple[int, int] = (0, 0)
+
+
+class Tokenizer(NamedTuple):
+    """How text becomes token ids."""
+
+    encode: Encode
+    vocabulary_size: int
+
+
+def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
+    """The shards to make of files, patterns of files, and Hugging Face datasets; the same each time.
+
+    Raises:
+        DataError: There is no such file, or one is of no kind that is known.
+    """
+    tasks: list[Task] = []
+    for given in inputs:
+        if given.startswith("hf:"):
+            length = len(_dataset(given, split))
+            bounds = [(first, min(first + ROWS_PER_SHARD, length)) for first in range(0, length, ROWS_PER_SHARD)]
+            tasks += [Task("dataset", (given,), field, split, rows) for rows in bounds]
+            continue
+        paths = sorted(path for path in glob.glob(given, recursive=True) if Path(path).is_file())
+        if not paths:
+            raise DataError(f"there is no file {given}. Give files, patterns of files, or hf:NAME of a dataset.")
+        rows_of = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
+        texts = []
+        for path in paths:
+            kind = next((kind for suffix, kind in rows_of.items() if path.endswith(suffix)), None)
+            if kind is None:
+                texts.append(path)
+            else:
+                tasks.append(Task(kind, (path,), field))
+        tasks += [
+            Task("text", tuple(texts[first : first + TEXTS_PER_SHARD]), field)
+            for first in range(0, len(texts), TEXTS_PER_SHARD)
+        ]
+    return tasks
+
+
+def open_tokenizer(name: str, end: str | None) -> Tokenizer:
+    """The tokenizer of a name.
+
+    Args:
+        name: "bytes": UTF-8, and 256 at a document's end. A tokenizer.json file; or a name or directory that
+            transformers knows.
+        end: The token at a document's end. None: the tokenizer's own, if it says one.
+
+    Raises:
+        DataError: The file cannot be read, or has no token `end`.
+    """
+    if name == "bytes":
+        return Tokenizer(lambda text: [*text.encode(), 256], 257)
+    if name.endswith(".json"):
+        from tokenizers import Tokenizer as FastTokenizer
+
+        if not Path(name).exists():
+            raise DataError(f"there is no tokenizer {name}.")
+        fast = FastTokenizer.from_file(name)
+        size, end_id = fast.get_vocab_size(), None if end is None else fast.token_to_id(end)
+        if end is not None and end_id is None:
+            raise DataError(f"{name} has no token {end!r}.")
+        last = [] if end_id is None else [end_id]
+        return Tokenizer(lambda text: fast.encode(text, add_special_tokens=False).ids + last, size)
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(name)
+    end_id = slow.eos_token_id if end is None else slow.get_vocab().get(end)
+    if end is not None and end_id is None:
+        raise DataError(f"{name} has no token {end!r}.")
+    last = [] if end_id is None else [end_id]
+    return Tokenizer(lambda text: slow(text, add_special_tokens=False)["input_ids"] + last, len(slow))
+
+
+def tokenize(
+    tasks: Sequence[Task],
+    output: Path,
+    tokenizer: str,
+    *,
+    end: str | None = None,
+    workers: int = 1,
+    done: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Makes a shard of each task in `output`; those that are there from an earlier call are kept.
+
+    Args:
+        tasks: Of `plan_tasks`.
+        output: Directory of the shards.
+        tokenizer: As of `open_tokenizer`.
+        end: Likewise.
+        workers: Processes.
+        done: Called with a shard's tokens when it is there.
+
+    Raises:
+        DataError: An input cannot be read, or `output` has shards of other inputs or another tokenizer.
+    """
+    _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
+    left = []
+    for number, task in enumerate(tasks):
+        path = output / f"shard-{number:05d}.bin"
+        header = path.with_suffix(".json")
+        if header.exists():
+            done(json.loads(header.read_text())["tokens"])
+        else:
+            left.append((task, path, tokenizer, end))
+    if workers <= 1 or len(left) <= 1:
+        for arguments in left:
+            done(make_shard(*arguments))
+        return
+    with ProcessPoolExecutor(min(workers, len(left)), mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(make_shard, *arguments) for arguments in left]
+        try:
+            for future in futures:
+                done(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
+    """Writes one shard; returns its tokens."""
+    encode, vocabulary_size = open_tokenizer(tokenizer, end)
+    facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
+    with TokenFileWriter(path, vocabulary_size, facts) as writer:
+        for text in _texts(task):
+            writer.add(np.asarray(encode(text), dtype=np.int64))
+    return writer.num_tokens
+
+
+def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
+    path, told = output / PLAN, json.dumps(plan, indent=1)
+    if path.exists() and path.read_text() != told:
+        raise DataError(
+            f"{output} has shards of other inputs, or by another tokenizer ({path} says which). Give another directory "
+            "as output, or remove it."
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(told)
+    part.replace(path)
+
+
+def _texts(task: Task) -> Iterator[str]:
+    if task.kind == "text":
+        for name in task.inputs:
+            try:
+                yield Path(name).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{name} is no text in UTF-8: {error}") from error
+    elif task.kind == "jsonl":
+        yield from _json_lines(task.inputs[0], task.field)
+    elif task.kind == "parquet":
+        import pyarrow.parquet as parquet
+
+        try:
+            with parquet.ParquetFile(task.inputs[0]) as file:
+                for batch in file.iter_batches(columns=[task.field]):
+                    yield from batch.column(0).to_pylist()
+        except (OSError, ValueError, IndexError) as error:
+            raise DataError(f"{task.inputs[0]} has no whole column {task.field!r}: {error}") from error
+    else:
+        rows = _dataset(task.inputs[0], task.split)
+        for row in rows.select(range(*task.rows)):
+            yield row[task.field]
+
+
+def _json_lines(name: str, field: str) -> Iterator[str]:
+    with (
+        gzip.open(name, "rt", encoding="utf-8") if name.endswith(".gz") else Path(name).open(encoding="utf-8") as lines
+    ):
+        for number, line in enumerate(lines, 1):
+            try:
+                text = json.loads(line)[field]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"line {number} of {name} is no JSON object with a {field!r}: {error!r}") from error
+            yield text
+
+
+def _dataset(name: str, split: str) -> Any:
+    import datasets
+
+    place = name.removeprefix("hf:")
+    if (Path(place) / "state.json").exists():  # written by save_to_disk
+        return datasets.load_from_disk(place)
+    return datasets.load_dataset(place, split=split)
