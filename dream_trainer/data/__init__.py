@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dream_trainer.data.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
+    from dream_trainer.data.measured import WithLengths as WithLengths
+    from dream_trainer.data.measured import measure_lengths as measure_lengths
     from dream_trainer.data.mixture import Mixture as Mixture
     from dream_trainer.data.mixture import mixture_of as mixture_of
     from dream_trainer.data.mixture_weights import Stage as Stage
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from dream_trainer.data.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.padding import PaddedRows as PaddedRows
     from dream_trainer.data.permutation import IndexPermutation as IndexPermutation
+    from dream_trainer.data.shard_files import JsonLines as JsonLines
+    from dream_trainer.data.shard_files import ParquetRows as ParquetRows
+    from dream_trainer.data.shard_files import TarSamples as TarSamples
     from dream_trainer.data.stream import train_stream as train_stream
     from dream_trainer.data.stream_loader import StreamLoader as StreamLoader
     from dream_trainer.data.stream_sources import HuggingFaceShards as HuggingFaceShards
@@ -65,6 +70,11 @@ else:
             "ShardedSource": "data.stream_sources",
             "Shuffle": "data.transforms",
             "StreamLoader": "data.stream_loader",
+            "JsonLines": "data.shard_files",
+            "ParquetRows": "data.shard_files",
+            "TarSamples": "data.shard_files",
+            "WithLengths": "data.measured",
+            "measure_lengths": "data.measured",
             "TokenFile": "data.token_file",
             "TokenFileWriter": "data.token_writer",
             "TrainStream": "data.window",

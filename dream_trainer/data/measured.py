@@ -1,0 +1,64 @@
+"""Lengths of samples, measured once, for sources that do not know theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset
+
+from dream_trainer.errors import DataError
+
+
+class WithLengths(Dataset[Any]):
+    """A dataset that says how long its samples are, for mixtures by tokens and for packing.
+
+    Args:
+        dataset: Map-style.
+        lengths: Tokens of each sample, such as `measure_lengths(dataset)`; shape `(len(dataset),)`.
+
+    Raises:
+        DataError: There are more or fewer lengths than samples.
+    """
+
+    def __init__(self, dataset: Any, lengths: npt.ArrayLike) -> None:
+        self.dataset = dataset
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if self.lengths.shape != (len(dataset),):
+            raise DataError(
+                f"there are lengths of shape {self.lengths.shape} for {len(dataset)} samples. Measure them anew."
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def measure_lengths(dataset: Any, *, num_workers: int = 0, length: Callable[[Any], int] = len) -> npt.NDArray[np.int64]:
+    """Loads every sample once, and says how long each is. Keep the result in a file: `np.save`.
+
+    Args:
+        dataset: Map-style.
+        num_workers: Processes that load.
+        length: Tokens of a sample, such as `lambda sample: len(sample["tokens"])`.
+
+    Returns:
+        Shape `(len(dataset),)`, int64.
+    """
+    measured = DataLoader(_Measure(dataset, length), batch_size=None, num_workers=num_workers)
+    return np.fromiter((int(value) for value in measured), dtype=np.int64, count=len(dataset))
+
+
+class _Measure(Dataset[int]):
+    def __init__(self, dataset: Any, length: Callable[[Any], int]) -> None:
+        self.dataset, self.length = dataset, length
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.length(self.dataset[index]))

@@ -1,0 +1,228 @@
+"""Samples in Parquet, JSON lines and WebDataset files by their number: each is read from its place when asked for.
+
+Where samples begin is found once, when the files are opened: from Parquet's footers, and by reading the others through.
+In a worker the files are opened anew.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dream_trainer.errors import DataError
+
+Paths = str | Path | Sequence[str | Path]
+
+
+class ShardFiles(ABC):
+    """A map-style dataset over files of one kind, in the order of the files.
+
+    Args:
+        paths: A file, a directory (all its files of that kind, by name), or several files.
+
+    Raises:
+        DataError: A file is missing or damaged, or there is no sample.
+    """
+
+    suffixes: tuple[str, ...]
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = _files(paths, self.suffixes)
+        self._places = [self._find_samples(path) for path in self.paths]
+        self._ends = np.cumsum([len(places) for places in self._places])
+        if self._ends[-1] == 0:
+            raise DataError(f"{type(self).__name__}: there is no sample in {', '.join(map(str, self.paths[:3]))}.")
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        number = index - (int(self._ends[shard - 1]) if shard else 0)
+        try:
+            return self._read(shard, number)
+        except Exception as error:
+            raise DataError(
+                f"sample {number} of {self.paths[shard]} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": {}}
+
+    @abstractmethod
+    def _find_samples(self, path: Path) -> Any:
+        """Where the samples of a file are: something with a length, and a place for each."""
+
+    @abstractmethod
+    def _read(self, shard: int, number: int) -> Any:
+        """A sample of a file."""
+
+
+class JsonLines(ShardFiles):
+    """Lines of .jsonl files; a sample is what the line says, such as a dict. Blank lines do not count.
+
+    Args:
+        paths: As of ShardFiles. Compressed files cannot be read by number.
+    """
+
+    suffixes = (".jsonl",)
+
+    def _find_samples(self, path: Path) -> Any:
+        starts, at = [], 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    starts.append(at)
+                at += len(line)
+        return np.array(starts, dtype=np.int64)
+
+    def _read(self, shard: int, number: int) -> Any:
+        file = self._open.get(shard)
+        if file is None:
+            file = self._open[shard] = self.paths[shard].open("rb")
+        file.seek(self._places[shard][number])
+        return json.loads(file.readline())
+
+    def __del__(self) -> None:
+        for file in vars(self).get("_open", {}).values():
+            file.close()
+
+
+class ParquetRows(ShardFiles):
+    """Rows of .parquet files; a sample is a dict by column. Needs `pyarrow`.
+
+    A row group is read as a whole and kept until another one is asked for, in each process: a shuffled order over large
+    groups reads each many times. Write small ones (`row_group_size=1000`), or keep several.
+
+    Args:
+        paths: As of ShardFiles.
+        columns: Which to read; all by default.
+        kept_groups: How many row groups are kept.
+    """
+
+    suffixes = (".parquet",)
+
+    def __init__(self, paths: Paths, columns: Sequence[str] | None = None, *, kept_groups: int = 8) -> None:
+        self.columns = None if columns is None else list(columns)
+        self.kept_groups = kept_groups
+        self._groups: dict[tuple[int, int], Any] = {}
+        super().__init__(paths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_groups": {}}
+
+    def _find_samples(self, path: Path) -> Any:
+        import pyarrow.parquet as parquet
+
+        try:
+            metadata = parquet.read_metadata(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+        missing = set(self.columns or ()) - set(metadata.schema.to_arrow_schema().names)
+        if missing:
+            raise DataError(f"{path} has no columns {sorted(missing)}.")
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        return _Groups(np.cumsum(sizes, dtype=np.int64))
+
+    def _read(self, shard: int, number: int) -> Any:
+        group, row = self._places[shard].place(number)
+        table = self._groups.pop((shard, group), None)
+        if table is None:
+            import pyarrow.parquet as parquet
+
+            with parquet.ParquetFile(self.paths[shard]) as file:
+                table = file.read_row_group(group, columns=self.columns)
+        self._groups[shard, group] = table  # the newest is the last
+        if len(self._groups) > self.kept_groups:
+            del self._groups[next(iter(self._groups))]
+        return {name: table.column(name)[row].as_py() for name in table.column_names}
+
+
+class _Groups:
+    """Rows of a Parquet file by their group."""
+
+    def __init__(self, ends: Any) -> None:
+        self.ends = ends
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def place(self, number: int) -> tuple[int, int]:
+        group = int(np.searchsorted(self.ends, number, side="right"))
+        return group, number - (int(self.ends[group - 1]) if group else 0)
+
+
+class TarSamples(ShardFiles):
+    """Samples of WebDataset's .tar files, by number.
+
+    A sample is the files that follow each other and have one name up to the first dot: a dict of `__key__`, the name,
+    and by what follows that dot the content as bytes, or what `decode` makes of it.
+
+    Args:
+        paths: As of ShardFiles. Compressed files cannot be read by number.
+        decode: Called with what follows the dot, and the bytes.
+    """
+
+    suffixes = (".tar",)
+
+    def __init__(self, paths: Paths, decode: Callable[[str, bytes], Any] | None = None) -> None:
+        self.decode = decode
+        super().__init__(paths)
+
+    def _find_samples(self, path: Path) -> Any:
+        samples: list[tuple[str, list[tuple[str, int, int]]]] = []
+        try:
+            with tarfile.open(path, "r:") as archive:
+                for member in archive:
+                    if not member.isfile():
+                        continue
+                    directory, _, name = member.name.rpartition("/")
+                    stem, _, part = name.partition(".")
+                    key = f"{directory}/{stem}" if directory else stem
+                    if not samples or samples[-1][0] != key:
+                        samples.append((key, []))
+                    samples[-1][1].append((part, member.offset_data, member.size))
+        except (tarfile.TarError, OSError) as error:
+            raise DataError(f"{path} is not a whole .tar file: {error}") from error
+        size = path.stat().st_size
+        for key, parts in samples:
+            if any(start + length > size for _, start, length in parts):
+                raise DataError(f"{path} ends in the middle of its sample {key!r}: it was cut.")
+        return samples
+
+    def _read(self, shard: int, number: int) -> Any:
+        key, parts = self._places[shard][number]
+        sample: dict[str, Any] = {"__key__": key}
+        with self.paths[shard].open("rb") as file:
+            for part, start, size in parts:
+                file.seek(start)
+                content = file.read(size)
+                sample[part] = content if self.decode is None else self.decode(part, content)
+        return sample
+
+
+def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))
+            if not inside:
+                raise DataError(f"{path} has no files of {' or '.join(suffixes)}.")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(f"there is no file {path}.")
+    if not found:
+        raise DataError("no files are given.")
+    return found

@@ -1,0 +1,170 @@
+"""Files of samples by number, beside their own libraries; what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from datasets import Dataset
+
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.measured import WithLengths, measure_lengths
+from dream_trainer.data.mixture import Mixture
+from dream_trainer.data.shard_files import JsonLines, ParquetRows, ShardFiles, TarSamples
+from dream_trainer.data.stream import train_stream
+from dream_trainer.errors import DataError
+
+ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
+
+
+def json_lines(directory: Path) -> JsonLines:
+    for number, first in enumerate((0, 10, 20)):
+        lines = [json.dumps(row, ensure_ascii=False) for row in ROWS[first : first + 10]]
+        (directory / f"{number}.jsonl").write_text("\n\n".join(lines))
+    return JsonLines(directory)
+
+
+def parquet_rows(directory: Path) -> ParquetRows:
+    for number, first in enumerate((0, 10, 20)):
+        parquet.write_table(pa.Table.from_pylist(ROWS[first : first + 10]), directory / f"{number}.parquet", 3)
+    return ParquetRows(directory, kept_groups=2)
+
+
+def tar_samples(directory: Path) -> TarSamples:
+    for number, first in enumerate((0, 10, 20)):
+        with tarfile.open(directory / f"{number}.tar", "w") as archive:
+            for row in ROWS[first : first + 10]:
+                for part, value in row.items():
+                    content = json.dumps(value).encode()
+                    member = tarfile.TarInfo(f"some/{row['n']:03d}.{part}.json")
+                    member.size = len(content)
+                    archive.addfile(member, BytesIO(content))
+    return TarSamples(directory, decode=lambda part, content: json.loads(content))
+
+
+def as_row(sample: dict[str, Any]) -> dict[str, Any]:
+    if "__key__" not in sample:
+        return sample
+    assert sample["__key__"] == f"some/{sample['n.json']:03d}"
+    return {"text": sample["text.json"], "n": sample["n.json"]}
+
+
+@pytest.mark.parametrize("make", [json_lines, parquet_rows, tar_samples])
+def test_samples_come_by_number_in_any_order_and_in_workers(make: Any, tmp_path: Path) -> None:
+    data: ShardFiles = make(tmp_path)
+    assert len(data) == 25
+    for index in (24, 0, 9, 10, 3, 19, 20):
+        assert as_row(data[index]) == ROWS[index]
+    for index in (-1, 25):
+        with pytest.raises(IndexError):
+            data[index]
+    for workers in (0, 2):
+        loader = DistributedDataLoader(
+            data, 5, num_workers=workers, collate_fn=list, **({"multiprocessing_context": "fork"} if workers else {})
+        )
+        assert [as_row(sample) for batch in loader for sample in batch] == ROWS
+
+
+def test_tars_have_what_webdataset_reads(tmp_path: Path) -> None:
+    import webdataset
+
+    tar_samples(tmp_path)
+    ours = TarSamples(tmp_path / "0.tar")
+    theirs = list(webdataset.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False))
+    assert len(theirs) == len(ours) == 10
+    for mine, other in zip([ours[i] for i in range(10)], theirs, strict=True):
+        assert mine == {key: value for key, value in other.items() if key in mine}
+
+
+def test_what_is_missing_or_damaged_is_named_at_opening_or_at_its_sample(tmp_path: Path) -> None:
+    lines = json_lines(tmp_path)
+    parquet_rows(tmp_path)
+    tar_samples(tmp_path)
+    for kind, suffix in ((JsonLines, "jsonl"), (ParquetRows, "parquet"), (TarSamples, "tar")):
+        with pytest.raises(DataError, match=f"there is no file .*none.{suffix}"):
+            kind(tmp_path / f"none.{suffix}")
+        (tmp_path / suffix).mkdir()
+        with pytest.raises(DataError, match=rf"has no files of \.{suffix}"):
+            kind(tmp_path / suffix)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="there is no sample in"):
+        JsonLines(tmp_path / "empty.jsonl")
+    cut = tmp_path / "1.parquet"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"1\.parquet is not a whole Parquet file"):
+        ParquetRows(tmp_path)
+    with pytest.raises(DataError, match=r"0\.parquet has no columns \['body'\]"):
+        ParquetRows(tmp_path / "0.parquet", ["body"])
+    cut = tmp_path / "1.tar"
+    cut.write_bytes(cut.read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"1\.tar"):
+        TarSamples(tmp_path)
+    (tmp_path / "1.jsonl").write_text('{"text": 1}\n{"tex')
+    lines = JsonLines(tmp_path / "1.jsonl")
+    with pytest.raises(DataError, match=r"sample 1 of .*1\.jsonl cannot be read: JSONDecodeError"):
+        lines[1]
+
+
+def test_a_row_group_is_read_once_while_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = parquet_rows(tmp_path)
+    read: list[int] = []
+    whole = parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, group: int, **options: Any) -> Any:
+        read.append(group)
+        return whole(self, group, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    for index in (0, 3, 1, 4, 2, 6, 0, 3):
+        data[index]
+    assert read == [0, 1, 2, 1]  # two are kept, the one longest unused goes
+
+
+def test_hugging_face_datasets_are_sources_as_they_are(tmp_path: Path) -> None:
+    dataset = Dataset.from_list(ROWS)
+    dataset.save_to_disk(tmp_path / "saved")
+    mixture = Mixture({"hf": Dataset.load_from_disk(tmp_path / "saved"), "lines": json_lines(tmp_path)})
+    steps = []
+    for ranks, workers in ((1, 0), (2, 2)):
+        streams = [
+            train_stream(
+                DistributedDataLoader(
+                    mixture, 4 // ranks, num_workers=workers, multiprocessing_context="fork" if workers else None
+                ),
+                accumulation=1,
+                dp_rank=rank,
+                dp_size=ranks,
+                seed=1,
+            )
+            for rank in range(ranks)
+        ]
+        found = []
+        for _ in range(30):
+            batches = [next(iter(stream.next_window().batches)) for stream in streams]  # type: ignore[union-attr]
+            found.append([number for batch in batches for number in batch["n"].tolist()])
+        for stream in streams:
+            stream.close()
+        steps.append(found)
+    assert steps[0] == steps[1]
+    assert {number for step in steps[0] for number in step} == set(range(25))
+
+
+def test_measured_lengths_make_a_source_of_tokens() -> None:
+    data = [[1] * (i % 7 + 1) for i in range(30)]
+    lengths = measure_lengths(data)
+    assert lengths.tolist() == [len(sample) for sample in data]
+    assert measure_lengths([{"t": sample} for sample in data], length=lambda sample: len(sample["t"])).tolist() == (
+        lengths.tolist()
+    )
+    mixture = Mixture({"data": WithLengths(data, lengths)}, unit="tokens")
+    mixture.begin(0, None)
+    assert mixture.lengths(0, 60).tolist() == [len(mixture[position]) for position in range(60)]
+    with pytest.raises(DataError, match=r"shape \(29,\) for 30 samples"):
+        WithLengths(data, np.ones(29))
