@@ -37,7 +37,7 @@ PROMPT = b"def "
 
 @dataclass(kw_only=True)
 class GPTTrainerConfig(DreamTrainerConfig):
-    """A run of this example; the defaults take about a minute and a half on two CPU cores."""
+    """A run of this example; the defaults take about two minutes on two CPU cores."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model."""
