@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from dream_trainer.data.lanes import divisors
 from dream_trainer.data.stream_loader import StreamLoader
+from dream_trainer.data.stream_sources import IterableShards
 from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
 from dream_trainer.data.window import DataPosition
 from tests.data.lane_truth import (
     KINDS,
     LAYOUTS,
+    LiveLines,
     digest,
     expected_steps,
     identity,
@@ -82,6 +85,33 @@ def test_a_stream_goes_on_at_any_step_in_any_layout_twice_in_a_row(transforms: l
     first, second, third = ((*LAYOUTS[(stop + place) % len(LAYOUTS)][:2], 0) for place in range(3))
     found = read_in_parts(source, [(first, stop), (second, 2), (third, 3)], **options)
     assert [digest(step) for step in found] == [digest(step) for step in expected]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_plans_of_any_numbers_go_on_in_any_layout(number: int) -> None:
+    chosen = random.Random(number)
+    batch, counts = chosen.choice([1, 2, 4, 6, 8, 12]), [chosen.randint(1, 30) for _ in range(chosen.randint(1, 14))]
+    lanes = chosen.choice([lane for lane in divisors(batch) if lane <= len(counts)])
+    turns = chosen.randint(1, len(counts) // lanes)
+    layouts = [(ranks, part, 0) for ranks in divisors(lanes) for part in divisors(batch // ranks)]
+    parts = [(chosen.choice(layouts), chosen.randint(1, 25)) for _ in range(4)]
+    whole = [((1, 1, 0), sum(steps for _, steps in parts))]
+    source = IterableShards(LiveLines, list(enumerate(counts)))
+    window, shuffle_shards = chosen.randint(1, 40), chosen.random() < 0.5
+    for transforms in ([], [Batch(3), Unbatch(), Shuffle(window)]):
+        expected, found = (
+            read_in_parts(
+                lambda: source,
+                plan,
+                global_batch=batch,
+                lanes=lanes,
+                turns=turns,
+                transforms=transforms,
+                shuffle_shards=shuffle_shards,
+            )
+            for plan in (whole, parts)
+        )
+        assert [digest(step) for step in found] == [digest(step) for step in expected]
 
 
 @pytest.mark.parametrize("kind", KINDS)
