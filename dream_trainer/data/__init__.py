@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dream_trainer.data.attention_mask import packed_attention_mask as packed_attention_mask
     from dream_trainer.data.loader import DistributedDataLoader as DistributedDataLoader
     from dream_trainer.data.loader import PerRankLoader as PerRankLoader
+    from dream_trainer.data.loader_group import AlternatingLoaders as AlternatingLoaders
+    from dream_trainer.data.loader_group import LoaderGroup as LoaderGroup
     from dream_trainer.data.measured import WithLengths as WithLengths
     from dream_trainer.data.measured import measure_lengths as measure_lengths
     from dream_trainer.data.mixture import Mixture as Mixture
@@ -50,8 +52,10 @@ else:
         __name__,
         {
             "Batch": "data.transforms",
+            "AlternatingLoaders": "data.loader_group",
             "DataPosition": "data.window",
             "DistributedDataLoader": "data.loader",
+            "LoaderGroup": "data.loader_group",
             "Mixture": "data.mixture",
             "mixture_of": "data.mixture",
             "Stage": "data.mixture_weights",

@@ -18,6 +18,7 @@ from dream_trainer.data.foreign import (
     set_epoch,
     workers_outlive_signals,
 )
+from dream_trainer.data.group_place import refuse_state_of_group
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
@@ -43,6 +44,7 @@ class ForeignStream(TrainStream):
         count: Samples of a batch; None counts none, and then a pass is read again by batches.
         keeps_state: Whether each window holds the loader's own state, if it has one. Without it a pass that was begun
             is read to its end, or not at all: not knowing what to put back, the stream cannot be sought any more.
+        whole_windows: Whether what is left at a pass's end, and fills no window, is left out.
     """
 
     def __init__(
@@ -55,14 +57,21 @@ class ForeignStream(TrainStream):
         seed: int,
         count: Callable[[Any], int] | None = None,
         keeps_state: bool = True,
+        whole_windows: bool = False,
     ) -> None:
         length = known_length(source)
-        if length == 0 and dp_size == 1:
+        if length == 0 and (dp_size == 1 or whole_windows):
             raise DataError(
                 f"The training loader ({type(source).__name__}) has 0 batches. Check its dataset, batch_size and "
                 "drop_last."
             )
-        self.steps_per_epoch = None if length is None else -(-length // accumulation)
+        if length is not None and whole_windows and length < accumulation:
+            raise DataError(
+                f"The training loader ({type(source).__name__}) has {length} batches in a pass, fewer than one step of "
+                f"{accumulation}. Give it more, or lower the accumulation."
+            )
+        steps = None if length is None else divmod(length, accumulation)
+        self.steps_per_epoch = None if steps is None else steps[0] + (steps[1] > 0 and not whole_windows)
         self.is_even = dp_size == 1
         self._source = source
         self._stateful = source if isinstance(source, StatefulLoader) else None
@@ -72,6 +81,7 @@ class ForeignStream(TrainStream):
         self._seed = seed
         self._count = count
         self._keeps_state = keeps_state
+        self._whole_windows = whole_windows
         self._batch_size = loader_batch_size(source)
         self._position = DataPosition(0, 0, 0)
         self._samples = 0  # of this rank in this pass
@@ -92,6 +102,7 @@ class ForeignStream(TrainStream):
         is_pass_over: bool = False,
         state: dict[str, Any] | None = None,
     ) -> None:
+        refuse_state_of_group(state)
         if self._was_read and isinstance(self._source, Iterator):
             raise DataError(
                 f"The training loader is of type {type(self._source).__name__}, an iterator that was read already and "
@@ -130,7 +141,7 @@ class ForeignStream(TrainStream):
             self._holds_end = False
             size = len(batches)
             self._is_exhausted = size < self._accumulation
-            if size:
+            if size and not (self._is_exhausted and self._whole_windows):
                 self._position = end = DataPosition(epoch, 0, self._position.batches + size)
                 sizes = None if self._count is None else [self._count(batch) for batch in batches]
                 self._samples += sum(sizes or ())

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
+from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
@@ -295,14 +296,28 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
 
 
 def loader_batch_size(loader: object) -> int | None:
-    """Samples in one of the loader's batches, where it says so."""
+    """Samples in one of the loader's batches, where it says so and they are alike; of a group in all of them."""
     if isinstance(loader, PerRankLoader):
         return loader_batch_size(loader.loader)
+    if isinstance(loader, Mapping) and loader:
+        loader = LoaderGroup(loader)
+    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+        sizes = [loader_batch_size(one) for one in loader.loaders.values()]
+        if isinstance(loader, LoaderGroup):
+            return None if None in sizes else sum(size or 0 for size in sizes)
+        return sizes[0] if len(set(sizes)) == 1 else None
     if isinstance(loader, DistributedDataLoader | StreamLoader):
         return loader.batch_size
     if isinstance(loader, DataLoader):
         return loader.batch_sampler.batch_size if isinstance(loader.batch_sampler, BatchSampler) else loader.batch_size
     return None
+
+
+def training_loaders(loader: Any) -> dict[str, Any]:
+    """The loaders of a group by name; one loader itself, named ""."""
+    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+        return loader.loaders
+    return dict(loader) if isinstance(loader, Mapping) else {"": loader}
 
 
 def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
@@ -343,8 +358,8 @@ def _refuse_several(loader: object) -> None:
     ):
         raise DataError(
             f"A {type(loader).__name__} of {len(parts)} data loaders is not a data loader: it yields loaders, not "
-            'batches. For validation give a dict of named loaders, such as {"easy": ..., "hard": ...}; else give one '
-            "loader."
+            'batches. Give a dict of named loaders, such as {"easy": ..., "hard": ...}: for training a batch of each, '
+            "for validation one after the other. Or give one loader."
         )
 
 

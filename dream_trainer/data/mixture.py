@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset
 
-from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
 from dream_trainer.data.mixture_weights import Stage, Weights, checked_weights, weights_by_position
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
@@ -344,17 +344,23 @@ class Mixture(OrderedDataset):
 
 
 def mixture_of(loader: object) -> Mixture:
-    """The mixture that a loader reads, also where its documents are packed into rows.
+    """The mixture that a loader reads, or one of a group of loaders; also where its documents are packed into rows.
 
     Raises:
-        DataError: It reads none.
+        DataError: It reads none, or several do.
     """
+    found = [mixture for one in training_loaders(loader).values() if (mixture := _mixture_behind(one)) is not None]
+    if len(found) != 1:
+        count = "no Mixture. Give it one as its dataset." if not found else f"{len(found)} mixtures. Name one of them."
+        raise DataError(f"the loader ({type(loader).__name__}) reads {count}")
+    return found[0]
+
+
+def _mixture_behind(loader: object) -> Mixture | None:
     dataset = loader.dataset if isinstance(loader, DataLoader | DistributedDataLoader) else None
     while isinstance(dataset, OrderedDataset) and not isinstance(dataset, Mixture):
         dataset = dataset.source
-    if not isinstance(dataset, Mixture):
-        raise DataError(f"the loader ({type(loader).__name__}) reads no Mixture. Give it one as its dataset.")
-    return dataset
+    return dataset if isinstance(dataset, Mixture) else None
 
 
 def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:

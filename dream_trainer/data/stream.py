@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
+from dream_trainer.data.group_place import refuse_state_of_group
+from dream_trainer.data.group_windows import group_stream
 from dream_trainer.data.lane_stream import LaneStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
+from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
 from dream_trainer.data.stream_loader import StreamLoader
@@ -42,7 +46,7 @@ def train_stream(
 
     Args:
         loader: A DistributedDataLoader, a StreamLoader, a PerRankLoader, a torch `DataLoader` or any iterable of
-            batches.
+            batches; a LoaderGroup or AlternatingLoaders of such; or a plain dict of them, which is a LoaderGroup.
         accumulation: Micro-batches in a whole window.
         dp_rank: This rank among the data-parallel ones.
         dp_size: Number of data-parallel ranks.
@@ -53,6 +57,28 @@ def train_stream(
     Raises:
         DataError: The data is empty or too small for one window, or cannot be dealt to `dp_size` ranks.
     """
+    open_one = partial(
+        _stream_of_one, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, keeps_state=keeps_state
+    )
+    if isinstance(loader, Mapping):
+        loader = LoaderGroup(loader)
+    if isinstance(loader, LoaderGroup | AlternatingLoaders):
+        return group_stream(loader, open_one, seed=seed, count=batch_size, accumulation=accumulation, dp_size=dp_size)
+    return open_one(loader, seed, batch_size)
+
+
+def _stream_of_one(
+    loader: object,
+    seed: int,
+    count: Callable[[Any], int] | None,
+    name: str | None = None,
+    *,
+    accumulation: int,
+    dp_rank: int,
+    dp_size: int,
+    keeps_state: bool,
+) -> TrainStream:
+    """The stream over one loader; with the `name` it has in a group, it has whole windows only."""
     if isinstance(loader, StreamLoader):
         return LaneStream(loader, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
     distributed_loader = loader if isinstance(loader, DistributedDataLoader) else rebuild(loader)
@@ -64,21 +90,26 @@ def train_stream(
             dp_rank=dp_rank,
             dp_size=dp_size,
             seed=seed,
-            count=batch_size,
+            count=count,
             keeps_state=keeps_state,
+            whole_windows=name is not None,
         )
     # A plain loader's user did not ask for ragged shards, which would train wrong without `weight=`.
-    drop_last = distributed_loader.drop_last or (dp_size > 1 and distributed_loader is not loader)
+    ragged_is_wrong = dp_size > 1 and distributed_loader is not loader
+    drop_last = distributed_loader.drop_last or ragged_is_wrong or name is not None
     sharding = Sharding(distributed_loader.batch_size, dp_rank, dp_size)
     stream = ShardStream(distributed_loader, sharding, accumulation=accumulation, seed=seed, drop_last=drop_last)
     if dp_rank == 0 and not distributed_loader.drop_last and stream.dropped_samples:
         reason = "they do not fill a global batch" if drop_last else "they are fewer than the data-parallel ranks"
         advice = (
             " Use DistributedDataLoader(drop_last=False) and `weight=` in `backward` to train them."
-            if drop_last
+            if drop_last and name is None
             else ""
         )
-        logger.warning("The last %d samples of each epoch are dropped: %s.%s", stream.dropped_samples, reason, advice)
+        of_loader = "" if name is None else f" of the training loader {name!r}"
+        logger.warning(
+            "The last %d samples of each epoch%s are dropped: %s.%s", stream.dropped_samples, of_loader, reason, advice
+        )
     return stream
 
 
@@ -120,6 +151,10 @@ class ShardStream(TrainStream):
     @property
     def reader(self) -> ShardReader:
         return self._reader
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._global_batch_size
 
     def seek(
         self,
@@ -232,6 +267,7 @@ class ShardStream(TrainStream):
 
     def _refuse_other_kind(self, position: DataPosition, state: dict[str, Any] | None) -> None:
         is_ordered, name = self._reader.ordered is not None, type(self._loader.dataset).__name__
+        refuse_state_of_group(state)
         if is_ordered and state is None and position.samples:
             raise DataError(
                 f"The run goes on in the middle of a pass, and the checkpoint has no state of the dataset ({name}): it "

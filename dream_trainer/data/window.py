@@ -84,6 +84,21 @@ class TrainStream(ABC):
         cannot be put together."""
         return None
 
+    @property
+    def parts(self) -> Mapping[str, TrainStream]:
+        """The streams of a group of loaders, by name; of one loader itself, named ""."""
+        return {"": self}
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a whole window over all ranks; None of a loader that is not ours."""
+        return None
+
+    @property
+    def seconds_by_source(self) -> Mapping[str, float]:
+        """Seconds this process has spent waiting for each loader of a group, by name."""
+        return {}
+
     @abstractmethod
     def seek(
         self,

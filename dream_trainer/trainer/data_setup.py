@@ -12,7 +12,8 @@ from dream_trainer.cleanup import call_each
 from dream_trainer.data.copy_ahead import copy_stream
 from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
+from dream_trainer.data.loader_group import AlternatingLoaders
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
@@ -88,6 +89,8 @@ def connect_data(trainer: AbstractTrainer) -> None:
         raise DataError("configure_dataloaders returned None for the training loader. Return an iterable of batches.")
     parameters, world = trainer.config.training_parameters, trainer.world
     batch_size = loader_batch_size(trainer.train_dataloader)
+    if parameters.global_batch_size is not None:
+        _refuse_unlike_turns(trainer.train_dataloader)
     trainer.accumulation_steps = (
         accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
         if parameters.global_batch_size is not None
@@ -111,6 +114,17 @@ def connect_data(trainer: AbstractTrainer) -> None:
     steps = agree_on_data(trainer)
     trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
     trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
+
+
+def _refuse_unlike_turns(loader: Any) -> None:
+    """Raises where steps of one global batch would need an accumulation for each loader."""
+    if isinstance(loader, AlternatingLoaders):
+        sizes = {name: loader_batch_size(one) for name, one in loader.loaders.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(
+                f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
+                "one batch size, or set gradient_accumulation_steps instead."
+            )
 
 
 def follow_train_dataloader(trainer: AbstractTrainer) -> None:
@@ -149,10 +163,11 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
 
 
 def _say_if_workers_keep_old_data(trainer: AbstractTrainer) -> None:
-    loader = trainer.train_dataloader
-    if not isinstance(loader, DataLoader | DistributedDataLoader) or not loader.persistent_workers:
+    if not heard(type(trainer), "pre_epoch"):
         return
-    if isinstance(loader.dataset, EpochAware) or not heard(type(trainer), "pre_epoch"):
+    loaders = training_loaders(trainer.train_dataloader).values()
+    ours = [loader for loader in loaders if isinstance(loader, DataLoader | DistributedDataLoader)]
+    if not any(loader.persistent_workers and not isinstance(loader.dataset, EpochAware) for loader in ours):
         return
     trainer.warn_once(
         "persistent workers",
@@ -174,16 +189,27 @@ def _open_stream(trainer: AbstractTrainer) -> None:
 
 
 def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
+    """This rank's stream; a collective: a loader that one rank cannot use is an error on all."""
     world = trainer.world
-    return train_stream(
-        loader,
-        accumulation=trainer.accumulation_steps,
-        dp_rank=world.dp_rank,
-        dp_size=world.dp_size,
-        seed=trainer.config.seed,
-        batch_size=trainer.batch_size,
-        keeps_state=trainer._saves_checkpoints,
-    )
+    stream, told = None, None
+    try:
+        stream = train_stream(
+            loader,
+            accumulation=trainer.accumulation_steps,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
+            seed=trainer.config.seed,
+            batch_size=trainer.batch_size,
+            keeps_state=trainer._saves_checkpoints,
+        )
+    except DataError as error:
+        told = error
+    messages = world.all_gather_object(None if told is None else str(told))
+    if stream is None or any(messages):
+        alike = len(set(messages)) == 1
+        text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
+        raise DataError(messages[0] if alike else text) from told
+    return stream
 
 
 def _first_batches(stream: TrainStream, count: int) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.data.loader import loader_batch_size
+from dream_trainer.data.loader import loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
 from dream_trainer.distributed.equality import plain_facts, refuse, refuse_differences, told_differences
 from dream_trainer.errors import RanksDifferError
@@ -69,7 +69,7 @@ def agree_on_data(trainer: AbstractTrainer) -> int | None:
     assert stream is not None  # connect_data has just set it
     if world.world_size == 1:
         return stream.steps_per_epoch
-    readers = {"training": stream.reader} | {
+    readers = {_of_training(name): part.reader for name, part in stream.parts.items()} | {
         _of_validation(name): batches.reader for name, batches in trainer._data.validation.items()
     }
     known = {name: reader for name, reader in readers.items() if reader is not None}
@@ -84,25 +84,31 @@ def agree_on_data(trainer: AbstractTrainer) -> int | None:
     return None if None in steps else min(steps)
 
 
+def _of_training(name: str) -> str:
+    return f"training {name!r}" if name else "training"
+
+
 def _of_validation(name: str) -> str:
     return f"validation {name!r}" if name else "validation"
 
 
 def _data_facts(trainer: AbstractTrainer, readers: Mapping[str, ShardReader | None]) -> dict[str, str]:
-    loaders = {"training": trainer.train_dataloader} | {
+    stream = trainer._data.stream
+    assert stream is not None  # as above
+    loaders = {_of_training(name): loader for name, loader in training_loaders(trainer.train_dataloader).items()} | {
         _of_validation(name): loader for name, loader in trainer.val_dataloaders.items()
     }
     facts: dict[str, Any] = {
+        "training loaders": ", ".join(map(repr, stream.parts)),
         "validation loaders": ", ".join(map(repr, trainer.val_dataloaders)) or "none",
         "gradient accumulation": trainer.accumulation_steps,
     }
     for name, loader in loaders.items():
-        reader = readers[name]
+        reader = readers.get(name)  # none of a loader whose first batches are overfitted
         facts[f"{name} loader: kind"] = type(loader).__name__
         loader_facts = {"batch size": loader_batch_size(loader)} if reader is None else reader.facts
         facts |= {f"{name} loader: {key}": value for key, value in loader_facts.items()}
-    assert trainer._data.stream is not None  # connect_data has just set it
-    facts |= {f"training loader: {key}": value for key, value in trainer._data.stream.facts.items()}
+    facts |= {f"training loader: {key}": value for key, value in stream.facts.items()}
     return {name: str(value) for name, value in facts.items()}
 
 

@@ -91,13 +91,13 @@ def test_validation_data_that_can_be_read_only_once_is_refused() -> None:
         [DataLoader(TensorDataset(torch.ones(2))), DataLoader(TensorDataset(torch.ones(2)))],
         (DistributedDataLoader(TensorDataset(torch.ones(2))),),
         PerRankLoader([PerRankLoader([torch.ones(2)])]),
-        {"one": DataLoader(TensorDataset(torch.ones(2)))},
+        PerRankLoader({"one": DataLoader(TensorDataset(torch.ones(2)))}),
     ],
 )
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("open_data", [validation_batches, partial(train_stream, accumulation=1)])
 def test_several_loaders_in_the_place_of_one_are_refused(several: Any, dp_size: int, open_data: Any) -> None:
-    with pytest.raises(DataError, match=r"of \d data loaders.*For validation give a dict of named loaders"):
+    with pytest.raises(DataError, match=r"of \d data loaders.*Give a dict of named loaders"):
         open_data(several, dp_rank=0, dp_size=dp_size, seed=0)
 
 

@@ -1,0 +1,322 @@
+"""Training from several loaders: each is a stream of its own, with its own place, and their windows are put together.
+
+Every window is a whole one. So a step's samples of each loader follow from its place alone, and the places of all of
+them after a window are what a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dream_trainer.data.group_place import Member, Place, naming_loader
+from dream_trainer.data.loader_group import PassEnd
+from dream_trainer.data.ordered import ENDLESS
+from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.errors import DataError
+
+_END: Any = object()
+
+
+class GroupStream(TrainStream):
+    """Several streams as one.
+
+    Args:
+        streams: Each loader's; all their windows are whole.
+        order: How they are put together, as plain data; a checkpoint of another order is refused.
+        end: When a pass ends.
+        accumulation: Micro-batches of a window.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        DataError: Ranks may get different numbers of windows from a loader, and the pass ends with the longest.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, TrainStream],
+        *,
+        order: dict[str, Any],
+        end: PassEnd,
+        accumulation: int,
+        dp_size: int,
+    ) -> None:
+        start = Place(DataPosition(0, 0, 0))
+        self._parts = [Member(name, stream, start) for name, stream in streams.items()]
+        self._order = order
+        self._end = end
+        self._accumulation = accumulation
+        self._dp_size = dp_size
+        uneven = [name for name, stream in streams.items() if not stream.is_even]
+        self.is_even = not uneven
+        self.resumes_from_all_ranks = any(stream.resumes_from_all_ranks for stream in streams.values())
+        if uneven and end != "cycle":
+            raise DataError(
+                f"ranks may have different numbers of batches of {', '.join(map(repr, uneven))}, so that they would "
+                f'not agree on where a pass ends. Use end="cycle" instead of {end!r}, with train_steps_per_epoch for '
+                "epochs; or a DistributedDataLoader."
+            )
+        self._epoch = self._windows = 0
+        self._leader: Member | None = None  # the loader that ended first: the shortest
+        self._samples: int | None = 0  # of all ranks in this pass; None once a window did not know its own
+        # The ends of the last windows, and how many there were: a checkpoint may be of the last but one.
+        self._places: deque[tuple[DataPosition, int, list[Place]]] = deque(maxlen=3)
+        self._note_places(start.position)
+        windows = [math.inf if part.stream.length == ENDLESS else part.stream.steps_per_epoch for part in self._parts]
+        count = None if None in windows or end == "cycle" else self._count_windows([w or 0 for w in windows])
+        self.steps_per_epoch = None if count is None or count == math.inf else int(count)
+
+    @property
+    def parts(self) -> Mapping[str, TrainStream]:
+        return {part.name: part.stream for part in self._parts}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        of_parts = {f"{part.name}: {key}": value for part in self._parts for key, value in part.stream.facts.items()}
+        return {"read by": self._order} | of_parts
+
+    @property
+    def seconds_by_source(self) -> Mapping[str, float]:
+        return {part.name: part.seconds for part in self._parts}
+
+    @property
+    def length(self) -> int | None:
+        known = [length for part in self._parts if (length := part.stream.length) is not None]
+        return sum(known) if known else None
+
+    # -- the place
+
+    def seek(
+        self,
+        position: DataPosition,
+        rank_state: dict[str, Any] | None,
+        *,
+        is_pass_over: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        if state is None:
+            self._begin_pass_at(position, is_pass_over=is_pass_over)
+            return
+        self._refuse_other_loaders(state)
+        of_rank = {} if rank_state is None else rank_state["loaders"]
+        for part in self._parts:
+            saved, own = state["loaders"][part.name], of_rank.get(part.name)
+            if saved["is_by_rank"] and not own:
+                raise DataError(
+                    f"only the training loader {part.name!r} itself knows where it was on each of the former ranks. "
+                    "Resume on the former number of ranks, or use a DistributedDataLoader."
+                )
+            values = own["place"] if own else saved["place"]
+            place = Place(**values | {"position": DataPosition(**values["position"])})
+            part.place = place._replace(rank_state=own["state"]) if own else place
+            self._seek_part(part, saved["state"])
+        self._epoch, self._windows, self._samples = position.epoch, state["windows"], position.samples
+        self._leader = next((part for part in self._parts if part.name == state["leader"]), None)
+        self._note_places(position)
+        if is_pass_over:
+            self._end_pass_again()
+
+    def state_at(self, position: DataPosition) -> dict[str, Any] | None:
+        windows, places = self._after(position)
+        loaders = {
+            part.name: {
+                "place": place.as_dict(),
+                "state": part.stream.state_at(place.position),
+                "is_by_rank": place.rank_state is not None,
+                "global_batch_size": part.stream.global_batch_size,
+            }
+            for part, place in zip(self._parts, places, strict=True)
+        }
+        leader = None if self._leader is None else self._leader.name
+        return {"loaders": loaders, "order": self._order, "windows": windows, "leader": leader}
+
+    def united(self, rank_states: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        loaders = {}
+        for part in self._parts:
+            of_ranks = [state["loaders"][part.name] for state in rank_states if state and part.name in state["loaders"]]
+            if of_ranks and part.stream.resumes_from_all_ranks:
+                state = part.stream.united([own["state"] for own in of_ranks])
+                loaders[part.name] = {"place": of_ranks[0]["place"], "state": state}
+        return {"loaders": loaders}
+
+    def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
+        _, places = self._after(position)
+        return {
+            f"{part.name}/{name}": value
+            for part, place in zip(self._parts, places, strict=True)
+            for name, value in part.stream.numbers_at(place.position).items()
+        }
+
+    def end_pass(self) -> None:
+        if self._windows == 0:
+            return
+        for part in self._parts:
+            # That it is at its end, which was why this pass was over, says nothing of the next one.
+            part.place = part.place._replace(is_counted=bool(part.place.at_end), has_ended=False)
+        self._epoch += 1
+        self._windows, self._samples = 0, 0
+
+    def _after(self, position: DataPosition) -> tuple[int, list[Place]]:
+        """How many windows of its pass end with that position, and where the loaders are then."""
+        return next((windows, places) for end, windows, places in self._places if _is_same(end, position))
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.stream.close()
+
+    def _begin_pass_at(self, position: DataPosition, *, is_pass_over: bool) -> None:
+        """Begins with all loaders at the start of a pass: there is no state of an earlier one."""
+        if position.batches and not is_pass_over:
+            raise self._of_one_loader()
+        start = DataPosition(position.epoch + is_pass_over, 0, 0)
+        for part in self._parts:
+            part.place = Place(start)
+            self._seek_part(part, None)
+        self._epoch, self._windows, self._samples, self._leader = start.epoch, 0, 0, None
+        self._note_places(position)
+
+    def _end_pass_again(self) -> None:
+        """The pass was over at the place that was sought: it is ended in the way it was then."""
+        if self._is_last():
+            self.end_pass()
+            return
+        with preserved_random_state():
+            window = self.next_window()
+        if window is not None:
+            raise DataError(
+                f"the checkpoint's pass over the training loaders {[part.name for part in self._parts]} was over, and "
+                "now there is more of it: their data changed. Give them the data they had, or start another experiment."
+            )
+
+    def _seek_part(self, part: Member, state: dict[str, Any] | None) -> None:
+        part.window = None
+        place = part.place
+        naming_loader(part.name, lambda: part.stream.seek(place.position, place.rank_state, state=state))
+
+    def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
+        advice = "Give it what it had, or start a run of its own from the checkpoint's weights."
+        if "loaders" not in state:
+            raise self._of_one_loader()
+        saved, names = state["loaders"], [part.name for part in self._parts]
+        if set(saved) != set(names):
+            raise DataError(f"the checkpoint is of the training loaders {list(saved)}, and there are {names}. {advice}")
+        if state["order"] != self._order:
+            raise DataError(
+                f"the checkpoint's training loaders were read by {state['order']}, and are now by {self._order}: "
+                f"other samples would be in each step. {advice}"
+            )
+        for part in self._parts:
+            before, now = saved[part.name]["global_batch_size"], part.stream.global_batch_size
+            if before != now and None not in (before, now):
+                raise DataError(
+                    f"the training loader {part.name!r} gave {before} samples to a step where the checkpoint was "
+                    f"written, and gives {now} now: batch size x accumulation x data-parallel ranks. Keep the product."
+                )
+
+    def _of_one_loader(self) -> DataError:
+        return DataError(
+            f"the checkpoint is of a run over one training loader, not over {[part.name for part in self._parts]}. "
+            "Give it the loader it had, or start a run of its own from the checkpoint's weights."
+        )
+
+    # -- windows
+
+    @abstractmethod
+    def _count_windows(self, windows: Sequence[float]) -> float:
+        """Windows of one pass, from those of each loader; infinity where it has no end."""
+
+    @abstractmethod
+    def _is_last(self) -> bool | None:
+        """Whether the pass is over with the window that was read last; None where only the next one tells."""
+
+    def _look(self, part: Member) -> bool:
+        """Looks for the loader's next window; False where its pass has ended, which is counted once."""
+        if part.window is None and (not part.place.at_end or part.place.is_counted):
+            part.window = self._pull(part)
+            if part.window is None and part.place.is_counted:
+                part.window = self._pull(part)
+        if part.window is None:
+            part.place = part.place._replace(is_counted=True, has_ended=True)
+            self._leader = self._leader or part
+        return part.window is not None
+
+    def _pull(self, part: Member) -> Window | None:
+        started = time.perf_counter()
+        window = naming_loader(part.name, part.stream.next_window)
+        part.seconds += time.perf_counter() - started
+        return window
+
+    def _take(self, part: Member) -> Window:
+        """The loader's next window, of its next pass where this one has ended."""
+        window = part.window or self._pull(part) or self._pull(part)
+        if window is None:
+            raise DataError(
+                f"the training loader {part.name!r} has no whole window of {self._accumulation} batches on this rank. "
+                "Give every rank enough batches, or lower the accumulation."
+            )
+        part.place = Place(window.end, window.rank_state, window.is_last, False, part.place.has_ended)
+        part.window = None
+        return window
+
+    def _timed(self, part: Member, batches: Iterable[Any]) -> Iterator[Any]:
+        iterator = iter(batches)
+        while True:
+            started = time.perf_counter()
+            batch = naming_loader(part.name, partial(next, iterator, _END))
+            part.seconds += time.perf_counter() - started
+            if batch is _END:
+                return
+            yield batch
+
+    def _window(self, batches: Iterable[Any], windows: Sequence[Window]) -> Window:
+        """What is trained together: `batches`, made of those of `windows`."""
+        samples: int | None = 0
+        for window in windows:
+            samples = None if samples is None or window.samples is None else samples + window.samples
+        self._windows += 1
+        self._samples = None if self._samples is None or samples is None else self._samples + samples
+        end = DataPosition(self._epoch, self._samples or 0, self._windows * self._accumulation, self.length)
+        self._note_places(end)
+        by_rank = {
+            part.name: {"place": part.place.as_dict(), "state": part.place.rank_state}
+            for part in self._parts
+            if part.place.rank_state is not None
+        }
+        return Window(
+            self._accumulation,
+            batches,
+            samples,
+            end,
+            {"loaders": by_rank} if by_rank else None,
+            False,
+            self._is_last() if self.is_even else None,  # some rank may have to look ahead, and then all of them do
+            None if samples is not None else self._sizes(windows),
+        )
+
+    def _sizes(self, windows: Sequence[Window]) -> list[int] | None:
+        """This rank's samples in each micro-batch."""
+        sizes = [0] * self._accumulation
+        for window in windows:
+            own = window.sizes
+            if window.samples is not None:
+                own = [window.samples // (self._dp_size * window.size)] * window.size
+            if own is None:
+                return None
+            sizes = [size + more for size, more in zip(sizes, own, strict=True)]
+        return sizes
+
+    def _note_places(self, end: DataPosition) -> None:
+        self._places.append((end, self._windows, [part.place for part in self._parts]))
+
+
+def _is_same(end: DataPosition, position: DataPosition) -> bool:
+    """Whether `position` is that end: where no samples were counted, the trainer has written them into it."""
+    if end.samples:
+        return end == position
+    return (end.epoch, end.batches) == (position.epoch, position.batches)

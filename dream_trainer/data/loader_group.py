@@ -1,0 +1,122 @@
+"""Several training loaders as one: a batch of each in every micro-batch, or one loader's turn after another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from math import gcd
+from typing import Any, Literal, get_args
+
+from dream_trainer.errors import DataError
+
+PassEnd = Literal["shortest", "longest", "cycle"]
+LONGEST_PERIOD = 10_000
+
+
+class LoaderGroup:
+    """Named training loaders that are read together: each batch is a dict with one batch of each.
+
+    A plain dict of loaders does the same. Each loader may be of any kind that can be used alone, has its own batch
+    size, and from the run's seed and its name a seed of its own. Each begins again when it ends, by itself: which of
+    its samples are in a step follows from the number of steps alone. Only whole optimizer steps are read: what is left
+    at a loader's end, less than its part of one, is left out of that pass.
+
+    Args:
+        loaders: The loaders by name.
+        end: What is a pass over the group, and so an epoch: one over its "longest" loader, one over its "shortest",
+            where the others go on in the next pass where they are, or none ("cycle": limit the run by steps, samples
+            or tokens; `train_steps_per_epoch` makes epochs).
+
+    Raises:
+        DataError: There is no loader, one is a group itself or in it twice, or `end` is unknown.
+    """
+
+    def __init__(self, loaders: Mapping[str, Any], *, end: PassEnd = "longest") -> None:
+        self.loaders = _checked(loaders, end, type(self).__name__)
+        self.end = end
+
+
+class AlternatingLoaders:
+    """Named training loaders that take turns by optimizer steps: each batch is `(name, batch)` of the one whose turn it
+    is.
+
+    All micro-batches of a step are of one loader, on all ranks: so what a step reads depends neither on accumulation
+    nor on the number of ranks. Turns are spread evenly: `{"text": 3, "images": 1}` is text, text, images, text. Each
+    pass begins with the first turn. Else the loaders are read as in a LoaderGroup.
+
+    Args:
+        loaders: The loaders by name.
+        ratio: How many steps each has of a round, whole numbers above 0; None is one for each.
+        end: A pass is over when it is the turn of a loader that has nothing left: of the last one to which that
+            happens ("longest"), or the first ("shortest"); or never ("cycle").
+
+    Raises:
+        DataError: As of LoaderGroup, or the ratio is not of these names, or not of whole numbers above 0.
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Any], ratio: Mapping[str, int] | None = None, *, end: PassEnd = "longest"
+    ) -> None:
+        self.loaders = _checked(loaders, end, type(self).__name__)
+        self.end = end
+        self.ratio = dict.fromkeys(self.loaders, 1) if ratio is None else _checked_ratio(ratio, self.loaders)
+        self.turns = turns(self.ratio)
+
+
+def turns(ratio: Mapping[str, int]) -> list[str]:
+    """One round of turns, each name as often as its ratio says and as evenly as can be."""
+    divisor = reduce(gcd, ratio.values())
+    shares = {name: count // divisor for name, count in ratio.items()}
+    total = sum(shares.values())
+    if total > LONGEST_PERIOD:
+        raise DataError(f"ratio={dict(ratio)!r} has a round of {total} steps. Use numbers of up to {LONGEST_PERIOD}.")
+    owed, order = dict.fromkeys(shares, 0), []
+    for _ in range(total):
+        for name, share in shares.items():
+            owed[name] += share
+        chosen = max(owed, key=owed.__getitem__)
+        owed[chosen] -= total
+        order.append(chosen)
+    return order
+
+
+def _checked(loaders: Any, end: object, kind: str) -> dict[str, Any]:
+    if not isinstance(loaders, Mapping) or not loaders:
+        raise DataError(
+            f'{kind} got {loaders!r}, and no loaders. Give a dict of named loaders, such as {{"text": ..., "images": '
+            "...}."
+        )
+    if end not in get_args(PassEnd):
+        raise DataError(f"end={end!r} is not one of {', '.join(map(repr, get_args(PassEnd)))}.")
+    for name, loader in loaders.items():
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{kind} got a loader named {name!r}. Use a string for its name.")
+        if isinstance(loader, LoaderGroup | AlternatingLoaders | Mapping):
+            raise DataError(
+                f"loader {name!r} of {kind} is itself a {type(loader).__name__}. Put all loaders into one group."
+            )
+    refuse_shared(loaders)
+    return dict(loaders)
+
+
+def refuse_shared(parts: Mapping[str, object]) -> None:
+    """Raises DataError where one object is there under two names: it has one place, and both would move it."""
+    names: dict[int, str] = {}
+    for name, part in parts.items():
+        first = names.setdefault(id(part), name)
+        if first != name:
+            raise DataError(
+                f"the training loaders {first!r} and {name!r} read the same {type(part).__name__}. Make one for each."
+            )
+
+
+def _checked_ratio(ratio: Any, loaders: Mapping[str, Any]) -> dict[str, int]:
+    if not isinstance(ratio, Mapping) or set(ratio) != set(loaders):
+        raise DataError(f"ratio={ratio!r} does not say a number for each of the loaders {list(loaders)}, and no other.")
+    for name, count in ratio.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise DataError(
+                f"ratio={dict(ratio)!r}: {count!r} for {name!r} is not a whole number of steps above 0. Leave out a "
+                "loader that is not to be read."
+            )
+    return {name: ratio[name] for name in loaders}

@@ -1,0 +1,420 @@
+"""Several training loaders as one: against plain loops, on any layout, from any place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from dream_trainer.data import (
+    AlternatingLoaders,
+    DistributedDataLoader,
+    IterableShards,
+    LoaderGroup,
+    Mixture,
+    PerRankLoader,
+    StreamLoader,
+)
+from dream_trainer.data.loader_group import turns
+from dream_trainer.data.stream import train_stream
+from dream_trainer.data.window import DataPosition, TrainStream
+from dream_trainer.errors import DataError
+from tests.data.lane_truth import LiveLines
+
+TEXT, IMAGES = 8, 4
+"""Samples of each in one step, over all ranks."""
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+"""(ranks, accumulation)"""
+Steps = list[dict[str, list[int]]]
+
+
+def numbers(length: int, first: int = 0) -> TensorDataset:
+    return TensorDataset(torch.arange(first, first + length))
+
+
+def ours(ranks: int, accumulation: int, text: int = 40, images: int = 12, **options: Any) -> dict[str, Any]:
+    """Five steps of text and three of images, unless told otherwise."""
+    parts = ranks * accumulation
+    return {
+        "text": DistributedDataLoader(numbers(text), TEXT // parts, **options),
+        "images": DistributedDataLoader(numbers(images, 1000), IMAGES // parts, **options),
+    }
+
+
+def open_streams(loader: Any, ranks: int, accumulation: int) -> list[TrainStream]:
+    return [
+        train_stream(loader, accumulation=accumulation, dp_rank=rank, dp_size=ranks, seed=3) for rank in range(ranks)
+    ]
+
+
+def step_of(streams: list[TrainStream]) -> dict[str, list[int]] | None:
+    """The samples of each loader in the next step of all ranks, sorted; None at a pass's end."""
+    windows = [stream.next_window() for stream in streams]
+    if windows[0] is None:
+        assert all(window is None for window in windows)
+        return None
+    found: dict[str, list[int]] = {}
+    for window in windows:
+        assert window is not None
+        batches = list(window.batches)
+        assert len(batches) == window.size
+        for batch in batches:
+            for name, (samples,) in batch.items() if isinstance(batch, dict) else [batch]:
+                found.setdefault(name, []).extend(samples.tolist())
+    return {name: sorted(samples) for name, samples in found.items()}
+
+
+def read(streams: list[TrainStream], passes: int) -> list[Steps]:
+    found: list[Steps] = []
+    for _ in range(passes):
+        found.append(list(iter(lambda: step_of(streams), None)))
+    return found
+
+
+def steps_by_hand(length: int, size: int, first: int = 0) -> list[list[int]]:
+    return [list(range(first + at, first + at + size)) for at in range(0, length - size + 1, size)]
+
+
+TEXT_STEPS, IMAGE_STEPS = steps_by_hand(40, TEXT), steps_by_hand(12, IMAGES, 1000)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), LAYOUTS)
+@pytest.mark.parametrize("end", ["shortest", "longest", "cycle"])
+def test_a_group_is_read_as_plain_loops_would(ranks: int, accumulation: int, end: Any) -> None:
+    streams = open_streams(LoaderGroup(ours(ranks, accumulation), end=end), ranks, accumulation)
+    if end == "cycle":
+        found = [[step for _ in range(11) if (step := step_of(streams))]]
+        wanted = [list(islice(zip(cycle(TEXT_STEPS), cycle(IMAGE_STEPS), strict=False), 11))]
+        assert streams[0].steps_per_epoch is None
+    else:
+        # Each goes round by itself; a pass is one round of the longest, or the shortest.
+        pairs = zip(cycle(TEXT_STEPS), cycle(IMAGE_STEPS), strict=False)
+        wanted = [list(islice(pairs, 3 if end == "shortest" else 5)) for _ in range(4)]
+        found = read(streams, 4)
+        assert streams[0].steps_per_epoch == len(wanted[0])
+    assert found == [[{"text": text, "images": images} for text, images in one] for one in wanted]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), LAYOUTS)
+def test_loaders_take_turns_by_steps(ranks: int, accumulation: int) -> None:
+    def by_hand(steps: int) -> list[Steps]:
+        text, images = cycle(TEXT_STEPS), cycle(IMAGE_STEPS)
+        take = {"text": lambda: {"text": next(text)}, "images": lambda: {"images": next(images)}}
+        return [[take[name]() for name in islice(cycle(["text", "images", "text"]), steps)] for _ in range(3)]
+
+    loaders = ours(ranks, accumulation)
+    ratio = {"text": 2, "images": 1}
+    assert turns(ratio) == ["text", "images", "text"]
+    shortest = open_streams(AlternatingLoaders(loaders, ratio, end="shortest"), ranks, accumulation)
+    longest = open_streams(AlternatingLoaders(loaders, ratio, end="longest"), ranks, accumulation)
+    # Text has none left at its sixth turn, the ninth of all; images at their fourth, the eleventh.
+    assert (shortest[0].steps_per_epoch, longest[0].steps_per_epoch) == (8, 10)
+    assert read(shortest, 3) == by_hand(8)
+    assert read(longest, 3) == by_hand(10)
+
+
+def test_turns_are_spread_evenly() -> None:
+    order = turns({"a": 6, "b": 3, "c": 1})
+    assert [order.count(name) for name in "abc"] == [6, 3, 1]
+    assert all(order[at : at + 2].count("a") >= 1 for at in range(9))
+    assert turns({"a": 30, "b": 10}) == turns({"a": 3, "b": 1})
+
+
+class Live:
+    """A loader of another kind with a state, which it hands out as it is."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["next"] < self.length:
+            number = self.state["next"]
+            self.state["next"] += 1
+            yield (torch.arange(2) + 2 * number,)
+        self.state["next"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Plain:
+    """A loader of another kind without a state or a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.length):
+            yield (torch.arange(2) + 2 * number + 500,)
+
+
+def mixture(seed: int) -> DistributedDataLoader:
+    sources = {"a": numbers(30, 2000), "b": numbers(20, 3000)}
+    return DistributedDataLoader(Mixture(sources, {"a": 2, "b": 1}, seed=seed, num_samples=32), 4)
+
+
+KINDS = {
+    "ours": lambda: ours(1, 2, shuffle=True),
+    "mixtures": lambda: {"text": mixture(1), "images": mixture(2)},
+    "others": lambda: {"live": Live(15), "plain": Plain(23), "text": ours(1, 2)["text"]},
+}
+GROUPS = {
+    "shortest": lambda loaders: LoaderGroup(loaders, end="shortest"),
+    "longest": LoaderGroup,
+    "cycle": lambda loaders: LoaderGroup(loaders, end="cycle"),
+    "turns": lambda loaders: AlternatingLoaders(loaders, {name: at + 1 for at, name in enumerate(loaders)}),
+    "turns to the shortest": lambda loaders: AlternatingLoaders(loaders, end="shortest"),
+    "endless turns": lambda loaders: AlternatingLoaders(loaders, end="cycle"),
+}
+
+
+class Reader:
+    """Reads steps as the trainer does, which looks one window ahead where the end is not known, and keeps its place."""
+
+    def __init__(self, loader: Any) -> None:
+        self.stream = train_stream(
+            loader,
+            accumulation=2,
+            dp_rank=0,
+            dp_size=1,
+            seed=3,
+            batch_size=lambda batch: len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0]),
+        )
+        self.position, self.rank_state, self.is_over = DataPosition(0, 0, 0), None, False
+        self.ahead: Any = None
+
+    def save(self) -> str:
+        state = self.stream.state_at(self.position)
+        return json.dumps([_plain(self.position), self.rank_state, self.is_over, state])
+
+    def load(self, text: str) -> None:
+        position, rank_state, is_over, state = json.loads(text)
+        self.position, self.rank_state, self.is_over = DataPosition(**position), rank_state, is_over
+        self.stream.seek(self.position, rank_state, is_pass_over=is_over, state=state)
+
+    def step(self) -> list[Any]:
+        window = self.ahead or self._load()
+        self.ahead = None
+        assert window is not None
+        if window.is_last is None:
+            self.ahead = self._load()
+        self.is_over = window.is_last if window.is_last is not None else self.ahead is None
+        counted = sum(window.sizes) if window.samples is None else window.samples
+        before = self.position.samples if self.position.epoch == window.end.epoch else 0
+        end = window.end
+        self.position = end if end.samples else DataPosition(end.epoch, before + counted, end.batches)
+        self.rank_state = window.rank_state
+        if self.is_over:
+            self.stream.end_pass()
+        return [_tokens(batch) for batch in window.batches]
+
+    def _load(self) -> Any:
+        window = self.stream.next_window()
+        if window is not None:
+            window.batches = list(window.batches)
+        return window
+
+
+def _plain(position: DataPosition) -> dict[str, Any]:
+    return {"epoch": position.epoch, "samples": position.samples, "batches": position.batches}
+
+
+def _tokens(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: samples.tolist() for name, (samples,) in batch.items()}
+    return batch[0], batch[1][0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_goes_on_from_any_step_twice_in_a_row(kind: str, group: str) -> None:
+    build = lambda: GROUPS[group](KINDS[kind]())  # noqa: E731
+    whole = Reader(build())
+    wanted = [whole.step() for _ in range(24)]
+    assert len({str(step) for step in wanted}) > 8
+    for first in range(20):
+        run = Reader(build())
+        assert [run.step() for _ in range(first)] == wanted[:first]
+        for at in (first, first + 2):
+            saved = run.save()
+            run = Reader(build())
+            run.load(saved)
+            assert run.save() == saved, "a checkpoint right after the resume"
+            assert [run.step() for _ in range(2)] == wanted[at : at + 2], (first, at)
+
+
+@pytest.mark.parametrize("group", [LoaderGroup, AlternatingLoaders])
+def test_the_layout_may_change_on_the_way(group: Any) -> None:
+    steps: Steps = []
+    saved: Any = None
+    for ranks, accumulation in [(1, 2), (2, 1), (4, 1), (2, 2), (1, 1)]:
+        streams = open_streams(group(ours(ranks, accumulation, shuffle=True)), ranks, accumulation)
+        for stream in streams if saved else []:
+            stream.seek(saved[0], None, state=saved[1])
+        for _ in range(3):
+            step = step_of(streams) or step_of(streams)
+            assert step is not None
+            steps.append(step)
+        end = streams[0]._places[-1][0]  # type: ignore[attr-defined]
+        saved = end, json.loads(json.dumps(streams[0].state_at(end)))
+    streams = open_streams(group(ours(1, 1, shuffle=True)), 1, 1)
+    assert steps == [step_of(streams) or step_of(streams) for _ in range(15)]
+
+
+def test_a_stream_in_a_group_goes_on_on_other_ranks() -> None:
+    def group(ranks: int) -> AlternatingLoaders:
+        shards = IterableShards(LiveLines, list(enumerate([30, 20, 25, 30])))
+        stream = StreamLoader(shards, 8 // ranks, lanes=4, collate_fn=lambda samples: (torch.tensor(samples),))
+        return AlternatingLoaders({"lines": stream, "images": ours(ranks, 1)["images"]})
+
+    whole = open_streams(group(1), 1, 1)
+    wanted = [step_of(whole) for _ in range(15)]
+    assert None not in wanted, "the stream repeats, so that the group has no end"
+    steps: list[Any] = []
+    saved: Any = None
+    for ranks in (1, 2, 4, 2, 1):
+        streams = open_streams(group(ranks), ranks, 1)
+        if saved is not None:
+            position, rank_states, state = saved
+            for stream in streams:
+                stream.seek(position, stream.united(rank_states), state=state)
+        for _ in range(3):
+            windows = [stream.next_window() for stream in streams]
+            found: dict[str, list[int]] = {}
+            for window in windows:
+                assert window is not None
+                for name, (samples,) in window.batches:
+                    found.setdefault(name, []).extend(samples.tolist())
+            steps.append({name: sorted(samples) for name, samples in found.items()})
+        assert windows[0] is not None
+        end = windows[0].end
+        rank_states = json.loads(json.dumps([window.rank_state for window in windows if window is not None]))
+        saved = end, rank_states, json.loads(json.dumps(streams[0].state_at(end)))
+    assert steps == wanted
+
+
+def test_loaders_of_one_length_have_orders_of_their_own() -> None:
+    dataset = numbers(16)
+    loaders = {name: DataLoader(dataset, batch_size=16, shuffle=True) for name in ("one", "other")}
+    (window,) = [open_streams(loaders, 1, 1)[0].next_window()]
+    assert window is not None
+    (batch,) = window.batches
+    assert batch["one"][0].tolist() != batch["other"][0].tolist()
+
+
+def test_what_fills_no_step_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    loaders = {"text": DistributedDataLoader(numbers(21), 4, drop_last=False), "lists": [numbers(2)[:]] * 3}
+    (steps,) = read(open_streams(LoaderGroup(loaders, end="shortest"), 1, 2), 1)
+    assert len(steps) == 1
+    assert "last 5 samples of each epoch of the training loader 'text'" in caplog.text
+
+
+def test_what_cannot_work_is_named() -> None:
+    text, images = ours(1, 1).values()
+    for wrong, message in [
+        (lambda: LoaderGroup({}), "no loaders"),
+        (lambda: LoaderGroup([text, images]), "no loaders"),  # type: ignore[arg-type]
+        (lambda: LoaderGroup({"text": text}, end="last"), "end='last' is not one of"),  # type: ignore[arg-type]
+        (lambda: LoaderGroup({1: text}), "named 1"),  # type: ignore[dict-item]
+        (lambda: LoaderGroup({"all": {"text": text}}), "'all' of LoaderGroup is itself a dict"),
+        (lambda: LoaderGroup({"one": text, "other": text}), "'one' and 'other' read the same DistributedDataLoader"),
+        (lambda: AlternatingLoaders({"text": text}, {"txt": 1}), "'txt'.*for each of the loaders \\['text'\\]"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": 0}), "0 for 'text' is not a whole number"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": -2}), "-2 for 'text' is not a whole number"),
+        (lambda: AlternatingLoaders({"text": text}, {"text": 1.5}), "1.5 for 'text'"),  # type: ignore[dict-item]
+        (lambda: AlternatingLoaders(ours(1, 1), {"text": 10**6, "images": 1}), "a round of 1000001 steps"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    ("loaders", "ranks", "message"),
+    [
+        ({"text": [], "images": [numbers(2)[:]]}, 1, "'text': .*0 batches"),
+        ({"text": PerRankLoader([]), "images": PerRankLoader([1])}, 2, "'text': .*0 batches"),
+        ({"text": DistributedDataLoader(numbers(3), 4)}, 1, "'text': .*3 samples, fewer than one global batch"),
+        ({"text": [numbers(2)[:]]}, 1, "'text': .*has 1 batches in a pass, fewer than one step of 2"),
+        ({"text": Plain(4)}, 2, "'text': .*cannot be dealt to dp_size=2"),
+        ({"text": 7}, 1, "'text': .*must be an iterable"),
+        ({"text": PerRankLoader([1, 2])}, 2, "different numbers of batches of 'text'"),
+    ],
+)
+def test_a_loader_that_cannot_be_read_is_named(loaders: Any, ranks: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        train_stream(loaders, accumulation=2, dp_rank=0, dp_size=ranks, seed=0)
+
+
+def test_one_dataset_with_an_order_cannot_be_in_two_loaders() -> None:
+    one = mixture(1)
+    loaders = {"one": one, "other": DistributedDataLoader(one.dataset, 2)}
+    with pytest.raises(DataError, match="'one' and 'other' read the same Mixture"):
+        train_stream(loaders, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+
+
+def test_a_loader_that_fails_is_named_with_its_error() -> None:
+    def broken() -> Iterator[Any]:
+        yield (torch.ones(2),)
+        raise OSError("the disk is gone")
+
+    class Broken:
+        def __iter__(self) -> Iterator[Any]:
+            return broken()
+
+    stream = train_stream({"good": Plain(4), "bad": Broken()}, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    stream.next_window()
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        stream.next_window()
+    assert "in the training loader 'bad'" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (lambda: LoaderGroup({"text": ours(1, 1)["text"]}), r"loaders \['text', 'images'\], and there are \['text'\]"),
+        (lambda: LoaderGroup(ours(1, 1), end="shortest"), "read by .*longest.*now by .*shortest"),
+        (lambda: AlternatingLoaders(ours(1, 1)), "read by .*LoaderGroup.*now by .*AlternatingLoaders"),
+        (lambda: LoaderGroup(ours(1, 2)), "'text' gave 8 samples to a step.*gives 4 now"),
+        (lambda: LoaderGroup(ours(1, 1, text=48)), "'text': .*40 training samples, and the dataset has 48"),
+        (lambda: ours(1, 1)["text"], r"loaders \['text', 'images'\], and this one has one loader"),
+        (lambda: Plain(9), r"loaders \['text', 'images'\], and this one has one loader"),
+    ],
+)
+def test_other_loaders_do_not_go_on(now: Any, message: str) -> None:
+    stream = train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    window = stream.next_window()
+    assert window is not None
+    list(window.batches)
+    state = stream.state_at(window.end)
+
+    def go_on() -> None:
+        other = train_stream(now(), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+        other.seek(window.end, None, state=state)
+        other.next_window()
+
+    with pytest.raises(DataError, match=message):
+        go_on()
+
+
+def test_a_run_over_one_loader_does_not_go_on_with_several() -> None:
+    stream = train_stream(ours(1, 1), accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    with pytest.raises(DataError, match=r"one training loader, not over \['text', 'images'\]"):
+        stream.seek(DataPosition(0, 8, 1), None)
+
+
+def test_another_number_of_ranks_is_refused_where_only_a_loader_knows_its_place() -> None:
+    stream = train_stream({"plain": Plain(9)}, accumulation=1, dp_rank=0, dp_size=1, seed=3)
+    window = stream.next_window()
+    assert window is not None
+    state = stream.state_at(window.end)
+    with pytest.raises(DataError, match="only the training loader 'plain' itself knows"):
+        stream.seek(window.end, None, state=state)

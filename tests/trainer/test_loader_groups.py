@@ -1,0 +1,228 @@
+"""Training from several loaders: against a plain loop in float64, on ranks, interrupted at each step."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data import AlternatingLoaders, DistributedDataLoader, LoaderGroup, PerRankLoader
+from dream_trainer.errors import DataError
+from tests.trainer.arithmetic import fill
+from tests.trainer.small import Config, Samples, assert_same_weights, network, sgd, weights
+from tests.worlds import run_world
+
+FEW, MANY = 4, 8
+"""Samples of each loader in one step, over all ranks."""
+STEPS = 9
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2)]
+"""(ranks, accumulation)"""
+
+
+def build(kind: str, parts: int) -> Any:
+    """Three steps of one loader, and five of the other."""
+    loaders = {
+        "few": DistributedDataLoader(Samples(12), FEW // parts),
+        "many": DistributedDataLoader(Samples(40), MANY // parts),
+    }
+    if kind == "turns":
+        return AlternatingLoaders(loaders, {"few": 1, "many": 2})
+    return loaders if kind == "dict" else LoaderGroup(loaders, end="cycle")
+
+
+def by_hand(kind: str) -> torch.nn.Module:
+    """The loop as one writes it."""
+
+    def batches(length: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        data = Samples(length)
+        return cycle(zip(data.x.split(size), data.y.split(size), strict=True))
+
+    model = network()
+    fill(model)
+    optimizer = sgd(model)
+    data = {"few": batches(12, FEW), "many": batches(40, MANY)}
+    # Many has five steps, so none is left at its sixth turn, the ninth of all; few, at its fourth, which is the tenth
+    # (turns are many, few, many). A pass with turns has nine steps, then.
+    turns = [["many"], ["few"], ["many"]] if kind == "turns" else [["few", "many"]]
+    for names in islice(cycle(turns), STEPS):
+        loss = sum(mse_loss(model(x), y) for x, y in (next(data[name]) for name in names))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+class Several(dt.DreamTrainer):
+    """Adds the losses of what is in the batch."""
+
+    def __init__(self, config: Config, loaders: Any) -> None:
+        super().__init__(config)
+        self.loaders = loaders
+        self.seen: list[Any] = []
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = sgd(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return self.loaders, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        parts = batch if isinstance(batch, dict) else dict([batch])
+        self.seen.append({name: numbers.tolist() for name, (_, _, numbers) in parts.items()})
+        loss = sum((mse_loss(self.model(x), y) for x, y, _ in parts.values()), torch.zeros((), dtype=torch.float64))
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def train(
+    loaders: Any, directory: Path | str, steps: int | None = STEPS, accumulation: int = 1, **training: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
+    os.chdir(directory)
+    config = Config(
+        project="tests",
+        group="several",
+        experiment="run",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(
+            max_steps=steps, gradient_accumulation_steps=accumulation, **training
+        ),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+    )
+    with Several(config, loaders) as trainer:
+        trainer.fit()
+        counted = {
+            name: getattr(trainer, name)
+            for name in ("global_step", "current_epoch", "samples_seen", "steps_per_epoch", "total_steps", "seen")
+        }
+        return weights(trainer.model), counted
+
+
+def train_built(kind: str, directory: str, steps: int, parts: int, accumulation: int) -> Any:
+    return train(build(kind, parts), directory, steps, accumulation)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["dict", "cycle", "turns"])
+def test_two_loaders_train_as_a_plain_loop_would(kind: str, ranks: int, accumulation: int, tmp_path: Path) -> None:
+    results = run_world(train_built, ranks, kind, str(tmp_path), STEPS, ranks * accumulation, accumulation)
+    samples = {"dict": 12 * STEPS, "cycle": 12 * STEPS, "turns": 6 * MANY + 3 * FEW}[kind]
+    for found, counted in results:
+        assert_same_weights(found, by_hand(kind))
+        assert counted["samples_seen"] == samples
+        assert counted["steps_per_epoch"] == {"dict": 5, "cycle": None, "turns": 10}[kind]
+        assert counted["current_epoch"] == {"dict": 1, "cycle": 0, "turns": 0}[kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "cycle", "turns"])
+def test_stopped_after_each_step_and_resumed_twice_in_a_row(kind: str, tmp_path: Path) -> None:
+    expected = by_hand(kind)
+    for first in range(1, STEPS - 1):
+        directory = tmp_path / str(first)
+        directory.mkdir()
+        for until in (first, first + 1, STEPS):
+            found, counted = train(build(kind, 1), directory, until)
+        assert_same_weights(found, expected)
+        assert counted["global_step"] == STEPS
+
+
+def test_the_ranks_may_change_on_the_way(tmp_path: Path) -> None:
+    for ranks, accumulation, until in [(2, 1, 3), (1, 4, 5), (4, 1, 7), (1, 1, STEPS)]:
+        results = run_world(train_built, ranks, "turns", str(tmp_path), until, ranks * accumulation, accumulation)
+    assert_same_weights(results[0][0], by_hand("turns"))
+
+
+def batches(lengths: list[int], first: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Batches of the given numbers of samples."""
+    data, ends = Samples(first + sum(lengths)), [first + sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    return [(data.x[a:b], data.y[a:b], torch.arange(a, b)) for a, b in pairwise(ends)]
+
+
+def train_uneven(directory: str, steps: int) -> Any:
+    """Loaders of their own on each rank, of different lengths and batch sizes."""
+    rank = int(os.environ["RANK"])
+    loaders = {
+        "own": PerRankLoader(batches([2, 1, 3][: 3 - rank], 10 * rank)),
+        "dealt": DistributedDataLoader(Samples(8), 2),
+    }
+    return train(LoaderGroup(loaders, end="cycle"), directory, steps)
+
+
+def test_ranks_with_loaders_of_their_own_go_round_by_themselves(tmp_path: Path) -> None:
+    straight = run_world(train_uneven, 2, str(tmp_path), 7)
+    own = [[0, 1], [2], [3, 4, 5]], [[10, 11], [12]]
+    for rank, (_, counted) in enumerate(straight):
+        assert [batch["own"] for batch in counted["seen"]] == list(islice(cycle(own[rank]), 7))
+        # Two rounds of 6 and one batch of 2; three rounds of 3 and one batch of 2; and 2 on each rank of the other.
+        assert counted["samples_seen"] == 14 + 11 + 7 * 4
+    (tmp_path / "resumed").mkdir()
+    for until in (2, 5, 7):
+        resumed = run_world(train_uneven, 2, str(tmp_path / "resumed"), until)
+    for (found, counted), (expected, counted_straight) in zip(resumed, straight, strict=True):
+        assert_same_weights(found, expected)
+        assert counted["samples_seen"] == counted_straight["samples_seen"]
+
+
+def test_epochs_and_planned_steps_follow_the_group(tmp_path: Path) -> None:
+    _, counted = train(build("dict", 1), tmp_path, None, n_epochs=2)
+    assert counted["total_steps"] == counted["global_step"] == 10
+    assert counted["current_epoch"] == 2
+    assert [batch["few"][0] for batch in counted["seen"]] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
+
+
+def test_first_batches_of_a_group_are_overfitted(tmp_path: Path) -> None:
+    _, counted = train(build("dict", 1), tmp_path, 4, overfit_batches=2)
+    assert [(batch["few"][0], batch["many"][0]) for batch in counted["seen"]] == [(0, 0), (4, 8)] * 2
+
+
+def test_a_global_batch_is_of_all_loaders_together(tmp_path: Path) -> None:
+    _, counted = train(build("dict", 2), tmp_path, 5, global_batch_size=FEW + MANY)
+    assert counted["samples_seen"] == 5 * (FEW + MANY)
+    assert len(counted["seen"]) == 10
+
+
+def test_a_global_batch_of_turns_with_other_sizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="batch sizes.*'few': 4, 'many': 8.*gradient_accumulation_steps"):
+        train(build("turns", 1), tmp_path, 5, global_batch_size=12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("empty", "DataError: rank 0: the training loader 'own': .*0 batches"), ("ratio", "ratio")],
+)
+def test_what_one_rank_cannot_read_or_has_otherwise_is_named_on_all(kind: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="exit code: {0: 1, 1: 1}"):
+        run_world(train_refused, 2, str(tmp_path), kind)
+    for rank in range(2):
+        assert re.search(error, (tmp_path / f"stderr_{rank}.txt").read_text())
+
+
+def train_refused(directory: str, kind: str) -> None:
+    rank = int(os.environ["RANK"])
+    told = os.open(f"{directory}/stderr_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(told, 2)
+    os.close(told)
+    few, many = build("dict", 2).values()
+    loaders = {
+        "empty": LoaderGroup({"own": PerRankLoader(batches([2] * rank)), "many": many}, end="cycle"),
+        "ratio": AlternatingLoaders({"few": few, "many": many}, {"few": 1, "many": 1 + rank}),
+    }
+    train(loaders[kind], directory)
