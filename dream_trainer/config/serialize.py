@@ -204,4 +204,6 @@ def _qualified_name(code: Any) -> str:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(element) for element in value)
+    if isinstance(value, dict):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
     return isinstance(value, _PLAIN)

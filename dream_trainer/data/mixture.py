@@ -32,6 +32,7 @@ class Measured(Protocol):
     @property
     def lengths(self) -> npt.NDArray[np.integer[Any]]:
         """Tokens of each sample, shape `(len(source),)`."""
+        ...
 
 
 class Drawn(NamedTuple):
