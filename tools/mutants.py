@@ -969,6 +969,55 @@ MUTANTS = [
         "if False:",
         "tests/trainer/test_turns.py -k hides",
     ),
+    Mutant(
+        "a mixture's blocks all round alike",
+        "dream_trainer/data/mixture_order.py",
+        "        offset = _reversed_bits(block)\n",
+        "        offset = 0\n",
+        "tests/data/test_mixture.py",
+    ),
+    Mutant(
+        "each epoch of a source has the same order",
+        "dream_trainer/data/permutation.py",
+        "keys = scrambled(base + scrambled(epochs.reshape(-1)",
+        "keys = scrambled(base + scrambled(0 * epochs.reshape(-1)",
+        "tests/data/test_permutation.py tests/data/test_mixture.py",
+    ),
+    Mutant(
+        "a mixture's changed weights are forgotten by a resume",
+        "dream_trainer/data/mixture.py",
+        """            self._changes = [(at, dict(weights)) for at, weights in state["changes"]]\n""",
+        "            self._changes = []\n",
+        "tests/data/test_mixture_resume.py",
+    ),
+    Mutant(
+        "what was loaded ahead is trained after weights changed",
+        "dream_trainer/data/stream.py",
+        "if ordered.changes_at(position.samples, marked.newest(position.samples)):",
+        "if ordered.changes_at(position.samples, marked.newest(position.samples)) and False:",
+        "tests/data/test_mixture_resume.py tests/data/test_ordered.py",
+    ),
+    Mutant(
+        "the last token of a cut piece predicts nothing",
+        "dream_trainer/data/packed_rows.py",
+        "num_labels = min(size, len(ids) - start - 1)",
+        "num_labels = min(size - 1, len(ids) - start - 1)",
+        "tests/data/test_packed_rows.py",
+    ),
+    Mutant(
+        "packed documents see each other",
+        "dream_trainer/data/attention_mask.py",
+        "mask = documents[:, None, :, None] == documents[:, None, None, :]",
+        "mask = documents[:, None, :, None] == documents[:, None, :, None]",
+        "tests/data/test_attention_mask.py",
+    ),
+    Mutant(
+        "packed rows go on without what their documents were",
+        "dream_trainer/data/document_blocks.py",
+        """self.documents.begin(seed, None if state is None else state["documents"])""",
+        "self.documents.begin(seed, None)",
+        "tests/data/test_packed_mixture.py tests/data/test_packed_resume.py",
+    ),
 ]
 
 
