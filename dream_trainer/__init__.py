@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dream_trainer.optim.groups import freeze as freeze
     from dream_trainer.optim.groups import parameter_groups as parameter_groups
     from dream_trainer.optim.learning_rates import ScheduleParameters as ScheduleParameters
+    from dream_trainer.optim.learning_rates import TokenAxis as TokenAxis
     from dream_trainer.optim.learning_rates import build_schedule as build_schedule
     from dream_trainer.optim.learning_rates import build_schedules as build_schedules
     from dream_trainer.optim.optimizer_parameters import OptimizerParameters as OptimizerParameters
@@ -107,6 +108,7 @@ else:
             "WandbParameters": "config.logger_parameters",
             "build_optimizer": "optim.optimizers",
             "build_optimizers": "optim.optimizers",
+            "TokenAxis": "optim.learning_rates",
             "build_schedule": "optim.learning_rates",
             "build_schedules": "optim.learning_rates",
             "freeze": "optim.groups",

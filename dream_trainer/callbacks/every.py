@@ -13,7 +13,7 @@ from dream_trainer.events.callback import TimedCallback
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
-Unit = Literal["steps", "samples", "batches", "epochs", "validations", "seconds"]
+Unit = Literal["steps", "samples", "tokens", "batches", "epochs", "validations", "seconds"]
 
 
 class Every(TimedCallback):
@@ -23,6 +23,7 @@ class Every(TimedCallback):
     | --- | --- | --- |
     | `"steps"` | optimizer steps (`global_step`) | after each accumulation window |
     | `"samples"` | `samples_seen` | after each accumulation window |
+    | `"tokens"` | `tokens_seen` | after each accumulation window |
     | `"batches"` | micro-batches of a rank | after each accumulation window |
     | `"seconds"` | rank 0's clock, since training started or the last call | after each accumulation window |
     | `"epochs"` | epochs completed | after each epoch |
@@ -90,7 +91,7 @@ class Every(TimedCallback):
             self._seen = self._count(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Looks at steps, samples, batches and seconds."""
+        """Looks at steps, samples, tokens, batches and seconds."""
         if self.unit == "seconds":
             if self.is_due(trainer):
                 self._last_call = self._clock()
@@ -130,6 +131,7 @@ class Every(TimedCallback):
             "seconds": 0,
             "steps": trainer.global_step,
             "samples": trainer.samples_seen,
+            "tokens": trainer.tokens_seen,
             "batches": self._batches,
             "epochs": trainer.current_epoch,
             "validations": self._validations,

@@ -39,48 +39,61 @@ class Pace:
         samples: Samples consumed at the start.
         now: Seconds from any origin.
         idle: Seconds until now, from any origin, that were not spent on training.
+        tokens: Tokens consumed at the start.
         remembered: Looks that rates are taken over.
 
     Attributes:
         is_warming_up: Whether the steps so far tell nothing of the pace.
     """
 
-    def __init__(self, step: int, samples: int, now: float, idle: float = 0.0, remembered: int = 50) -> None:
+    def __init__(
+        self, step: int, samples: int, now: float, idle: float = 0.0, tokens: int = 0, remembered: int = 50
+    ) -> None:
         self._first_step = step
-        self._origin: tuple[float, int] | None = None
+        self._origin: tuple[float, int, int] | None = None
         self.is_warming_up = True
-        # (seconds of training, step, samples, seconds waited for data); the first is used until warm-up is finished.
-        self._looks = deque([(now - idle, step, samples, 0.0)], maxlen=remembered)
+        # (seconds of training, step, samples, tokens, seconds waited); the first is used until warm-up is finished.
+        self._looks = deque([(now - idle, step, samples, tokens, 0.0)], maxlen=remembered)
 
-    def look(self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0) -> None:
+    def look(
+        self, step: int, samples: int, now: float, idle: float = 0.0, waiting: float = 0.0, tokens: int = 0
+    ) -> None:
         """Takes note of where training is, now that `idle` seconds were not spent on it and `waiting` ones on data."""
         if self._origin is None and step - self._first_step >= WARM_UP_STEPS:
-            self._origin = (now, step)
+            self._origin = (now, step, tokens)
             self.is_warming_up = False
             self._looks.clear()
-        self._looks.append((now - idle, step, samples, waiting))
+        self._looks.append((now - idle, step, samples, tokens, waiting))
 
-    def rates(self) -> tuple[float, float]:
-        """Steps and samples per second; zeros as long as there is nothing to tell."""
-        (before, first_step, first_samples, _), (now, step, samples, _) = self._looks[0], self._looks[-1]
+    def rates(self) -> tuple[float, float, float]:
+        """Steps, samples and tokens per second; zeros as long as there is nothing to tell."""
+        (before, *first, _), (now, *last, _) = self._looks[0], self._looks[-1]
         seconds = now - before
         if seconds <= 0:
-            return 0.0, 0.0
-        return (step - first_step) / seconds, (samples - first_samples) / seconds
+            return 0.0, 0.0, 0.0
+        steps, samples, tokens = (b - a for a, b in zip(first, last, strict=True))
+        return steps / seconds, samples / seconds, tokens / seconds
 
     def share_waiting(self) -> float:
         """Share of the time of training, after warm-up, in which it waited for data."""
-        (before, _, _, first), (now, _, _, waiting) = self._looks[0], self._looks[-1]
+        (before, *_, first), (now, *_, waiting) = self._looks[0], self._looks[-1]
         return (waiting - first) / (now - before) if now > before and not self.is_warming_up else 0.0
 
-    def seconds_left(self, total_steps: int | None, step: int, now: float) -> float | None:
-        """Seconds until `total_steps`; None as long as nobody can tell."""
-        if total_steps is None or self._origin is None:
+    def seconds_left(
+        self, total_steps: int | None, step: int, now: float, max_tokens: int | None = None
+    ) -> float | None:
+        """Seconds until the first of these limits; None as long as nobody can tell."""
+        if self._origin is None:
             return None
-        since, first = self._origin
-        if step <= first or now <= since:
-            return None
-        return max(0, total_steps - step) * (now - since) / (step - first)
+        since, first_step, first_tokens = self._origin
+        tokens = self._looks[-1][3]
+        seconds = now - since
+        left = [
+            max(0, limit - done) * seconds / (done - first)
+            for limit, done, first in ((total_steps, step, first_step), (max_tokens, tokens, first_tokens))
+            if limit is not None and done > first and seconds > 0
+        ]
+        return min(left, default=None)
 
 
 class Progress(Callback):
@@ -95,6 +108,7 @@ class Progress(Callback):
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
         tokens_per_sample: Tokens in one sample; then tokens per second are shown instead of samples.
+            Those that the trainer counts (`batch_tokens`) are shown without it.
         refresh_seconds: Least time between two refreshes of the live bar.
         line_seconds: Least time between two plain lines.
         file: Where to; None is standard output as it is when training starts.
@@ -157,7 +171,8 @@ class Progress(Callback):
         """Starts the bar."""
         now = self._clock()
         self._shown, self._running = {}, {}  # a signal may have ended a validation in the middle of it
-        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now))
+        idle = self._idle(trainer, now)
+        self._pace = Pace(trainer.global_step, trainer.samples_seen, now, idle, trainer.tokens_seen)
         self._start_bar(trainer)
         # The first line comes with the first step, so that one sees that it runs.
         self._due = now
@@ -218,20 +233,22 @@ class Progress(Callback):
 
     def status(self, trainer: AbstractTrainer, now: float) -> str:
         """The numbers beside the bar: step, metrics, rates, time left."""
-        steps, samples = self._pace.rates()
+        steps, samples, tokens = self._pace.rates()
         total = "" if trainer.total_steps is None else f"/{trainer.total_steps}"
         parts = [f"step {trainer.global_step}{total}"]
+        max_tokens = trainer.config.training_parameters.max_tokens
+        if max_tokens is not None:
+            parts.append(f"{format_count(trainer.tokens_seen)}/{format_count(max_tokens)} tokens")
         if self._shown:
             parts.append(format_metrics(self._shown))
         if steps > 0:
-            per_sample = self.tokens_per_sample
-            unit = "samples/s" if per_sample is None else "tokens/s"
+            tokens = tokens if self.tokens_per_sample is None else samples * self.tokens_per_sample
             parts.append(f"{format_count(steps)} steps/s")
-            parts.append(f"{format_count(samples * (per_sample or 1))} {unit}")
+            parts.append(f"{format_count(tokens)} tokens/s" if tokens else f"{format_count(samples)} samples/s")
         waiting = self._pace.share_waiting()
         if waiting >= NOTABLE_WAIT:
             parts.append(f"waits for data {waiting:.0%}")
-        left = self._pace.seconds_left(trainer.total_steps, trainer.global_step, now)
+        left = self._pace.seconds_left(trainer.total_steps, trainer.global_step, now, max_tokens)
         if left is not None:
             parts.append(f"eta {format_duration(left)}")
         return " | ".join(parts)
@@ -255,7 +272,8 @@ class Progress(Callback):
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
         waiting = trainer.seconds_waiting_for_data
-        self._pace.look(trainer.global_step, trainer.samples_seen, now, self._idle(trainer, now), waiting)
+        idle = self._idle(trainer, now)
+        self._pace.look(trainer.global_step, trainer.samples_seen, now, idle, waiting, trainer.tokens_seen)
 
     def _idle(self, trainer: AbstractTrainer, now: float) -> float:
         """Seconds until now that validations took, and what saves held training up."""

@@ -185,6 +185,7 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         "n_epochs": parameters.n_epochs,
         "max_steps": parameters.max_steps,
         "max_samples": parameters.max_samples,
+        "max_tokens": parameters.max_tokens,
         "max_time": parameters.max_time,
     }
     set_limits = [f"{name}={value}" for name, value in limits.items() if value is not None]

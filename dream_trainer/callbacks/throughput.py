@@ -27,6 +27,7 @@ class _Mark(NamedTuple):
     clock: float
     """Seconds from any origin, those that checkpoints took left out."""
     samples: int
+    tokens: int
     waiting: float
     """Seconds waited for data, since the process started."""
 
@@ -35,7 +36,8 @@ class Throughput(LoggingCallback):
     """Logs how fast training goes, over all ranks and per device; under `throughput/`, or another name:
 
     - `samples_per_second`, `samples_per_second_per_device`
-    - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given
+    - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given, or
+      the trainer counts them (`batch_tokens`)
     - `data_wait`: share of the time in which the step path waited for data
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
@@ -160,7 +162,7 @@ class Throughput(LoggingCallback):
         return self._clock() - trainer.seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._now(trainer), trainer.samples_seen, trainer.seconds_waiting_for_data)
+        return _Mark(self._now(trainer), trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating, self._tokens = start, 0.0, 0.0
@@ -183,6 +185,8 @@ class Throughput(LoggingCallback):
         elif self._count_tokens is not None:
             # This rank's tokens; the mean over the data-parallel ranks is logged, so each stands for all of them.
             tokens = self._tokens * world.dp_size / seconds
+        elif end.tokens > start.tokens:
+            tokens = (end.tokens - start.tokens) / seconds
         if tokens is not None:
             rates["tokens_per_second"] = tokens
             rates["tokens_per_second_per_device"] = tokens / world.world_size

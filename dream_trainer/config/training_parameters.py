@@ -31,6 +31,9 @@ class TrainingParameters:
     """Wall-clock time of training, that before a resume included; None sets no limit."""
     max_samples: int | None = None
     """Samples consumed by all ranks over the whole run; None sets no limit."""
+    max_tokens: int | None = None
+    """Tokens consumed by all ranks over the whole run, as the trainer's `batch_tokens` counts them; None sets no
+    limit. The last step may go beyond it."""
     train_batch_size: int = 32
     """Samples of one rank's micro-batch in training; 32 fits small machines."""
     val_batch_size: int = 32
@@ -86,11 +89,16 @@ class TrainingParameters:
     @property
     def epoch_limit(self) -> int | None:
         """Epochs to train: `n_epochs`, or 1 if no limit at all is set, or None if another limit ends the run."""
-        limits = (self.n_epochs, self.max_steps, self.max_time, self.max_samples)
+        limits = (self.n_epochs, self.max_steps, self.max_time, self.max_samples, self.max_tokens)
         return 1 if all(limit is None for limit in limits) else self.n_epochs
 
     def _check_limits(self) -> None:
-        limits = {"n_epochs": self.n_epochs, "max_steps": self.max_steps, "max_samples": self.max_samples}
+        limits = {
+            "n_epochs": self.n_epochs,
+            "max_steps": self.max_steps,
+            "max_samples": self.max_samples,
+            "max_tokens": self.max_tokens,
+        }
         for name, value in limits.items():
             if value is not None:
                 check_integer(name, value, minimum=0, hint=" None sets no limit.")

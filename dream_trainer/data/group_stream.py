@@ -148,7 +148,7 @@ class GroupStream(TrainStream):
     def numbers_at(self, position: DataPosition) -> Mapping[str, float]:
         _, places = self._after(position)
         return {
-            f"{part.name}/{name}": value
+            f"data/{part.name}/{name.removeprefix('data/')}": value
             for part, place in zip(self._parts, places, strict=True)
             for name, value in part.stream.numbers_at(place.position).items()
         }

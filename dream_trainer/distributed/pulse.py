@@ -31,7 +31,8 @@ class Flags(NamedTuple):
         waiting: Ranks that speak from within their wait for data, and will once more when they have it.
         short: Ranks that cannot fill a window, or have no validation batch left.
         clocks: A bit for each callback that is due by rank 0's clock; from rank 0 alone.
-        samples: Samples of the next window that a rank counts; each counts all, where every window is of one size.
+        samples: Samples of a rank's part of the next window, where not every rank knows those of all.
+        tokens: Tokens of a rank's part of the next window.
         order: What tells the collectives of sharded models, in their order; the same on ranks that ran the same.
         order_squared: Its square. The sums of both tell whether all ranks said the same.
     """
@@ -48,6 +49,7 @@ class Flags(NamedTuple):
     short: int = 0
     clocks: int = 0
     samples: int = 0
+    tokens: int = 0
     order: int = 0
     order_squared: int = 0
 

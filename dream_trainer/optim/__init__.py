@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dream_trainer.optim.groups import freeze as freeze
     from dream_trainer.optim.groups import parameter_groups as parameter_groups
     from dream_trainer.optim.learning_rates import ScheduleParameters as ScheduleParameters
+    from dream_trainer.optim.learning_rates import TokenAxis as TokenAxis
     from dream_trainer.optim.learning_rates import build_schedule as build_schedule
     from dream_trainer.optim.learning_rates import build_schedules as build_schedules
     from dream_trainer.optim.learning_rates import rate_factor as rate_factor
@@ -35,6 +36,7 @@ else:
             "ScheduleParameters": "optim.learning_rates",
             "build_optimizer": "optim.optimizers",
             "build_optimizers": "optim.optimizers",
+            "TokenAxis": "optim.learning_rates",
             "build_schedule": "optim.learning_rates",
             "build_schedules": "optim.learning_rates",
             "freeze": "optim.groups",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -60,8 +60,9 @@ class ScheduleParameters:
 
     name: ScheduleName = "constant"
     """Form of the schedule."""
-    unit: Literal["step", "epoch"] = "step"
-    """What warm-up and decay count and how often the schedule is stepped: "epoch" once in `post_epoch`."""
+    unit: Literal["step", "epoch", "token"] = "step"
+    """What warm-up and decay count and how often the schedule is stepped: "epoch" once in `post_epoch`. With "token"
+    each step's rate is that of the tokens before it."""
     warmup_steps: int | float = 0
     """Length of the warm-up in units, or a fraction of the total below 1; 0 has none."""
     min_lr_ratio: float | None = None
@@ -81,7 +82,7 @@ class ScheduleParameters:
 
     def __post_init__(self) -> None:
         check_choice("name", self.name, get_args(ScheduleName))
-        check_choice("unit", self.unit, ("step", "epoch"))
+        check_choice("unit", self.unit, ("step", "epoch", "token"))
         for name in dict.fromkeys(name for names in _TAKES.values() for name in names):
             value = getattr(self, name)
             if value is not None and name not in _TAKES[self.name]:
@@ -107,7 +108,9 @@ class ScheduleParameters:
                 f'warmup_steps={self.warmup_steps}: "plateau" follows a metric and has no warm-up. Use warmup_steps=0.'
             )
         if self.unit != "step":
-            raise ConfigError('unit="epoch": "plateau" is stepped by validations, not epochs. Leave unit out.')
+            raise ConfigError(
+                f'unit="{self.unit}": "plateau" is stepped by validations, not {self.unit}s. Leave unit out.'
+            )
         check_choice("mode", self.mode, ("min", "max", None))
         if self.factor is not None:
             check_between("factor", self.factor, 0, 1, below=True)
@@ -116,12 +119,25 @@ class ScheduleParameters:
                 check_integer(name, getattr(self, name), minimum=0)
 
 
+class TokenAxis(NamedTuple):
+    """What a schedule with `unit="token"` follows.
+
+    Attributes:
+        now: Gives the tokens before the next step: `lambda: self.tokens_before_next_step`.
+        total: Tokens of the whole run, `max_tokens`; None where it is not known.
+    """
+
+    now: Callable[[], int]
+    total: int | None
+
+
 def build_schedule(
     parameters: ScheduleParameters,
     optimizer: Optimizer,
     *,
     total_steps: int | None,
     steps_per_epoch: int | None = None,
+    tokens: TokenAxis | None = None,
 ) -> LambdaLR | ReduceLROnPlateau:
     """The named schedule over `optimizer`'s groups, each relative to its own learning rate.
 
@@ -133,12 +149,14 @@ def build_schedule(
         optimizer: A new one; its groups' rates are those of factor 1.
         total_steps: Optimizer steps of the run, `self.total_steps`; None if that is unknown.
         steps_per_epoch: Optimizer steps of one epoch; needed for `unit="epoch"` where the total is.
+        tokens: How many there were and will be; needed for `unit="token"`.
 
     Raises:
         ConfigError: The schedule needs a total that is not known.
     """
-    (schedule,) = build_schedules(parameters, [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-    return schedule
+    return build_schedules(
+        parameters, [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch, tokens=tokens
+    )[0]
 
 
 def build_schedules(
@@ -147,13 +165,28 @@ def build_schedules(
     *,
     total_steps: int | None,
     steps_per_epoch: int | None = None,
+    tokens: TokenAxis | None = None,
 ) -> list[LambdaLR | ReduceLROnPlateau]:
     """One schedule for each of several optimizers, in their order; arguments and errors of `build_schedule`."""
     if parameters.name == "plateau":
         return [_plateau(parameters, optimizer) for optimizer in optimizers]
+    if parameters.unit == "token":
+        by_tokens = _factor_of_tokens(parameters, tokens)
+        return [LambdaLR(optimizer, by_tokens) for optimizer in optimizers]
     factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+
+def _factor_of_tokens(parameters: ScheduleParameters, tokens: TokenAxis | None) -> Callable[[int], float]:
+    if tokens is None:
+        raise ConfigError(
+            'unit="token" follows the tokens of the run, and nothing tells them. Pass tokens=TokenAxis(lambda: '
+            "self.tokens_before_next_step, total=max_tokens)."
+        )
+    factor = rate_factor(parameters, total_steps=tokens.total)
+    _warn_of_long_warmup(parameters, tokens.total)
+    return lambda _: factor(tokens.now())
 
 
 def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
@@ -235,7 +268,8 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
         return None
     if total_steps is None:
         raise ConfigError(
-            f"total_steps=None, and {what} needs the run's length. Set max_steps or n_epochs, or use a schedule "
+            f"total_{parameters.unit if parameters.unit == 'token' else 'step'}s=None, and {what} needs the run's "
+            f"length. Set {'max_tokens' if parameters.unit == 'token' else 'max_steps or n_epochs'}, or use a schedule "
             'without an end ("constant", "inverse_sqrt") with warmup_steps as a number of steps.'
         )
     total = _units(parameters, total_steps, steps_per_epoch)
@@ -249,7 +283,7 @@ def _total(parameters: ScheduleParameters, total_steps: int | None, steps_per_ep
 
 def _units(parameters: ScheduleParameters, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
     """Length of the run in units; None if it is unknown."""
-    if total_steps is None or parameters.unit == "step":
+    if total_steps is None or parameters.unit != "epoch":
         return total_steps
     return math.ceil(total_steps / steps_per_epoch) if steps_per_epoch else None
 

@@ -206,6 +206,16 @@ class AbstractTrainer(Hooks, Cooperation):
         return self.progress.samples_seen
 
     @property
+    def tokens_seen(self) -> int:
+        """Tokens of the batches consumed by all ranks since the run began, as `batch_tokens` counts them."""
+        return self.progress.tokens_seen
+
+    @property
+    def tokens_before_next_step(self) -> int:
+        """`tokens_seen`, and in a window those of its own: where a schedule by tokens is when `step` steps it."""
+        return self.progress.tokens_seen + self._window.tokens
+
+    @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far. Reading it waits for the device."""
         if self._session.is_ready:

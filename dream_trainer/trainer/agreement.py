@@ -14,6 +14,7 @@ from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
 from dream_trainer.events.callback import TimedCallback
+from dream_trainer.trainer.window_counts import count_samples, count_tokens
 
 if TYPE_CHECKING:
     from dream_trainer.data.feed import WindowFeed
@@ -68,11 +69,12 @@ class Agreement:
         """Whether it was due by rank 0's clock before the window just completed; the same on all ranks."""
         return bool(self._clocks >> self._timed.index(callback) & 1)
 
-    def exchange(self, *, samples: int = 0, short: bool = False, waiting: bool = False) -> Flags:
+    def exchange(self, *, samples: int = 0, tokens: int = 0, short: bool = False, waiting: bool = False) -> Flags:
         """Between windows: the ranks exchange what each of them knows, and all act on it in the same way.
 
         Args:
-            samples: Samples of this rank's next window.
+            samples: Samples of this rank's next window, where not every rank knows those of all.
+            tokens: Tokens of this rank's next window.
             short: Whether this rank cannot fill a window.
             waiting: Whether this rank is still waiting for data.
         """
@@ -95,6 +97,7 @@ class Agreement:
                 short,
                 self._due_callbacks() if self._timed and self._is_main else 0,
                 samples,
+                tokens,
                 (order := trainer._parallel.gradients.order),
                 order * order,
             )
@@ -124,22 +127,24 @@ class Agreement:
         self.signals.wait_for_data(feed.fetch, self._save_while_waiting)
         if self.stopped:
             return None
-        local_samples = self._count_samples(feed.window)
+        samples, tokens = self._count(feed.window)
         while True:
-            flags = state.flags = self.exchange(samples=local_samples, short=feed.is_short)
+            flags = state.flags = self.exchange(samples=samples, tokens=tokens, short=feed.is_short)
             if self.stopped:
                 return None
             if flags.save:
                 self._save()
             if not flags.waiting:
                 break
-        total = flags.samples
+        state.samples, state.tokens = flags.samples, flags.tokens
         if flags.short:
             feed.agree()
-            local_samples = self._count_samples(feed.window)
-            total = int(self._trainer.world.all_reduce(torch.tensor([local_samples])).item())
-        state.samples = local_samples if self._trainer._data.is_even else total
-        return feed.take()
+            counts = torch.tensor(self._count(feed.window))
+            state.samples, state.tokens = self._trainer.world.all_reduce(counts).tolist()
+        window = feed.take()
+        if window is not None and window.samples is not None:
+            state.samples = window.samples
+        return window
 
     def _save_while_waiting(self) -> bool:
         """Answers a signal that asks for a save during the wait for data; returns whether to keep waiting."""
@@ -152,16 +157,12 @@ class Agreement:
         self.requests.take_save()
         self._trainer._saver.save_if_due(step=None, epoch=None, is_last=False, requested=True)
 
-    def _count_samples(self, window: Window | None) -> int:
-        """What this rank adds to the count of a window's samples; of all ranks, where every window is of one size."""
-        state = self._trainer._window
-        state.sizes = None
-        if window is None:
-            return 0
-        if window.samples is not None:
-            return window.samples
-        state.sizes = window.sizes
-        return 0 if window.sizes is None or not self._counts_data else sum(window.sizes)
+    def _count(self, window: Window | None) -> tuple[int, int]:
+        """What this rank adds to the counts of a window's samples and tokens."""
+        self._trainer._window.sizes = None if window is None else window.sizes
+        if not self._counts_data:
+            return 0, 0
+        return count_samples(window), count_tokens(self._trainer, window)
 
     def check_order(self) -> None:
         """Before a save: checks that all ranks ran the blocks of sharded models in the same order; a collective.

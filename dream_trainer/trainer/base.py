@@ -303,7 +303,8 @@ class BaseTrainer(AbstractTrainer):
         self._optimizer_step.settle_when_full()
         self._parallel.average_statistics()
         feed.trained(window)
-        self.progress.finish_window(stepped=stepped, samples=state.samples, end=window.end)
+        self.progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
+        state.tokens = 0
         self.progress.is_pass_over = feed.is_pass_over
         self._note_what_follows(stepped=stepped)
         if self._session.is_first_window:

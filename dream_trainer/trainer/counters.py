@@ -33,6 +33,7 @@ class Counters:
         batch_idx: Micro-batches of this rank completed in the current epoch.
         epoch_steps: Windows completed in the current epoch.
         samples_seen: Samples consumed by all ranks.
+        tokens_seen: Tokens of the batches consumed by all ranks, as `batch_tokens` counts them.
         skipped_steps: Optimizer steps skipped because the gradient norm was not finite or the total weight was zero.
         elapsed_seconds: Seconds of training, those of earlier processes included, at the last validation or save.
         data: Place in the training data: the end of the last window.
@@ -46,6 +47,7 @@ class Counters:
     batch_idx: int = 0
     epoch_steps: int = 0
     samples_seen: int = 0
+    tokens_seen: int = 0
     skipped_steps: int = 0
     elapsed_seconds: float = 0.0
     data: DataPosition = field(default_factory=lambda: DataPosition(0, 0, 0))
@@ -53,17 +55,19 @@ class Counters:
     loader_was_replaced: bool = False
     owed: Owed | None = None
 
-    def finish_window(self, *, stepped: bool, samples: int, end: DataPosition) -> None:
+    def finish_window(self, *, stepped: bool, samples: int, tokens: int, end: DataPosition) -> None:
         """Counts a completed window.
 
         Args:
             stepped: Whether `step()` ran in it.
             samples: Samples of all ranks in it.
+            tokens: Tokens of all ranks in it.
             end: Place in the data after it.
         """
         self.global_step += stepped
         self.epoch_steps += 1
         self.samples_seen += samples
+        self.tokens_seen += tokens
         # Only here are the samples of all ranks known where a loader is not ours, and a resume needs them: a batch may
         # hold another number of them by then.
         before = self.data.samples if self.data.epoch == end.epoch else 0

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.data.nested import batch_size, to_device
+from dream_trainer.data.token_counts import count_tokens
 from dream_trainer.errors import HookError
 
 if TYPE_CHECKING:
@@ -139,6 +140,15 @@ class Hooks:
             DataError: The batch holds no tensor.
         """
         return batch_size(batch)
+
+    def batch_tokens(self, batch: Any) -> int | None:
+        """Number of tokens in the batch, which `tokens_seen`, `max_tokens` and tokens per second count; None if it has
+        none. Called on the host before the batch is moved, so that nothing waits for the device.
+
+        Default: numbers of 0 and more in "documents" (packed rows), ones in "attention_mask", or "labels" other than
+        -100, of a dict of CPU tensors; the sum over the batches of several loaders.
+        """
+        return count_tokens(batch)
 
     # -- state of the user's own
 

@@ -46,6 +46,7 @@ class Schedule:
         self._max_epochs = _limit(parameters.epoch_limit)
         self.max_steps = _limit(1 if parameters.fast_dev_run else parameters.max_steps)
         self._max_samples = _limit(parameters.max_samples)
+        self._max_tokens = _limit(parameters.max_tokens)
         self._validates = self.validation_batches != 0
 
     # -- limits
@@ -53,7 +54,9 @@ class Schedule:
     @property
     def ends_by_steps_alone(self) -> bool:
         """Whether nothing but a number of optimizer steps ends the run."""
-        has_other_limit = min(self._max_epochs, self._max_samples) < math.inf or self._limit_seconds is not None
+        has_other_limit = (
+            min(self._max_epochs, self._max_samples, self._max_tokens) < math.inf or self._limit_seconds is not None
+        )
         return self.max_steps < math.inf and not has_other_limit
 
     def limit_is_reached(self, *, epochs: int) -> bool:
@@ -63,6 +66,7 @@ class Schedule:
             epochs >= self._max_epochs
             or progress.global_step >= self.max_steps
             or progress.samples_seen >= self._max_samples
+            or progress.tokens_seen >= self._max_tokens
         )
 
     def is_last_window(self) -> bool:
@@ -85,6 +89,7 @@ class Schedule:
             ("n_epochs", "epochs", progress.current_epoch, self._max_epochs),
             ("max_steps", "steps", progress.global_step, self.max_steps),
             ("max_samples", "samples", progress.samples_seen, self._max_samples),
+            ("max_tokens", "tokens", progress.tokens_seen, self._max_tokens),
         )
         reached = [(name, f"{done} of {limit} {unit}") for name, unit, done, limit in counted if done >= limit]
         remedy = "Raise " + " and ".join(name for name, _ in reached)

@@ -32,6 +32,7 @@ class WindowState:
         batch_samples: Its samples on this rank; None while nobody has counted them.
         sizes: Samples of each of this rank's batches; None where the stream counts by itself.
         samples: The window's samples over all ranks.
+        tokens: The window's tokens over all ranks, until they are counted.
         flags: What all ranks said before it.
         is_accumulating: Whether further batches of the window follow the running one.
         gradients_sync: Whether the next backward reduces gradients over ranks.
@@ -46,6 +47,7 @@ class WindowState:
     batch_samples: int | None = None
     sizes: list[int] | None = None
     samples: int = 0
+    tokens: int = 0
     flags: Flags = field(default_factory=Flags)
     is_accumulating: bool = False
     gradients_sync: bool = True

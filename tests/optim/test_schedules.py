@@ -219,7 +219,7 @@ def test_plateau_resumes() -> None:
     ("values", "message"),
     [
         ({"name": "step"}, "name='step' is not known. Use 'constant', 'cosine'"),
-        ({"unit": "batch"}, "unit='batch' is not known. Use 'step' or 'epoch'."),
+        ({"unit": "batch"}, "unit='batch' is not known. Use 'step', 'epoch' or 'token'."),
         ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 means nothing to 'constant'. Leave it out, or use 'cosine'"),
         ({"name": "cosine", "decay_steps": 5}, "decay_steps=5 means nothing to 'cosine'. Leave it out, or use 'wsd'."),
         ({"name": "cosine", "min_lr_ratio": 1.5}, "min_lr_ratio=1.5 is not a number from 0 to 1"),

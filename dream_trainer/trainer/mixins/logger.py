@@ -10,7 +10,7 @@ what was logged and not yet flushed, so that a resumed run writes the same numbe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Never, cast
@@ -55,7 +55,7 @@ class LoggerMixin(AbstractTrainer):
             config=partial(to_dict, config),
             stamp=self._stamp,
             notify=partial(self._notify, "on_log"),
-            of_data=lambda: self._data.feed.numbers_at(self.progress.data),
+            of_data=self._numbers_of_data,
         )
 
     @property
@@ -288,6 +288,10 @@ class LoggerMixin(AbstractTrainer):
 
     def _stamp(self) -> Stamp:
         return Stamp(self.global_step, self.current_epoch, self.samples_seen, time.time())
+
+    def _numbers_of_data(self) -> Mapping[str, float]:
+        numbers = self._data.feed.numbers_at(self.progress.data)
+        return {"tokens_seen": self.tokens_seen} | dict(numbers) if self.tokens_seen else numbers
 
     def _log_step(self, result: dict[str, Any], weight: Any) -> None:
         super()._log_step(result, weight)

@@ -1,0 +1,36 @@
+"""How much a window holds: its samples and tokens, counted on the host before it is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dream_trainer.data.stream import Window
+from dream_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def count_samples(window: Window | None) -> int:
+    """Samples of a window on this rank; 0 where the window tells those of all ranks."""
+    return 0 if window is None or window.samples is not None or window.sizes is None else sum(window.sizes)
+
+
+def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
+    """Tokens of a window on this rank; 0 where its batches do not tell.
+
+    Raises:
+        DataError: Its batches do not tell, and the run ends by tokens.
+    """
+    total = 0
+    for batch in () if window is None else window.batches:
+        tokens = trainer.batch_tokens(batch)
+        if tokens is not None:
+            total += tokens
+        elif trainer.config.training_parameters.max_tokens is not None:
+            raise DataError(
+                f"max_tokens={trainer.config.training_parameters.max_tokens}, and batch_tokens gives None for a batch "
+                f"of type {type(batch).__name__}: it has no documents, attention_mask or labels on the host. Override "
+                "batch_tokens(batch) in your trainer."
+            )
+    return total

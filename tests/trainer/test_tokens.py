@@ -1,0 +1,258 @@
+"""Tokens: counted exactly over ranks, as a limit, in the log, in schedules and after a resume."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.callbacks import Every, Progress, Throughput
+from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, PerRankLoader
+from dream_trainer.data.token_counts import count_tokens
+from dream_trainer.errors import ConfigError, DataError
+from dream_trainer.optim import ScheduleParameters, TokenAxis, build_schedule, rate_factor
+from dream_trainer.trainer.counters import Counters
+from tests.trainer.small import Config
+from tests.worlds import run_world
+
+GLOBAL_BATCH, ROW, STEPS = 4, 16, 6
+
+
+def documents(count: int, seed: int) -> list[np.ndarray]:
+    """Of 3 to 40 tokens each."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(1, 50, size=generator.integers(3, 40)) for _ in range(count)]
+
+
+class Source(torch.utils.data.Dataset[np.ndarray]):
+    def __init__(self, seed: int) -> None:
+        self.documents = documents(60, seed)
+        self.lengths = np.array([len(document) for document in self.documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.documents[index]
+
+
+def packed() -> PackedRows:
+    return PackedRows(Mixture({"a": Source(1), "b": Source(2)}, {"a": 2, "b": 1}, seed=3), ROW, block_size=32)
+
+
+def tokens_by_step(steps: int) -> list[int]:
+    """Real tokens of each step's rows, read one after the other."""
+    rows = packed()
+    rows.begin(9, None)
+    real = [int((rows[position]["documents"] >= 0).sum()) for position in range(steps * GLOBAL_BATCH)]
+    return [sum(real[at : at + GLOBAL_BATCH]) for at in range(0, len(real), GLOBAL_BATCH)]
+
+
+class Words(dt.DreamTrainer):
+    """A learning rate that follows tokens."""
+
+    schedule: ScheduleParameters | None = None
+
+    def configure_models(self) -> None:
+        self.model = nn.Embedding(50, 2)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        parts = self.world.dp_size * self.config.training_parameters.gradient_accumulation_steps
+        return DistributedDataLoader(packed(), GLOBAL_BATCH // parts), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.rates: list[float] = []
+
+    def configure_schedulers(self) -> None:
+        if self.schedule is not None:
+            tokens = TokenAxis(lambda: self.tokens_before_next_step, self.config.training_parameters.max_tokens)
+            self.scheduler = build_schedule(self.schedule, self.optimizer, total_steps=self.total_steps, tokens=tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = self.model(batch["tokens"]).square().mean()
+        self.backward(loss, weight=batch["weights"].sum())
+        if not self.is_accumulating_gradients:
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            self.step(self.model, self.optimizer, None if self.schedule is None else self.scheduler)
+        return {"loss": loss}
+
+
+class Scheduled(Words):
+    schedule = ScheduleParameters(name="cosine", unit="token", warmup_steps=100, min_lr_ratio=0.1)
+
+
+def config_of(callbacks: tuple[dt.Callback, ...] = (), accumulation: int = 1, **training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="tokens",
+        experiment="run",
+        seed=9,
+        callbacks=dt.CallbackCollection(list(callbacks)),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(gradient_accumulation_steps=accumulation, **training),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+    )
+
+
+def train(directory: str | Path, trainer_class: str = "Words", **options: Any) -> dict[str, Any]:
+    os.chdir(directory)
+    with globals()[trainer_class](config_of(**options)) as trainer:
+        trainer.fit()
+        return {
+            "step": trainer.global_step,
+            "tokens": trainer.tokens_seen,
+            "total_steps": trainer.total_steps,
+            "rates": trainer.rates,
+            "lines": [dict(line) for line in trainer.history],
+        }
+
+
+def train_in_world(directory: str, accumulation: int, max_tokens: int, trainer_class: str = "Words") -> dict[str, Any]:
+    return train(directory, trainer_class, accumulation=accumulation, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
+def test_tokens_are_counted_over_all_ranks_and_end_the_run(ranks: int, accumulation: int, tmp_path: Path) -> None:
+    by_step = tokens_by_step(STEPS)
+    assert len(set(by_step)) > 1, "else steps would do as well"
+    limit = sum(by_step[:4]) - 1
+    for found in run_world(train_in_world, ranks, str(tmp_path), accumulation, limit):
+        assert (found["step"], found["tokens"], found["total_steps"]) == (4, sum(by_step[:4]), None)
+        logged = [line["tokens_seen"] for line in found["lines"]]
+        assert logged == np.cumsum(by_step[:4]).tolist()
+
+
+def test_a_resumed_run_counts_on_and_follows_the_same_rates(tmp_path: Path) -> None:
+    by_step = tokens_by_step(STEPS)
+    before = [0, *np.cumsum(by_step).tolist()]
+    limit = before[STEPS]
+    factor = rate_factor(ScheduleParameters(name="cosine", warmup_steps=100, min_lr_ratio=0.1), total_steps=limit)
+    wanted = [0.5 * factor(tokens) for tokens in before[:STEPS]]
+    assert len(set(wanted)) == STEPS
+    rates: list[float] = []
+    for until in (1, 3, None):
+        # The limit stays: the rates depend on it.
+        found = train(tmp_path, "Scheduled", max_tokens=limit, max_steps=until)
+        rates += found["rates"]
+    assert rates == pytest.approx(wanted)
+    assert (found["tokens"], found["step"]) == (limit, STEPS)
+
+
+def test_rates_by_tokens_are_the_same_on_ranks(tmp_path: Path) -> None:
+    limit = sum(tokens_by_step(STEPS))
+    (tmp_path / "alone").mkdir()
+    (alone,) = run_world(train_in_world, 1, str(tmp_path / "alone"), 1, limit, "Scheduled")
+    for found in run_world(train_in_world, 2, str(tmp_path), 2, limit, "Scheduled"):
+        assert found["rates"] == alone["rates"]
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, max_tokens=100)
+    found = train(tmp_path, max_tokens=100)
+    assert f"{found['tokens']} of 100 tokens are done. Raise max_tokens" in caplog.text
+
+
+def test_callbacks_follow_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    limit = sum(tokens_by_step(20))
+    callbacks = (
+        Every(200, "tokens", lambda trainer: calls.append(trainer.tokens_seen)),
+        Progress(line_seconds=0.0),
+        Throughput(every_n_steps=5, warm_up_steps=1),
+    )
+    found = train(tmp_path, callbacks=callbacks, max_tokens=limit)
+    counts = [line["tokens_seen"] for line in found["lines"] if "tokens_seen" in line]
+    expected = [after for before, after in zip([0, *counts], counts, strict=False) if after // 200 > before // 200]
+    assert calls == expected
+    line = next(line for line in found["lines"] if "throughput/tokens_per_second" in line)
+    per_row = line["throughput/tokens_per_second"] / line["throughput/samples_per_second"]
+    assert per_row == pytest.approx(sum(tokens_by_step(6)[1:]) / 20)
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown
+    assert "eta" in shown
+
+
+class Padded(Words):
+    """Counts what its own batches hold."""
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        rank = self.world.rank
+        return PerRankLoader([{"tokens": torch.ones(2, 3 + rank, dtype=torch.int64)}] * (3 + rank)), None
+
+    def batch_tokens(self, batch: Any) -> int:
+        return batch["tokens"].numel()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.model(batch["tokens"]).square().mean(), weight=batch["tokens"].numel())
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {}
+
+
+def train_padded(directory: str) -> dict[str, Any]:
+    return train(directory, "Padded", n_epochs=1, accumulation=2)
+
+
+def test_tokens_of_ranks_with_other_data_add_up(tmp_path: Path) -> None:
+    # Three batches of 2 x 3, and, of the four of the other rank, three of 2 x 4.
+    assert [found["tokens"] for found in run_world(train_padded, 2, str(tmp_path))] == [42, 42]
+
+
+class Untold(Words):
+    def batch_tokens(self, batch: Any) -> None:
+        return None
+
+
+def test_a_limit_in_tokens_that_nobody_counts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="max_tokens=10, and batch_tokens gives None for a batch of type dict"):
+        train(tmp_path, "Untold", max_tokens=10)
+    assert train(tmp_path, "Untold", max_steps=1)["tokens"] == 0
+
+
+def test_what_batches_tell() -> None:
+    packed_batch = {"documents": torch.tensor([[0, 0, 1, -1], [0, -1, -1, -1]]), "labels": torch.zeros(2, 4)}
+    masked = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    labelled = {"labels": torch.tensor([[5, -100, 3]])}
+    assert [count_tokens(batch) for batch in (packed_batch, masked, labelled)] == [4, 3, 2]
+    assert count_tokens({"text": packed_batch, "pairs": masked, "images": {"x": torch.ones(3)}}) == 7
+    assert count_tokens(("text", packed_batch)) == 4
+    for other in (torch.ones(3), [torch.ones(3)], (torch.ones(2), torch.ones(2)), {"x": torch.ones(3)}, None):
+        assert count_tokens(other) is None
+    assert count_tokens({"documents": torch.zeros(3, dtype=torch.int64, device="meta")}) is None
+
+
+def test_a_schedule_by_tokens_needs_to_be_told_them() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    by_tokens = ScheduleParameters(name="cosine", unit="token")
+    with pytest.raises(ConfigError, match="nothing tells them.*TokenAxis"):
+        build_schedule(by_tokens, optimizer, total_steps=5)
+    with pytest.raises(ConfigError, match="total_tokens=None.*Set max_tokens"):
+        build_schedule(by_tokens, optimizer, total_steps=5, tokens=TokenAxis(lambda: 0, None))
+
+
+def test_counters_of_before_tokens_load() -> None:
+    state = Counters().state_dict()
+    del state["tokens_seen"]
+    counters = Counters()
+    counters.load_state_dict(state | {"global_step": 3})
+    assert (counters.global_step, counters.tokens_seen) == (3, 0)
+
+
+def test_the_time_left_is_by_the_limit_that_comes_first() -> None:
+    from dream_trainer.callbacks.progress import Pace
+
+    pace = Pace(0, 0, 0.0)
+    for step in range(1, 11):
+        pace.look(step, step, float(step), tokens=100 * step)
+    assert pace.seconds_left(None, 10, 10.0, 2000) == pytest.approx(10.0)
+    assert pace.seconds_left(14, 10, 10.0, 2000) == pytest.approx(4.0)
+    assert math.isclose(pace.rates()[2], 100.0)
