@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ class _Mark(NamedTuple):
     tokens: int
     waiting: float
     """Seconds waited for data, since the process started."""
+    by_loader: Mapping[str, float]
+    """The same for each loader of a group."""
 
 
 class Throughput(LoggingCallback):
@@ -38,7 +40,8 @@ class Throughput(LoggingCallback):
     - `samples_per_second`, `samples_per_second_per_device`
     - `tokens_per_second`, `tokens_per_second_per_device`, if `tokens_per_sample` or `tokens` is given, or
       the trainer counts them (`batch_tokens`)
-    - `data_wait`: share of the time in which the step path waited for data
+    - `data_wait`: share of the time in which the step path waited for data; of several training loaders also
+      `data_wait/<name>` for each
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
@@ -162,7 +165,13 @@ class Throughput(LoggingCallback):
         return self._clock() - trainer.seconds_saving
 
     def _mark(self, trainer: AbstractTrainer) -> _Mark:
-        return _Mark(self._now(trainer), trainer.samples_seen, trainer.tokens_seen, trainer.seconds_waiting_for_data)
+        return _Mark(
+            self._now(trainer),
+            trainer.samples_seen,
+            trainer.tokens_seen,
+            trainer.seconds_waiting_for_data,
+            trainer.seconds_waiting_by_loader,
+        )
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
         self._start, self._validating, self._tokens = start, 0.0, 0.0
@@ -179,6 +188,8 @@ class Throughput(LoggingCallback):
             "samples_per_second_per_device": samples / world.world_size,
             "data_wait": (end.waiting - start.waiting) / seconds,
         }
+        for name, waited in end.by_loader.items():
+            rates[f"data_wait/{name}"] = (waited - start.by_loader.get(name, 0.0)) / seconds
         tokens: Tensor | float | None = None
         if self.tokens_per_sample is not None:
             tokens = samples * self.tokens_per_sample

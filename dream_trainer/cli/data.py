@@ -53,10 +53,42 @@ class Describe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """Training data: from text to token files, and what is in them."""
+class Bench:
+    """Read training data without training: samples and tokens per second, packing, waiting, beside a plain DataLoader
+    of the same samples."""
 
-    command: Annotated[Tokenize, subcommand("tokenize")] | Annotated[Describe, subcommand("describe")]
+    target: Annotated[Positional[str], arg(metavar="TARGET")]
+    """A token file or a directory of them, whose documents are packed into rows; or PROGRAM:FUNCTION, a Python file or
+    a module and a function in it, which without arguments returns a training loader, or (train, val) as
+    configure_dataloaders does."""
+    batches: Annotated[int, arg(metavar="N")] = 200
+    """Batches to read, after the first 10, which are not counted."""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """The seed of the order."""
+    row_length: Annotated[int, arg(metavar="N")] = 1024
+    """Of token files: tokens of a row."""
+    batch_size: Annotated[int, arg(metavar="N")] = 8
+    """Of token files: rows of a batch."""
+    workers: Annotated[int, arg(metavar="N")] = 0
+    """Of token files: processes that load."""
+
+    def run(self) -> int:
+        """Reads, with a bar, and prints what was measured."""
+        from dream_trainer.cli.data_bench import bench
+
+        bench(self)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Training data: from text to token files, what is in them, and how fast they are read."""
+
+    command: (
+        Annotated[Tokenize, subcommand("tokenize")]
+        | Annotated[Describe, subcommand("describe")]
+        | Annotated[Bench, subcommand("bench")]
+    )
     """What to do."""
 
     def run(self) -> int:

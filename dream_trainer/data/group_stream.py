@@ -82,7 +82,7 @@ class GroupStream(TrainStream):
         return {"read by": self._order} | of_parts
 
     @property
-    def seconds_by_source(self) -> Mapping[str, float]:
+    def seconds_by_loader(self) -> Mapping[str, float]:
         return {part.name: part.seconds for part in self._parts}
 
     @property

@@ -95,7 +95,7 @@ class TrainStream(ABC):
         return None
 
     @property
-    def seconds_by_source(self) -> Mapping[str, float]:
+    def seconds_by_loader(self) -> Mapping[str, float]:
         """Seconds this process has spent waiting for each loader of a group, by name."""
         return {}
 

@@ -8,7 +8,7 @@ is an object of its own, with one subject; the trainer keeps each under one name
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
@@ -194,6 +194,11 @@ class AbstractTrainer(Hooks, Cooperation):
     def seconds_waiting_for_data(self) -> float:
         """Seconds that training has spent loading data, or waiting for what loads it, in this process."""
         return self._data.feed.seconds_waiting if self._session.is_ready else 0.0
+
+    @property
+    def seconds_waiting_by_loader(self) -> Mapping[str, float]:
+        """The same for each of several training loaders, by name; of one loader nothing."""
+        return {} if self._data.stream is None else self._data.stream.seconds_by_loader
 
     @property
     def seconds_saving(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
+from dream_trainer.callbacks import Throughput
 from dream_trainer.data import AlternatingLoaders, DistributedDataLoader, LoaderGroup, PerRankLoader
 from dream_trainer.errors import DataError
 from tests.trainer.arithmetic import fill
@@ -92,7 +94,12 @@ class Several(dt.DreamTrainer):
 
 
 def train(
-    loaders: Any, directory: Path | str, steps: int | None = STEPS, accumulation: int = 1, **training: Any
+    loaders: Any,
+    directory: Path | str,
+    steps: int | None = STEPS,
+    accumulation: int = 1,
+    callbacks: tuple[dt.Callback, ...] = (),
+    **training: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights after `steps` in all, resuming what is in `directory`, and what was counted."""
     os.chdir(directory)
@@ -100,6 +107,7 @@ def train(
         project="tests",
         group="several",
         experiment="run",
+        callbacks=dt.CallbackCollection(list(callbacks)),
         device_parameters=dt.DeviceParameters(device="cpu"),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, gradient_accumulation_steps=accumulation, **training
@@ -113,7 +121,7 @@ def train(
             name: getattr(trainer, name)
             for name in ("global_step", "current_epoch", "samples_seen", "steps_per_epoch", "total_steps", "seen")
         }
-        return weights(trainer.model), counted
+        return weights(trainer.model), counted | {"lines": [dict(line) for line in trainer.history]}
 
 
 def train_built(kind: str, directory: str, steps: int, parts: int, accumulation: int) -> Any:
@@ -186,6 +194,21 @@ def test_epochs_and_planned_steps_follow_the_group(tmp_path: Path) -> None:
     assert counted["total_steps"] == counted["global_step"] == 10
     assert counted["current_epoch"] == 2
     assert [batch["few"][0] for batch in counted["seen"]] == [0, 4, 8, 0, 4, 8, 0, 4, 8, 0]
+
+
+class Slow(Samples):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def test_waits_are_logged_by_loader(tmp_path: Path) -> None:
+    loaders = {"quick": DistributedDataLoader(Samples(40), 4), "slow": DistributedDataLoader(Slow(40), 4)}
+    _, counted = train(loaders, tmp_path, 8, callbacks=(Throughput(every_n_steps=4, warm_up_steps=1),))
+    line = next(line for line in counted["lines"] if "throughput/data_wait" in line)
+    quick, slow = line["throughput/data_wait/quick"], line["throughput/data_wait/slow"]
+    assert 0 < quick < slow
+    assert quick + slow <= line["throughput/data_wait"]
 
 
 def test_first_batches_of_a_group_are_overfitted(tmp_path: Path) -> None:
