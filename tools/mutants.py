@@ -993,8 +993,8 @@ MUTANTS = [
     Mutant(
         "what was loaded ahead is trained after weights changed",
         "dream_trainer/data/stream.py",
-        "if ordered.changes_at(position.samples, marked.newest(position.samples)):",
-        "if ordered.changes_at(position.samples, marked.newest(position.samples)) and False:",
+        "if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):",
+        "if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)) and False:",
         "tests/data/test_mixture_resume.py tests/data/test_ordered.py",
     ),
     Mutant(

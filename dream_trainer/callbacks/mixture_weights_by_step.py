@@ -34,12 +34,11 @@ class MixtureWeights(Callback):
         self._last_step: int | None = None
 
     def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Sets those of step 0."""
+        """Sets those of step 0; or of the step that a run goes on after, which may have been saved before they were."""
         self._last_step = None
         if self.weights:
             mixture_of(trainer.train_dataloader)  # which says at once if there is none
-        if trainer.global_step == 0:
-            self.post_train_step(trainer)
+        self.post_train_step(trainer)
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Sets those of the step that was just done."""

@@ -151,7 +151,12 @@ class DocumentBlocks(OrderedDataset):
         return block.number, block.first_row, block.plan.num_rows, self.documents.mark()
 
     def changes_at(self, position: int, mark: Any = None) -> bool:
-        return self.documents.changes_at(self._documents_begun(position, mark), None if mark is None else mark[3])
+        has_changed = self.documents.changes_at(
+            self._documents_begun(position, mark), None if mark is None else mark[3]
+        )
+        if has_changed:
+            self._block = self._counted = None
+        return has_changed
 
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         number, first_row = self._anchor_at(position, mark)

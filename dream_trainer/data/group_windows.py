@@ -11,6 +11,7 @@ from dream_trainer.data.group_place import Member, naming_loader
 from dream_trainer.data.group_stream import GroupStream
 from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup, refuse_shared
 from dream_trainer.data.nested import batch_size
+from dream_trainer.data.ordered import innermost
 from dream_trainer.data.window import TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed
 
@@ -125,7 +126,7 @@ def group_stream(
         open_it = partial(open_one, one, own_seed, _count_of_one(loader, name, count), name)
         streams[name] = naming_loader(name, open_it)
     readers = {name: stream.reader for name, stream in streams.items() if stream.reader is not None}
-    refuse_shared({name: reader.ordered for name, reader in readers.items() if reader.ordered is not None})
+    refuse_shared({name: innermost(reader.ordered) for name, reader in readers.items() if reader.ordered is not None})
     order: dict[str, Any] = {"kind": type(loader).__name__, "end": loader.end}
     options: dict[str, Any] = {"end": loader.end, "accumulation": accumulation, "dp_size": dp_size}
     if isinstance(loader, LoaderGroup):

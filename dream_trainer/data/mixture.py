@@ -6,6 +6,7 @@ Which source a position falls to is mixture_order.py's; which of its samples, a 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
-from dream_trainer.data.mixture_weights import Stage, Weights, checked_weights, weights_by_position
+from dream_trainer.data.mixture_weights import Stage, Weights, check_stages, checked_weights, weights_by_position
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.permutation import IndexPermutation, Integers
 from dream_trainer.distributed.seeds import hash_seed
@@ -132,6 +133,7 @@ class Mixture(OrderedDataset):
         self._origin = 0
         self._drawn_before = [0] * len(self.names)
         self._epoch = 0
+        self._begins_pass = True
         self._compile()
 
     # -- the samples
@@ -207,7 +209,8 @@ class Mixture(OrderedDataset):
     def changes_at(self, position: int, mark: Any = None) -> bool:
         if self._asked is None:
             return False
-        self._changes.append((position + self._offset, self._asked))
+        at = position + self._offset
+        self._changes = [*(change for change in self._changes if change[0] != at), (at, self._asked)]
         self._asked = None
         self._compile()
         return True
@@ -227,24 +230,31 @@ class Mixture(OrderedDataset):
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
         self._run_seed = seed
+        self._begins_pass = state is None
         if state is not None:
             self._take(state)
         elif self._num_samples is None:
-            self._origin, self._drawn_before, self._changes = 0, [0] * len(self.names), []
+            # The whole mixture again: with its stages, or with the weights that were set last.
+            last = [] if self._stages else [(0, weights) for _, weights in self._changes[-1:]]
+            self._forget_the_past(last)
         self._compile()
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+        if epoch == 0 and self._begins_pass:  # of a run before this one nothing is left
+            self._forget_the_past([])
         self._compile()
 
+    def _forget_the_past(self, changes: list[tuple[int, dict[str, float]]]) -> None:
+        self._origin, self._drawn_before, self._changes = 0, [0] * len(self.names), changes
+
     def state_at(self, position: int, mark: Any = None) -> dict[str, Any]:
-        virtual = position + self._offset
-        asked = [] if self._asked is None else [(virtual, self._asked)]
         return {
             "mixture": self._facts(),
-            "changes": [[at, dict(weights)] for at, weights in [*self._changes, *asked]],
+            "changes": [[at, dict(weights)] for at, weights in self._changes],
+            "asked": None if self._asked is None else dict(self._asked),
             "origin": [self._origin, dict(zip(self.names, self._drawn_before, strict=True))],
-            "position": virtual,
+            "position": position + self._offset,
             "drawn": {name: drawn.samples for name, drawn in self.drawn(position).items()},
         }
 
@@ -269,6 +279,8 @@ class Mixture(OrderedDataset):
             self._origin, drawn = state["origin"]
             self._drawn_before = [drawn[name] for name in self.names]
             self._changes = [(at, dict(weights)) for at, weights in state["changes"]]
+            if self._asked is None:
+                self._asked = state["asked"]
             return
         if self._on_change == "refuse" or "num_samples" in changed:
             differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
@@ -404,16 +416,15 @@ def _check_options(
         raise ConfigError(f'on_change={on_change!r} is not "refuse" or "continue".')
     if num_samples is not None and num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is not positive.")
-    for stage in stages:
-        checked_weights(stage.weights, names)
-    places = [stage.at for stage in stages]
-    if places != sorted(places) or len(set(places)) < len(places):
-        raise ConfigError(f"the stages of a mixture begin at {places}. Give them in rising order.")
+    check_stages(stages, names)
     for name, epochs in max_epochs.items():
         if name not in names:
             raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
-        if not epochs > 0:
-            raise ConfigError(f"max_epochs[{name!r}]={epochs} is not positive. Leave the source out instead.")
+        if not 0 < epochs < math.inf:
+            raise ConfigError(
+                f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
+                "it."
+            )
 
 
 def _lengths_of(name: str, source: Any) -> Any:

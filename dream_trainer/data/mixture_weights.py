@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from dream_trainer.errors import ConfigError
 
@@ -50,6 +51,21 @@ def checked_weights(weights: Weights, names: Sequence[str]) -> dict[str, float]:
     return {name: weights.get(name, 0) for name in names}
 
 
+def check_stages(stages: Sequence[Stage], names: Sequence[str]) -> None:
+    """Raises ConfigError where weights are wrong, or stages do not follow one another."""
+    for stage in stages:
+        checked_weights(stage.weights, names)
+    for stage, following in pairwise(stages):
+        if following.at <= stage.at:
+            places = [stage.at for stage in stages]
+            raise ConfigError(f"the stages of a mixture begin at {places}. Give them in rising order.")
+        if following.at < stage.at + stage.ramp:
+            raise ConfigError(
+                f"the stage at {stage.at} has a ramp of {stage.ramp}, and the next one begins at {following.at}, "
+                f"before its end. Make the ramp {following.at - stage.at} at most."
+            )
+
+
 def weights_by_position(
     weights: dict[str, float],
     stages: Sequence[Stage],
@@ -71,22 +87,28 @@ def weights_by_position(
     """
     by_sample = [Fraction(1)] * len(weights) if means is None else [1 / Fraction(mean) for mean in means]
     found: dict[int, list[Fraction]] = {0: [Fraction(weight) for weight in weights.values()]}
+    begins = {0: 0}  # of each position, where the stage begins whose weights those are
     place = _Places(by_sample, is_tokens=means is not None)
     planned = found[0]
     place.weigh(planned)
     for stage in stages:
+        begin = place.position_of(Fraction(stage.at))
         target = [Fraction(stage.weights.get(name, 0)) for name in weights]
         steps = min(_STEPS_OF_RAMP, stage.ramp)
         for step in range(steps):
             part = Fraction(2 * step + 1, 2 * steps)  # in the middle of the step
             mixed = [before + (after - before) * part for before, after in _in_shares(planned, target)]
-            found[place.position_of(stage.at + Fraction(stage.ramp * step, steps))] = mixed
+            at = place.position_of(stage.at + Fraction(stage.ramp * step, steps))
+            found[at], begins[at] = mixed, begin
             place.weigh(mixed)
-        found[place.position_of(Fraction(stage.at + stage.ramp))] = target
+        at = place.position_of(Fraction(stage.at + stage.ramp))
+        found[at], begins[at] = target, begin
         place.weigh(target)
         planned = target
     for at, changed in changes:
-        found[at] = [Fraction(weight) for weight in changed.values()]
+        # What is left of a ramp that has begun is left out: the change counts until the next stage.
+        found = {place: value for place, value in found.items() if place <= at or begins[place] > at}
+        found[at], begins[at] = [Fraction(weight) for weight in changed.values()], at
     begun = max(at for at in found if at <= first)
     kept = {first: found[begun]} | {at: value for at, value in found.items() if at > first}
     return [

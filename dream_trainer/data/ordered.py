@@ -94,6 +94,13 @@ class OrderedDataset(Dataset[Any], ABC):
         return None
 
 
+def innermost(dataset: OrderedDataset) -> OrderedDataset:
+    """The dataset that decides the order in the end: of rows, their documents."""
+    while (source := dataset.source) is not None:
+        dataset = source
+    return dataset
+
+
 class MarkedBatches:
     """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
 

@@ -138,6 +138,7 @@ class ShardStream(TrainStream):
         self._iterator: Iterator[Any] | None = None
         self._position = DataPosition(0, 0, 0)
         self._state: dict[str, Any] | None = None
+        self._ended: DataPosition | None = None
         self._state_before: dict[str, Any] | None = None
         self._numbers_before: Mapping[str, float] = {}
         self._measure()
@@ -168,7 +169,7 @@ class ShardStream(TrainStream):
         if is_pass_over:
             self._reader.begin(position.epoch, state)
             self._begin(DataPosition(position.epoch + 1, 0, 0))
-            self._state_before = state
+            self._ended, self._state_before = position, state
             return
         # In this layout, whatever it was where it was saved.
         batches = -(-position.samples // self._sharding.chunk_size)
@@ -188,6 +189,7 @@ class ShardStream(TrainStream):
         if ordered is None:
             return None
         if position.epoch != self._position.epoch:
+            self._note_what_was_asked(ordered)
             return self._state_before
         if self._iterator is None and self._state is not None:
             return self._state
@@ -199,6 +201,7 @@ class ShardStream(TrainStream):
             self._look_for_changes(self._reader.ordered)
         if self._iterator is None:
             self._measure()
+            self._ended = None
             self._iterator = self._reader.batches(position.epoch, position.samples, self._end)
         samples = min(self._global_batch_size, self._end - position.samples)
         if samples <= 0:
@@ -217,13 +220,19 @@ class ShardStream(TrainStream):
         position, marked = self._position, self._reader.marked
         if self._iterator is not None:
             marked.forget_before(position.samples)
-        if ordered.may_change:
-            if self._iterator is None:
-                self._measure()
-                marked.marks.clear()
-            if ordered.changes_at(position.samples, marked.newest(position.samples)):
-                self._state = ordered.state_at(position.samples, marked.newest(position.samples))
-                self._iterator = None
+        else:
+            self._note_what_was_asked(ordered)
+            self._measure()  # a state that it begins with may say that a change was asked for
+            marked.marks.clear()
+        if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
+            self._state = ordered.state_at(position.samples, marked.newest(position.samples))
+            self._iterator = None
+
+    def _note_what_was_asked(self, ordered: OrderedDataset) -> None:
+        """A change that was asked for after a pass had ended belongs to what is saved of its end."""
+        if self._ended is not None and self._iterator is None and ordered.may_change:
+            marked = self._reader.marked
+            self._state_before = ordered.state_at(self._ended.samples, marked.newest(self._ended.samples))
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self._reader.sampler.indices(epoch, first, end)
@@ -238,6 +247,7 @@ class ShardStream(TrainStream):
 
     def _next_pass(self) -> None:
         self._state_before, self._numbers_before = self.state_at(self._position), self.numbers_at(self._position)
+        self._ended = self._position
         self._begin(DataPosition(self._position.epoch + 1, 0, 0))
 
     def _begin(self, position: DataPosition) -> None:

@@ -177,6 +177,7 @@ def test_weights_that_were_set_count_from_the_position_asked_and_are_in_the_stat
     assert {name for name, _ in after[2900:]} == {"a"}
     for state in (saved_before, mixture.state_at(2100), mixture.state_at(4000)):
         resumed = begun(three(stages=[Stage(at=5000, weights={"a": 1})]), state=state)
+        assert resumed.changes_at(2100) == (state is saved_before)  # asked for, and not yet done
         assert samples(resumed, 2100, 6000) == after
 
 

@@ -21,7 +21,8 @@ CHANGED_AFTER = 15
 
 
 class Mixed(dt.DreamTrainer):
-    """Notes its samples in a file of each rank; with `dies_after`, it is killed after that step."""
+    """Notes its samples in a file of each rank. With `dies_after` it is killed after that step, with `raises_after` it
+    raises."""
 
     def __init__(self, config: Config, options: dict[str, Any]) -> None:
         super().__init__(config)
@@ -58,6 +59,8 @@ class Mixed(dt.DreamTrainer):
     def post_train_step(self) -> None:
         if self.global_step == self.options.get("dies_after"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_step == self.options.get("raises_after"):
+            raise RuntimeError("as asked")
 
 
 def train(directory: str, steps: int, accumulation: int, options: dict[str, Any]) -> list[dict[str, float]]:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+import dream_trainer as dt
+from dream_trainer.data import DistributedDataLoader
 from dream_trainer.data.mixture import Mixture
-from tests.trainer.mixed import CHANGED_AFTER, GLOBAL_BATCH, SOURCES, STEPS, steps_in, train
+from dream_trainer.errors import DataError
+from tests.trainer.mixed import CHANGED_AFTER, GLOBAL_BATCH, SOURCES, STEPS, Mixed, steps_in, train
+from tests.trainer.small import Config
 from tests.worlds import run_world
 
 
@@ -68,6 +72,41 @@ def test_after_a_kill_the_steps_since_the_last_checkpoint_have_the_same_samples_
     assert max(steps_in(tmp_path, ranks)) < dies_after + 1
     run_world(train, ranks, str(tmp_path), STEPS, 2, {"workers": 0})
     assert steps_in(tmp_path, ranks) == reference[0]
+
+
+def test_weights_of_a_step_whose_own_hook_raised_are_set_when_the_run_goes_on(tmp_path: Path, reference: Any) -> None:
+    with pytest.raises(RuntimeError, match="as asked"):
+        run_world(train, 1, str(tmp_path), STEPS, 1, {"workers": 0, "raises_after": CHANGED_AFTER})
+    run_world(train, 1, str(tmp_path), STEPS, 2, {"workers": 0})
+    assert steps_in(tmp_path, 1) == reference[0]
+
+
+class Validated(Mixed):
+    """Validates on rows of the mixture that it trains on."""
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        loader, _ = super().configure_dataloaders()
+        return loader, DistributedDataLoader(loader.dataset, 4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {}
+
+
+def test_validation_on_the_mixture_that_is_trained_on_is_refused() -> None:
+    config = Config(
+        project="tests",
+        group="mixed",
+        experiment="shared",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(n_epochs=None, max_steps=2),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+    )
+    with (
+        Validated(config, {"workers": 0, "mixture": {"num_samples": 100}}) as trainer,
+        pytest.raises(DataError, match="the validation loader read the same Mixture"),
+    ):
+        trainer.fit()
 
 
 def test_another_mixture_is_refused_on_resume_or_begins_there(tmp_path: Path, reference: Any) -> None:

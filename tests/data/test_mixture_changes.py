@@ -1,0 +1,116 @@
+"""Weights that are set while a mixture is read: how long they count, and what is saved of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, Stage, train_stream
+from dream_trainer.data.window import TrainStream
+from dream_trainer.errors import ConfigError
+
+
+class Documents:
+    """Of 1 to 11 tokens."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first = first
+        self.lengths = np.random.RandomState(first).randint(1, 12, count)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(self.lengths[index], self.first + index)
+
+
+def two(**options: Any) -> Mixture:
+    return Mixture({"a": range(300), "b": range(1000, 1300)}, **options)
+
+
+def opened(mixture: Any, batch_size: int = 100) -> TrainStream:
+    loader = DistributedDataLoader(mixture, batch_size, collate_fn=list)
+    return train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=0)
+
+
+def step(stream: TrainStream) -> tuple[list[Any], Any]:
+    """The samples of the next step and the position after it; a pass ends with its last step, as in a trainer."""
+    window = stream.next_window()
+    assert window is not None
+    samples = [sample for batch in window.batches for sample in batch]
+    if window.is_last:
+        stream.end_pass()
+    return samples, window.end
+
+
+def share_of_b(samples: list[int]) -> float:
+    return sum(sample >= 1000 for sample in samples) / len(samples)
+
+
+def test_weights_set_during_a_ramp_count_until_the_next_stage() -> None:
+    stages = [Stage(at=500, weights={"a": 3, "b": 1}, ramp=3000), Stage(at=4000, weights={"a": 1})]
+    mixture = two(stages=stages)
+    mixture.begin(0, None)
+    mixture.set_weights({"b": 1})
+    assert mixture.changes_at(1000)
+    assert share_of_b([mixture[position] for position in range(1000, 4000)]) == 1
+    assert share_of_b([mixture[position] for position in range(4000, 5000)]) == 0
+
+
+def test_a_stage_that_begins_within_the_ramp_before_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at 500 has a ramp of 301, and the next one begins at 800"):
+        two(stages=[Stage(at=500, weights={"a": 1}, ramp=301), Stage(at=800, weights={"b": 1})])
+    two(stages=[Stage(at=500, weights={"a": 1}, ramp=300), Stage(at=800, weights={"b": 1})])
+
+
+def test_a_second_run_over_a_mixture_knows_nothing_of_the_first() -> None:
+    mixture = two(num_samples=1000)
+    expected = [step(stream)[0] for stream in [opened(two(num_samples=1000))] for _ in range(5)]
+    stream = opened(mixture)
+    for number in range(12):
+        if number == 3:
+            mixture.set_weights({"b": 1})
+        step(stream)
+    stream = opened(mixture)
+    assert [step(stream)[0] for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 300}, {"max_epochs": {"a": 2, "b": 2}}])
+def test_weights_that_were_set_count_in_the_passes_after_too(options: dict[str, Any]) -> None:
+    mixture = two(**options)
+    stream = opened(mixture)
+    shares = {}
+    for number in range(16):
+        if number == 2:
+            mixture.set_weights({"a": 1, "b": 9})
+        samples, end = step(stream)
+        if end.epoch and end.samples <= 300:
+            shares[number] = share_of_b(samples)
+    assert len(shares) >= 3
+    assert all(share > 0.8 for share in shares.values())
+
+
+def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
+    for asked_after in range(1, 9):
+        mixture = two(num_samples=250)  # 2 steps of 100 in a pass, and 50 that are left out
+        stream = opened(mixture)
+        for _ in range(asked_after):
+            _, end = step(stream)
+        mixture.set_weights({"a": 1, "b": 9})
+        state = json.loads(json.dumps(stream.state_at(end)))
+        resumed = opened(two(num_samples=250))
+        resumed.seek(end, None, is_pass_over=asked_after % 2 == 0, state=state)
+        assert [step(resumed)[0] for _ in range(5)] == [step(stream)[0] for _ in range(5)], asked_after
+
+
+@pytest.mark.parametrize("block_size", [5, 40])
+def test_rows_are_counted_anew_when_weights_were_set(block_size: int) -> None:
+    mixture = Mixture({"a": Documents(1, 50), "b": Documents(1000, 30)}, {"a": 4, "b": 1}, num_samples=100)
+    stream = opened(PackedRows(mixture, 16, block_size=block_size), 8)
+    for number in range(16):
+        _, end = step(stream)
+        mixture.set_weights({"a": 1 + number % 3, "b": 1 + number % 2})
+        stream.state_at(end)  # as a checkpoint that is written now
