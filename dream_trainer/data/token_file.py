@@ -23,6 +23,8 @@ from dream_trainer.errors import DataError
 
 FORMAT = "dream-trainer tokens"
 VERSION = 1
+PLAN = "plan.txt"
+"""What `dream-trainer data tokenize` is to make in a directory: JSON, with a task for each shard."""
 Tokens = npt.NDArray[np.integer[Any]]
 
 
@@ -47,7 +49,8 @@ class TokenFile:
         path: A shard's .bin or .npy file, or a directory: all shards in it, by name.
 
     Raises:
-        DataError: A file is missing, of another kind, or shorter than it should be.
+        DataError: A file is missing, of another kind, or shorter than it should be; or a directory does not have all
+            shards that `dream-trainer data tokenize` was to make there.
 
     Attributes:
         vocabulary_size: Number of token ids; None where no file says it.
@@ -107,8 +110,14 @@ class TokenFile:
         return self._maps[number]
 
 
+def planned_shard(directory: Path, number: int) -> Path:
+    """The .bin file of the shard that a plan's task `number` makes."""
+    return directory / f"shard-{number:05d}.bin"
+
+
 def _find_shards(path: Path) -> list[_Shard]:
     if path.is_dir():
+        _refuse_unfinished(path)
         files = sorted(
             [file.with_suffix(".bin") for file in path.glob("*.json") if _is_header(file)]
             + [file for file in path.glob("*.npy") if not file.name.endswith(".index.npy")]
@@ -123,6 +132,22 @@ def _find_shards(path: Path) -> list[_Shard]:
     if not any(shard.num_documents for shard in shards):
         raise DataError(f"{path} has no document.")
     return shards
+
+
+def _refuse_unfinished(directory: Path) -> None:
+    try:
+        plan = json.loads((directory / PLAN).read_text())
+    except (FileNotFoundError, ValueError):
+        return  # not of `dream-trainer data tokenize`
+    num_planned = len(plan["tasks"]) if isinstance(plan, dict) and "tasks" in plan else 0
+    shards = [planned_shard(directory, number) for number in range(num_planned)]
+    missing = [shard.stem for shard in shards if not shard.with_suffix(".json").exists()]
+    if missing:
+        more = f" and {len(missing) - 3} more are" if len(missing) > 3 else " is" if len(missing) == 1 else " are"
+        raise DataError(
+            f"{directory} has {num_planned - len(missing)} of {num_planned} shards: {', '.join(missing[:3])}{more} "
+            "missing. The same `dream-trainer data tokenize` again makes what is missing, and keeps the others."
+        )
 
 
 def _open_bin(path: Path) -> _Shard:

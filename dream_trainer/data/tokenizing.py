@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dream_trainer.data.token_file import PLAN, planned_shard
 from dream_trainer.data.token_writer import TokenFileWriter
 from dream_trainer.errors import DataError
 
-PLAN = "plan.txt"
 TEXTS_PER_SHARD = 1000
 ROWS_PER_SHARD = 50_000
 Encode = Callable[[str], npt.ArrayLike]
@@ -140,7 +140,7 @@ def tokenize(
     _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
     left = []
     for number, task in enumerate(tasks):
-        path = output / f"shard-{number:05d}.bin"
+        path = planned_shard(output, number)
         header = path.with_suffix(".json")
         if header.exists():
             done(json.loads(header.read_text())["tokens"])

@@ -15,6 +15,7 @@ import pytest
 
 from dream_trainer.cli.main import main
 from dream_trainer.data.token_file import TokenFile
+from dream_trainer.errors import DataError
 
 TEXTS = ["one", "zwölf", "", "a longer text\nof two lines"]
 
@@ -95,6 +96,25 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Pa
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     assert written(output) == [f"{number} {i} " * 50 for number in range(6) for i in range(20_000)]
     assert not list(output.glob("*.part"))
+
+
+def test_a_directory_without_all_its_shards_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(5):
+        json_lines(tmp_path / f"{number}.jsonl", TEXTS)
+    output = tmp_path / "out"
+    arguments = ["data", "tokenize", str(tmp_path / "*.jsonl"), "--output", str(output)]
+    assert main(arguments) == 0
+    (output / "shard-00002.json").unlink()  # as a killed call leaves it
+    with pytest.raises(DataError, match="out has 4 of 5 shards: shard-00002 is missing"):
+        TokenFile(output)
+    for file in [*output.glob("shard-00002.*"), *output.glob("shard-00004.*")]:
+        file.unlink()
+    capsys.readouterr()
+    assert main(["data", "describe", str(output)]) == 1
+    assert "has 3 of 5 shards: shard-00002, shard-00004 are missing" in capsys.readouterr().err
+    assert len(TokenFile(output / "shard-00001.bin")) == 4
+    assert main(arguments) == 0
+    assert written(output) == TEXTS * 5
 
 
 def test_a_tokenizer_of_a_file_is_used(tmp_path: Path) -> None:
