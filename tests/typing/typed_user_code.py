@@ -83,18 +83,18 @@ class Net(nn.Module):
         return out
 
 
-class CountsTokens(AbstractTrainer):
+class CountsWords(AbstractTrainer):
     """A mixin of the user's."""
 
-    tokens_seen: int = 0
+    words_seen: int = 0
 
     def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-        self.tokens_seen += 1
+        self.words_seen += 1
         assert_type(self.global_step, int)
-        self.log("tokens", self.tokens_seen, reduce="last")
+        self.log("words", self.words_seen, reduce="last")
 
 
-class MyTrainer(DreamTrainer, CountsTokens):
+class MyTrainer(DreamTrainer, CountsWords):
     """Everything mixed in, with a config of the user's own."""
 
     config: MyConfig
