@@ -140,11 +140,11 @@ class MyTrainer(DreamTrainer, CountsWords):
         return [*super().configure_loggers(), Lines()]
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"tokens": self.tokens_seen}
+        return super().state_dict() | {"tokens": self.words_seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.tokens_seen = state["tokens"]
+        self.words_seen = state["tokens"]
 
     def post_fit(self) -> None:
         assert_type(self.world, World)
