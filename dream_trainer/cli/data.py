@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+
+Json = Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,14 @@ class Describe:
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """A token file, or a directory of them."""
+    as_json: Json = False
+    """Print JSON."""
 
     def run(self) -> int:
         """Prints it."""
         from dream_trainer.cli.tokenize_text import describe_tokens
 
-        describe_tokens(self.path)
+        describe_tokens(self.path, as_json=self.as_json)
         return 0
 
 

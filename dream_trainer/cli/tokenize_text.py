@@ -9,6 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dream_trainer.checks import check_integer
+from dream_trainer.cli.output import print_json
 from dream_trainer.data.token_file import TokenFile
 from dream_trainer.data.tokenizing import plan_tasks, tokenize
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 def tokenize_text(options: Tokenize) -> None:
     """Makes the token files, and prints how much is in them."""
+    check_integer("workers", options.workers, minimum=1)
     tasks = plan_tasks(options.inputs, options.field, options.split)
     columns = (
         TextColumn("tokenize"),
@@ -39,11 +42,23 @@ def tokenize_text(options: Tokenize) -> None:
     describe_tokens(options.output)
 
 
-def describe_tokens(path: Path) -> None:
+def describe_tokens(path: Path, *, as_json: bool = False) -> None:
     """Prints how many documents and tokens there are, and how long documents are."""
     tokens = TokenFile(path)
     lengths = np.sort(tokens.lengths)
-    middle, longest = lengths[len(lengths) // 2], lengths[-1]
+    middle, longest = int(lengths[len(lengths) // 2]), int(lengths[-1])
+    if as_json:
+        lengths_of = {"mean": float(lengths.mean()), "median": middle, "max": longest}
+        print_json(
+            {
+                "path": path,
+                "documents": len(tokens),
+                "tokens": tokens.num_tokens,
+                "document_tokens": lengths_of,
+                "vocabulary_size": tokens.vocabulary_size,
+            }
+        )
+        return
     print(
         f"{path}: {len(tokens):,} documents, {tokens.num_tokens:,} tokens; a document has {lengths.mean():,.0f} on "
         f"average, half of them {middle:,} or more, the longest {longest:,}. Vocabulary: {tokens.vocabulary_size}"

@@ -123,7 +123,9 @@ def _find_shards(path: Path) -> list[_Shard]:
             + [file for file in path.glob("*.npy") if not file.name.endswith(".index.npy")]
         )
         if not files:
-            raise DataError(f"{path} has no token files. `dream-trainer data tokenize` writes them.")
+            below = sorted({str(file.parent.relative_to(path)) for file in path.glob("*/**/*.index.npy")})
+            told = f" itself; there are some in {', '.join(below[:5])}: name one of those" if below else ""
+            raise DataError(f"{path} has no token files{told}. `dream-trainer data tokenize` writes them.")
     elif path.exists():
         files = [path]
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -65,6 +66,8 @@ def plan_tasks(inputs: Sequence[str], field: str, split: str) -> list[Task]:
             continue
         paths = sorted(path for path in glob.glob(given, recursive=True) if Path(path).is_file())
         if not paths:
+            if Path(given).is_dir():
+                raise DataError(f"{given} is a directory. Give a pattern of its files, such as '{given}/**/*.txt'.")
             raise DataError(f"there is no file {given}. Give files, patterns of files, or hf:NAME of a dataset.")
         rows_of = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
         texts = []
@@ -87,19 +90,24 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     Args:
         name: "bytes": UTF-8, and 256 at a document's end. A tokenizer.json file; or a name or directory that
             transformers knows.
-        end: The token at a document's end. None: the tokenizer's own, if it says one.
+        end: The token at a document's end. None: the tokenizer's own, if it says one; "bytes" takes no other.
 
     Raises:
         DataError: The file cannot be read, or has no token `end`.
     """
     if name == "bytes":
+        if end is not None:
+            raise DataError(f"the tokenizer 'bytes' ends a document with 256, not {end!r}. Leave --end out.")
         return Tokenizer(lambda text: [*text.encode(), 256], 257)
     if name.endswith(".json"):
         from tokenizers import Tokenizer as FastTokenizer
 
         if not Path(name).exists():
             raise DataError(f"there is no tokenizer {name}.")
-        fast = FastTokenizer.from_file(name)
+        try:
+            fast = FastTokenizer.from_file(name)
+        except Exception as error:  # which is of no class of its own
+            raise DataError(f"{name} is no tokenizer.json: {error}") from error
         size, end_id = fast.get_vocab_size(), None if end is None else fast.token_to_id(end)
         if end is not None and end_id is None:
             raise DataError(f"{name} has no token {end!r}.")
@@ -135,8 +143,10 @@ def tokenize(
         done: Called with a shard's tokens when it is there.
 
     Raises:
-        DataError: An input cannot be read, or `output` has shards of other inputs or another tokenizer.
+        DataError: An input cannot be read or no input has a document; or `output` has shards of other inputs or another
+            tokenizer.
     """
+    open_tokenizer(tokenizer, end)  # so that one that cannot be used is refused before anything is written
     _keep_plan(output, {"tokenizer": tokenizer, "end": end, "tasks": [asdict(task) for task in tasks]})
     left = []
     for number, task in enumerate(tasks):
@@ -149,7 +159,16 @@ def tokenize(
     if workers <= 1 or len(left) <= 1:
         for arguments in left:
             done(make_shard(*arguments))
-        return
+    else:
+        _make_beside_each_other(left, workers, done)
+    headers = [planned_shard(output, number).with_suffix(".json") for number in range(len(tasks))]
+    if not any(json.loads(header.read_text())["documents"] for header in headers):
+        for header in headers:
+            header.unlink()
+        raise DataError(f"there is no document in {', '.join(name for task in tasks[:3] for name in task.inputs[:3])}.")
+
+
+def _make_beside_each_other(left: list[Any], workers: int, done: Callable[[int], None]) -> None:
     with ProcessPoolExecutor(min(workers, len(left)), mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(make_shard, *arguments) for arguments in left]
         try:
@@ -166,13 +185,21 @@ def make_shard(task: Task, path: Path, tokenizer: str, end: str | None) -> int:
     facts = {"tokenizer": tokenizer, "inputs": list(task.inputs)}
     with TokenFileWriter(path, vocabulary_size, facts) as writer:
         for text in _texts(task):
-            writer.add(np.asarray(encode(text), dtype=np.int64))
+            if not isinstance(text, str):
+                place = _place(task, writer.num_documents)
+                raise DataError(f"{place} has {text!r:.60} as its {task.field!r}, which is no text.")
+            try:
+                tokens = encode(text)
+            except UnicodeEncodeError as error:
+                raise DataError(f"{_place(task, writer.num_documents)} cannot be encoded: {error}") from error
+            writer.add(np.asarray(tokens, dtype=np.int64))
     return writer.num_tokens
 
 
 def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
     path, told = output / PLAN, json.dumps(plan, indent=1)
-    if path.exists() and path.read_text() != told:
+    # A plan by which nothing was made, for a mistake in the command, may be replaced.
+    if path.exists() and path.read_text() != told and any(output.glob("shard-*.json")):
         raise DataError(
             f"{output} has shards of other inputs, or by another tokenizer ({path} says which). Give another directory "
             "as output, or remove it."
@@ -183,7 +210,17 @@ def _keep_plan(output: Path, plan: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def _texts(task: Task) -> Iterator[str]:
+def _place(task: Task, document: int) -> str:
+    """Where a task's document comes from, as messages say it."""
+    if task.kind == "text":
+        return task.inputs[document]
+    if task.kind == "jsonl":
+        return f"line {document + 1} of {task.inputs[0]}"
+    return f"row {task.rows[0] + document} of {task.inputs[0]}"
+
+
+def _texts(task: Task) -> Iterator[Any]:
+    """What is to be tokenized, in order: text, unless a row has something else in its field."""
     if task.kind == "text":
         for name in task.inputs:
             try:
@@ -203,20 +240,23 @@ def _texts(task: Task) -> Iterator[str]:
             raise DataError(f"{task.inputs[0]} has no whole column {task.field!r}: {error}") from error
     else:
         rows = _dataset(task.inputs[0], task.split)
+        if task.field not in rows.column_names:
+            raise DataError(f"{task.inputs[0]} has no column {task.field!r}, but {', '.join(rows.column_names)}.")
         for row in rows.select(range(*task.rows)):
             yield row[task.field]
 
 
-def _json_lines(name: str, field: str) -> Iterator[str]:
-    with (
-        gzip.open(name, "rt", encoding="utf-8") if name.endswith(".gz") else Path(name).open(encoding="utf-8") as lines
-    ):
-        for number, line in enumerate(lines, 1):
-            try:
-                text = json.loads(line)[field]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"line {number} of {name} is no JSON object with a {field!r}: {error!r}") from error
-            yield text
+def _json_lines(name: str, field: str) -> Iterator[Any]:
+    try:
+        with gzip.open(name, "rb") if name.endswith(".gz") else Path(name).open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = json.loads(line)[field]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DataError(f"line {number} of {name} is no JSON object with a {field!r}: {error!r}") from error
+                yield text
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name} is no whole .gz file: {error}") from error
 
 
 def _dataset(name: str, split: str) -> Any:

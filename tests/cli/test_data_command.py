@@ -140,9 +140,92 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "line 2 of" in capsys.readouterr().err
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     assert main(["data", "tokenize", str(tmp_path / "a.txt"), *output]) == 1
-    assert "has shards of other inputs" in capsys.readouterr().err
-    assert main(["data", "tokenize", str(tmp_path / "a.txt"), "--output", str(tmp_path / "other")]) == 1
     assert "is no text in UTF-8" in capsys.readouterr().err
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
     assert main(["data", "tokenize", str(tmp_path / "a.parquet"), "--output", str(tmp_path / "third")]) == 1
     assert "a.parquet has no whole column 'text'" in capsys.readouterr().err
+
+
+def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(json_lines(tmp_path / "a.jsonl", TEXTS)), "--output", str(tmp_path / "out")]
+    for mistake in (["--field", "body"], ["--end", "<end>"], ["--tokenizer", str(tmp_path / "a.json")]):
+        assert main(["data", "tokenize", *given, *mistake]) == 1
+    assert main(["data", "tokenize", *given]) == 0
+    assert written(tmp_path / "out") == TEXTS
+    capsys.readouterr()
+    other = str(json_lines(tmp_path / "b.jsonl", TEXTS))
+    assert main(["data", "tokenize", other, *given[1:]]) == 1
+    assert "has shards of other inputs" in capsys.readouterr().err
+    assert main(["data", "tokenize", *given, "--workers", "0"]) == 2
+    assert "workers=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": null}', "line 2 of {path} has None as its 'text', which is no text"),
+        ('{"text": {"a": 1}}', "line 2 of {path} has {{'a': 1}} as its 'text', which is no text"),
+        ('{"text": "\\ud800"}', "line 2 of {path} cannot be encoded"),
+        ("", "line 2 of {path} is no JSON object"),
+    ],
+)
+def test_a_line_without_text_is_named(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n')
+    assert main(["data", "tokenize", str(path), "--output", str(tmp_path / "out")]) == 1
+    assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
+
+
+def test_rows_without_text_and_columns_that_are_not_there_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from datasets import Dataset
+
+    dataset = Dataset.from_dict({"text": ["one", None]})
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": f"{number}"}) + "\n" for number in range(1000))
+    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-500])
+    saved = f"hf:{tmp_path / 'saved'}"
+    for given, says in (
+        ([str(tmp_path / "a.parquet")], "row 1 of"),
+        ([saved], f"row 1 of {saved} has None as its 'text'"),
+        ([saved, "--field", "body"], "has no column 'body', but text"),
+        ([str(tmp_path / "a.jsonl.gz")], "a.jsonl.gz is no whole .gz file"),
+    ):
+        assert main(["data", "tokenize", *given, "--output", str(tmp_path / "out")]) == 1
+        assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_directories_and_inputs_without_documents_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "raw").mkdir()
+    output = ["--output", str(tmp_path / "tokens" / "mine")]
+    assert main(["data", "tokenize", str(tmp_path / "raw"), *output]) == 1
+    assert "raw is a directory. Give a pattern of its files" in capsys.readouterr().err
+    empty = json_lines(tmp_path / "raw" / "a.jsonl", [])
+    for _ in range(2):
+        assert main(["data", "tokenize", str(empty), *output]) == 1
+        assert f"there is no document in {empty}" in " ".join(capsys.readouterr().err.split())
+    json_lines(empty, TEXTS)
+    assert main(["data", "tokenize", str(empty), *output]) == 0
+    assert written(tmp_path / "tokens" / "mine") == TEXTS
+    capsys.readouterr()
+    assert main(["data", "describe", str(tmp_path / "tokens")]) == 1
+    assert "has no token files itself; there are some in mine" in capsys.readouterr().err
+
+
+def test_describe_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["data", "tokenize", str(json_lines(tmp_path / "a.jsonl", TEXTS)), "--output", str(output)]) == 0
+    capsys.readouterr()
+    assert main(["data", "describe", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "path": str(output),
+        "documents": 4,
+        "tokens": 39,
+        "document_tokens": {"mean": 9.75, "median": 7, "max": 27},
+        "vocabulary_size": 257,
+    }
