@@ -13,19 +13,17 @@ from dream_trainer.data.copy_ahead import copy_stream
 from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
-from dream_trainer.data.loader_group import AlternatingLoaders
-from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.trainer.data_refusals import refuse_one_order_for_both, refuse_unlike_turns
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import agree_on_data
 from dream_trainer.trainer.user_class.overrides import heard
 
 if TYPE_CHECKING:
     from dream_trainer.config.training_parameters import TrainingParameters
-    from dream_trainer.data.loader import ShardReader
     from dream_trainer.data.validation_data import ValidationBatches
     from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -92,7 +90,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
     parameters, world = trainer.config.training_parameters, trainer.world
     batch_size = loader_batch_size(trainer.train_dataloader)
     if parameters.global_batch_size is not None:
-        _refuse_unlike_turns(trainer.train_dataloader)
+        refuse_unlike_turns(trainer.train_dataloader)
     trainer.accumulation_steps = (
         accumulation_steps(parameters, batch_size or parameters.train_batch_size, world.dp_size)
         if parameters.global_batch_size is not None
@@ -113,39 +111,10 @@ def connect_data(trainer: AbstractTrainer) -> None:
         name: validation_batches(loader, dp_rank=world.dp_rank, dp_size=world.dp_size, seed=trainer.config.seed)
         for name, loader in trainer.val_dataloaders.items()
     }
-    _refuse_one_order_for_both(trainer)
+    refuse_one_order_for_both(trainer)
     steps = agree_on_data(trainer)
     trainer.steps_per_epoch = steps_in_epoch(parameters, steps)
     trainer.total_steps = planned_steps(parameters, steps, global_batch_size(trainer))
-
-
-def _refuse_unlike_turns(loader: Any) -> None:
-    """Raises where steps of one global batch would need an accumulation for each loader."""
-    if isinstance(loader, AlternatingLoaders):
-        sizes = {name: loader_batch_size(one) for name, one in loader.loaders.items()}
-        if len(set(sizes.values())) > 1:
-            raise DataError(
-                f"global_batch_size derives one accumulation, and the batch sizes of the loaders differ: {sizes}. Use "
-                "one batch size, or set gradient_accumulation_steps instead."
-            )
-
-
-def _refuse_one_order_for_both(trainer: AbstractTrainer) -> None:
-    """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
-    assert trainer._data.stream is not None  # just opened
-    training = [_order_of(part.reader) for part in trainer._data.stream.parts.values()]
-    for name, batches in trainer._data.validation.items():
-        order = _order_of(batches.reader)
-        if order is not None and any(order is other for other in training):
-            raise DataError(
-                f"the training loader and the validation loader{name and f' {name!r}'} read the same "
-                f"{type(order).__name__}, which has one place: validation would begin it again in the middle of "
-                "training. Make one for each."
-            )
-
-
-def _order_of(reader: ShardReader | None) -> OrderedDataset | None:
-    return None if reader is None or reader.ordered is None else innermost(reader.ordered)
 
 
 def follow_train_dataloader(trainer: AbstractTrainer) -> None:
@@ -177,7 +146,7 @@ def follow_train_dataloader(trainer: AbstractTrainer) -> None:
             "batch size: steps, limits and learning rates are counted in it."
         )
     _open_stream(trainer)
-    _refuse_one_order_for_both(trainer)
+    refuse_one_order_for_both(trainer)
     agree_on_data(trainer)
     assert trainer._data.stream is not None  # just opened
     trainer._data.feed.follow(trainer._data.stream, progress.data)
