@@ -15,7 +15,7 @@ from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.lane_batches import LaneBatches, Loaded, Mark
 from dream_trainer.data.lanes import Chain, lane_plan
 from dream_trainer.data.sample_seeds import WorkerInit
-from dream_trainer.data.transforms import block_size
+from dream_trainer.data.transforms import block_size, description
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
@@ -74,7 +74,7 @@ class LaneStream(TrainStream):
             "names of shards": f"{names[0]} ... {names[-1]}, {xxhash.xxh3_64_hexdigest(repr(names).encode())}",
             "shuffled shards": options.shuffle_shards,
             "repeats": options.repeat,
-            "transforms": [type(transform).__name__ for transform in options.transforms],
+            "transforms": [description(transform) for transform in options.transforms],
             "block": block_size(options.transforms),
         }
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packed_rows import PackedRows
-from dream_trainer.data.transforms import SKIPPED, Item, StageCalls, Transform, refuse_unless_positive
+from dream_trainer.data.transforms import SKIPPED, Item, StageCalls, Transform, part_number, refuse_unless_positive
 from dream_trainer.errors import DataError
 
 
@@ -60,7 +60,7 @@ class Pack(Transform):
                 rows = self._rows([documents[place].value for place in known], [lengths[place] for place in known])
                 rows.begin(calls.seed(first), None)
                 for number in range(len(rows)):
-                    yield Item(self._row(rows, number, first), first.number + number, first.shard, first.index)
+                    yield Item(self._row(rows, number, first), part_number(first, number), first.shard, first.index)
 
     def _length(self, document: Any) -> int:
         return len(document[self.field] if isinstance(document, Mapping) else document)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dream_trainer.data.stream_sources import TAR_NAME, refuse_early_end
 from dream_trainer.errors import DataError
 
 Paths = str | Path | Sequence[str | Path]
@@ -165,7 +166,8 @@ class TarSamples(ShardFiles):
     """Samples of WebDataset's .tar files, by number.
 
     A sample is the files that follow each other and have one name up to the first dot: a dict of `__key__`, the name,
-    and by what follows that dot the content as bytes, or what `decode` makes of it.
+    and by what follows that dot, in lower case, the content as bytes, or what `decode` makes of it. Files without a
+    dot, or with one in front, are no samples.
 
     Args:
         paths: As of ShardFiles. Compressed files cannot be read by number.
@@ -181,16 +183,18 @@ class TarSamples(ShardFiles):
     def _find_samples(self, path: Path) -> Any:
         samples: list[tuple[str, list[tuple[str, int, int]]]] = []
         try:
-            with tarfile.open(path, "r:") as archive:
+            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
                 for member in archive:
-                    if not member.isfile():
+                    name = TAR_NAME.match(member.name)
+                    if name is None or not member.isfile():
                         continue
-                    directory, _, name = member.name.rpartition("/")
-                    stem, _, part = name.partition(".")
-                    key = f"{directory}/{stem}" if directory else stem
-                    if not samples or samples[-1][0] != key:
-                        samples.append((key, []))
+                    if not samples or samples[-1][0] != name[1]:
+                        samples.append((name[1], []))
+                    part = name[2].lower()
+                    if any(part == other for other, _, _ in samples[-1][1]):
+                        raise DataError(f"{path} has two files {member.name!r} in one sample. Write it anew.")
                     samples[-1][1].append((part, member.offset_data, member.size))
+                refuse_early_end(path, file, archive.offset)
         except (tarfile.TarError, OSError) as error:
             raise DataError(f"{path} is not a whole .tar file: {error}") from error
         size = path.stat().st_size

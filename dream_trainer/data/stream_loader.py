@@ -41,7 +41,8 @@ class StreamLoader:
         collate_fn: Turns a list of samples into a batch.
         on_error: What to do with a sample for which a transform raises: "raise", or "skip", which is counted and
             logged. What the source itself raises ends the run.
-        max_skipped: With "skip", how many samples each lane may skip in the whole run.
+        max_skipped: With "skip", how many samples each lane may skip in the whole run; with `repeat=False`, in each
+            pass.
         pin_memory: Whether batches are copied to page-locked memory.
         prefetch_factor: Batches that each worker loads ahead; torch's default is 2.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context object.

@@ -11,7 +11,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from dream_trainer.compat.huggingface import shuffles_in_a_buffer
 from dream_trainer.errors import DataError
@@ -184,21 +184,25 @@ class TarReader:
                 archive = tarfile.TarFile(fileobj=file)
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # which it keeps all of
-                    name = _NAME.match(member.name)
+                    name = TAR_NAME.match(member.name)
                     opened = archive.extractfile(member) if member.isfile() and name is not None else None
                     if name is not None and opened is not None:
                         yield member, name[1], name[2].lower(), opened.read()
             except (tarfile.TarError, EOFError) as error:
                 raise DataError(f"{self._path} is damaged: {error}. Only plain tar files can be read.") from error
-            # tarfile takes a damaged header for the end.
             self._end = archive.offset
-            file.seek(self._end)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise DataError(
-                    f"{self._path} is damaged or cut off at byte {self._end}: there is neither a file nor the mark "
-                    "that ends a tar file. Copy it again, or leave it out."
-                )
+            refuse_early_end(self._path, file, self._end)
 
 
 # Of what WebDataset takes for a sample's file: the name up to the first dot after the last slash, and the rest.
-_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")
+TAR_NAME = re.compile(r"^(?!__[^/]*__$)((?:.*/)?[^./][^./]*)\.([^/]+)$")
+
+
+def refuse_early_end(path: Path, file: BinaryIO, end: int) -> None:
+    """Raises DataError where a tar file does not end at `end`: tarfile takes a damaged header for the end."""
+    file.seek(end)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise DataError(
+            f"{path} is damaged or cut off at byte {end}: there is neither a file nor the mark that ends a tar file. "
+            "Copy it again, or leave it out."
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from dream_trainer.errors import DataError
 
 
 class TokenFileWriter:
-    """Writes one shard; use it with `with`. What was written is seen only when that ends without an exception.
+    """Writes one shard; use it with `with`, in one process at a time. What was written is seen only when that ends
+    without an exception.
 
     Args:
         path: The shard's .bin file; its directory is created.
@@ -29,6 +31,10 @@ class TokenFileWriter:
     """
 
     def __init__(self, path: str | Path, vocabulary_size: int, facts: dict[str, Any] | None = None) -> None:
+        if not 1 <= vocabulary_size <= 2**32:
+            raise DataError(
+                f"vocabulary_size={vocabulary_size} is not from 1 to 2**32: token ids take up to four bytes."
+            )
         self.path = Path(path)
         if self.path.suffix != ".bin":
             raise DataError(f"a token file is named NAME.bin, not {self.path.name}.")
@@ -44,7 +50,11 @@ class TokenFileWriter:
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _part(self.path).open("wb")
+        self._file = _part(self.path).open("ab")
+        if not _locked(self._file, _part(self.path)):
+            self._file.close()
+            raise DataError(f"{self.path} is being written by another process. Wait for it, or end it.")
+        self._file.truncate(0)  # what one that was killed has left
         return self
 
     def add(self, tokens: npt.ArrayLike) -> None:
@@ -69,10 +79,11 @@ class TokenFileWriter:
         self._starts.append(self.num_tokens)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._file.close()
         if kind is not None:
             _part(self.path).unlink()
+            self._file.close()
             return
+        self._file.flush()
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -85,9 +96,11 @@ class TokenFileWriter:
         with _part(index).open("wb") as file:
             np.save(file, np.array(self._starts, dtype=np.int64))
         _part(described).write_text(json.dumps(header | self._facts, indent=1) + "\n")
+        described.unlink(missing_ok=True)  # of a shard that was here before
         for path in (self.path, index, described):  # the header last: it says that all are there
             _flush(_part(path))
             os.replace(_part(path), path)
+        self._file.close()
 
 
 def _part(path: Path) -> Path:
@@ -97,3 +110,12 @@ def _part(path: Path) -> Path:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _locked(file: BinaryIO, path: Path) -> bool:
+    """Whether the file is this process's alone, and still at its path: another one may have ended just now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False

@@ -224,7 +224,7 @@ def _texts(task: Task) -> Iterator[Any]:
     if task.kind == "text":
         for name in task.inputs:
             try:
-                yield Path(name).read_text(encoding="utf-8")
+                yield Path(name).read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(f"{name} is no text in UTF-8: {error}") from error
     elif task.kind == "jsonl":

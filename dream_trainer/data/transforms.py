@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Item:
 
     Attributes:
         value: The sample.
-        number: How many samples its lane had read before it.
+        number: How many samples its lane had read before it; for what was made of it, a number of its own.
         shard: Name of its shard.
         index: Its number in the shard.
     """
@@ -105,7 +105,12 @@ class Unbatch(Transform):
     def over(self, items: Iterator[Item], calls: StageCalls) -> Iterator[Item]:
         for item in items:
             for place, value in enumerate(item.value):
-                yield Item(value, item.number + place, item.shard, item.index + place)
+                yield Item(value, part_number(item, place), item.shard, item.index + place)
+
+
+def part_number(item: Item, place: int) -> int:
+    """The number that stands for one of several samples made of `item`, for its draws: no other sample's."""
+    return hash_seed(b"part", item.number, place)
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,13 @@ class StageCalls:
     def seed(self, item: Item) -> int:
         """Seed of what is drawn for a sample here."""
         return hash_seed(b"transform", self.calls.seed, self.calls.lane, item.number, self.stage)
+
+
+def description(transform: Transform) -> str:
+    """A transform and its plain options, which decide what samples come; functions are not told apart."""
+    options: dict[str, Any] = vars(transform) if is_dataclass(transform) else {}
+    told = [f"{name}={value!r}" for name, value in options.items() if value is None or isinstance(value, int | str)]
+    return f"{type(transform).__name__}({', '.join(told)})"
 
 
 def block_size(transforms: Sequence[Transform]) -> int:

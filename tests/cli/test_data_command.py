@@ -229,3 +229,10 @@ def test_describe_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "document_tokens": {"mean": 9.75, "median": 7, "max": 27},
         "vocabulary_size": 257,
     }
+
+
+def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
+    assert main(["data", "tokenize", str(tmp_path / "*"), "--output", str(tmp_path / "out")]) == 0
+    assert [bytes(document[:-1].tolist()) for document in TokenFile(tmp_path / "out")] == [b"one", b"two", b"three"]

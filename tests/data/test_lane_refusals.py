@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from dream_trainer.data.lanes import lane_plan
 from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.data.pack_stream import Pack
+from dream_trainer.data.stream import train_stream
 from dream_trainer.data.stream_loader import StreamLoader
 from dream_trainer.data.stream_sources import IterableShards, WebDatasetShards
-from dream_trainer.data.transforms import Filter, Map, Shuffle
+from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.data.window import DataPosition
 from dream_trainer.errors import DataError
@@ -241,7 +244,11 @@ def test_a_stream_that_changed_is_refused_in_its_middle() -> None:
     for source, options, message in [
         (fewer, {"lanes": 4, "turns": 1}, "shards: 8 then, 7 now"),
         (LIVE, {"lanes": 8}, "lanes: 4 then, 8 now"),
-        (LIVE, {"lanes": 4, "turns": 1, "transforms": [Shuffle(4)]}, r"transforms: \[\] then, \['Shuffle'\] now"),
+        (
+            LIVE,
+            {"lanes": 4, "turns": 1, "transforms": [Shuffle(4)]},
+            r"transforms: \[\] then, \['Shuffle\(window=4\)'\]",
+        ),
     ]:
         (stream,) = open_lanes(source, (1, 1, 0), **options)
         with pytest.raises(DataError, match=message):
@@ -307,3 +314,70 @@ class WithGenerator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left = state["left"]
         self.generator.set_state(state["generator"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([Shuffle(32)], [Shuffle(64)]), ([Pack(16, 64)], [Pack(32, 64)]), ([Batch(2)], [Batch(4)])],
+    ids=["window", "row length", "batch"],
+)
+def test_transforms_with_other_options_are_refused_though_a_block_is_as_large(before: list, after: list) -> None:
+    tokens = Map(as_tokens)
+    position, state = position_after(LIVE, 1, lanes=4, turns=1, transforms=[tokens, *before])
+    (stream,) = open_lanes(LIVE, (1, 1, 0), lanes=4, turns=1, transforms=[tokens, *after])
+    with pytest.raises(DataError, match="another one now"):
+        stream.seek(position, state)
+
+
+def as_tokens(number: int) -> list[int]:
+    return [number] * 7
+
+
+def drawn_thrice(number: int) -> list[int]:
+    return [number] * 3
+
+
+def test_what_is_drawn_for_parts_of_a_sample_is_not_what_is_drawn_for_the_next_one() -> None:
+    transforms = [Map(drawn_thrice), Unbatch(), Map(with_a_draw)]
+    source = IterableShards(LiveLines, [(0, 40)])
+    stream = train_stream(
+        StreamLoader(source, 96, transforms=transforms, collate_fn=list), accumulation=1, dp_rank=0, dp_size=1, seed=0
+    )
+    window = stream.next_window()
+    assert window is not None
+    (batch,) = window.batches
+    assert len({draw for _, draw in batch}) == 96
+
+
+def with_a_draw(sample: int) -> tuple[int, float]:
+    return sample, random.random()
+
+
+@pytest.mark.parametrize("length", [3, 7, 15, 40])
+def test_a_short_shard_that_does_not_come_back_is_refused_too(length: int) -> None:
+    source = IterableShards(Buffered, [length])
+    stream = train_stream(StreamLoader(source, 2, collate_fn=list), accumulation=1, dp_rank=0, dp_size=1, seed=0)
+    with pytest.raises(DataError, match="does not come back to where it was by its own state"):
+        stream.next_window()
+
+
+class Buffered:
+    """Yields from a buffer of 2, which its state leaves out."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.place = length, 0
+
+    def __iter__(self) -> Any:
+        buffer: list[int] = []
+        for number in range(self.place, self.length):
+            self.place = number + 1
+            buffer.append(number)
+            if len(buffer) == 2:
+                yield buffer.pop(0)
+        yield from buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]

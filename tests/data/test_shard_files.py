@@ -19,6 +19,7 @@ from dream_trainer.data.measured import WithLengths, measure_lengths
 from dream_trainer.data.mixture import Mixture
 from dream_trainer.data.shard_files import JsonLines, ParquetRows, ShardFiles, TarSamples
 from dream_trainer.data.stream import train_stream
+from dream_trainer.data.stream_sources import WebDatasetShards
 from dream_trainer.errors import DataError
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]
@@ -168,3 +169,30 @@ def test_measured_lengths_make_a_source_of_tokens() -> None:
     assert mixture.lengths(0, 60).tolist() == [len(mixture[position]) for position in range(60)]
     with pytest.raises(DataError, match=r"shape \(29,\) for 30 samples"):
         WithLengths(data, np.ones(29))
+
+
+def tar_of(path: Path, names: list[str]) -> bytes:
+    with tarfile.open(path, "w") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name))
+    return path.read_bytes()
+
+
+def test_a_tar_that_is_damaged_or_cut_between_two_files_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    whole = tar_of(path, [f"{number}.txt" for number in range(9)])
+    assert len(TarSamples(path)) == 9
+    for content in (whole[: 512 * 4], whole[: 512 * 4] + b"9" * 512 + whole[512 * 5 :], whole[: 512 * 4 + 100]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.tar is damaged or cut off at byte 2048"):
+            TarSamples(path)
+
+
+def test_tars_read_by_number_have_the_samples_of_tars_read_in_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    tar_of(path, ["./x/a.b.TXT", "./x/a.cls", "README", "x/.hidden", "__meta__", "y/a.txt", "a.txt"])
+    samples = TarSamples(path)
+    assert [samples[number] for number in range(len(samples))] == list(WebDatasetShards([path]).open(0))
+    tar_of(path, ["a.txt", "a.TXT"])
+    with pytest.raises(DataError, match=r"two files 'a\.TXT' in one sample"):
+        TarSamples(path)

@@ -117,3 +117,20 @@ def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "none.bin", "there is no token file"), (tmp_path, "has no token files")):
         with pytest.raises(DataError, match=message):
             TokenFile(path)
+
+
+def test_one_shard_is_written_by_one_at_a_time(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "a.bin", 10) as first:
+        first.add([1, 2])
+        with pytest.raises(DataError, match=r"a\.bin is being written by another process"):
+            write(tmp_path / "a.bin", [[3]], 10)
+        first.add([4])
+    assert [document.tolist() for document in TokenFile(tmp_path / "a.bin")] == [[1, 2], [4]]
+    (tmp_path / "b.bin.part").write_bytes(b"left by one that was killed")
+    assert [document.tolist() for document in TokenFile(write(tmp_path / "b.bin", [[3]], 10))] == [[3]]
+
+
+@pytest.mark.parametrize("size", [0, 2**32 + 1])
+def test_ids_that_no_file_can_hold_are_refused(size: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"vocabulary_size={size} is not from 1 to"):
+        TokenFileWriter(tmp_path / "a.bin", size)
