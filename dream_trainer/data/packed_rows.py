@@ -20,12 +20,14 @@ IGNORED = -100
 PADDING = -1
 """The document number of a row's padding."""
 
+_FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
+
 _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
 
 
 class DocumentRows(DocumentBlocks):
     """Rows of documents' tokens. A document is an array, tensor or list of token ids; or a mapping that has them under
-    `field`, and may have under "weights" one for each token: of how much predicting that token counts, 0 for a prompt.
+    `field`, and may have under "weights" one for each token: how much predicting that token counts, 0 for a prompt.
 
     Args:
         documents: See PackedRows, as the others.
@@ -53,6 +55,7 @@ class DocumentRows(DocumentBlocks):
         self.pad_id = pad_id
         self.field = field
         self.vocabulary_size = vocabulary_size
+        self._labels_seen = False
 
     def _build_row(self, position: int, room: int | None) -> dict[str, Tensor]:
         """The row at `position`, with `room` for tokens; None gives it as much as it has tokens."""
@@ -72,6 +75,10 @@ class DocumentRows(DocumentBlocks):
             weights[at : at + num_labels] = 1.0 if of_ids is None else of_ids[start + 1 : start + 1 + num_labels]
             at += size
         labels[weights == 0.0] = IGNORED
+        if not self._labels_seen:
+            self._labels_seen = bool(weights.any())
+            if not self._labels_seen:
+                self._refuse_documents_without_labels(block.number * self.block_size)
         positions = np.zeros(room or length, dtype=np.int64)
         positions[:length] = np.arange(length) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         documents = np.full(room or length, PADDING, dtype=np.int64)
@@ -111,7 +118,29 @@ class DocumentRows(DocumentBlocks):
                 f"The document at position {position} has {length} tokens and weights of shape {weights.shape}. Give "
                 "one for each token."
             )
+        wrong = weights[~((weights >= 0.0) & (weights < np.inf))]
+        if wrong.size:
+            raise DataError(
+                f"The document at position {position} has a weight of {wrong[0]}. A weight is a finite number, 0 for a "
+                "token that is not to be learned."
+            )
         return ids, weights
+
+    def _refuse_documents_without_labels(self, first: int) -> None:
+        """Raises if nothing can be learned from many documents, from position `first` on: so it is with all of them."""
+        last = min(first + _MOST_LOOKED_AT, len(self.documents))
+        first = max(min(first, last - _MOST_LOOKED_AT), self.documents.first_position)
+        documents: Any = self.documents
+        for position, length in enumerate(documents.lengths(first, last).tolist(), first):
+            weights = self._load(position, length)[1]
+            if length > 1 and (weights is None or weights[1:].any()):
+                self._labels_seen = True
+                return
+        if last - first >= _FEWEST_LOOKED_AT:
+            raise DataError(
+                f"None of the {last - first} documents from position {first} on has a token to learn: they are of one "
+                "token, or their weights are 0. Give a weight of 1 to the tokens of answers, and 0 to those of prompts."
+            )
 
 
 class PackedRows(DocumentRows):
@@ -139,8 +168,8 @@ class PackedRows(DocumentRows):
 
     Raises:
         DataError: `documents` have no order of their own, no lengths, or are none; `row_length` or `block_size` is not
-            positive, or `pad_id` no token id. When a row is loaded: a document is not what its length says, or its
-            token ids are outside the vocabulary.
+            positive, or `pad_id` no token id. When a row is loaded: a document is not what its length says, its token
+            ids are outside the vocabulary or its weights negative; or of 1024 documents none has a token to learn.
         ValueError: `method` is neither.
     """
 

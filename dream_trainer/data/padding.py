@@ -6,11 +6,13 @@ consumes, and the buckets of a block come in random order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,13 +22,15 @@ from dream_trainer.data.packed_rows import IGNORED, PADDING, DocumentRows
 from dream_trainer.data.packing import RowPlan, pack_one_by_one
 from dream_trainer.errors import DataError
 
+logger = logging.getLogger("dream_trainer")
+
 
 class PaddedRows(DocumentRows):
     """Documents as rows of their own lengths, ordered so that a global batch holds rows of like length.
 
     Give it to a `DistributedDataLoader` with `collate_fn=rows.collate`. A row is what `PackedRows` gives, with one
-    document in it and as long as that; a document longer than `row_length` is cut into several. `collate` pads
-    the rows of a micro-batch to the longest.
+    document in it and as long as that; a document longer than `row_length` is cut into several, of which a warning
+    says how many there are among the first. `collate` pads the rows of a micro-batch to the longest.
 
     Args:
         documents: The documents in their order, with lengths, as for `PackedRows`.
@@ -67,6 +71,7 @@ class PaddedRows(DocumentRows):
         )
         self.bucket_size = bucket_size
         self.multiple_of = multiple_of
+        self._warn_of_long_documents()
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         return self._build_row(position, None)
@@ -88,6 +93,19 @@ class PaddedRows(DocumentRows):
 
     def _pack(self, lengths: NDArray[Any]) -> RowPlan:
         return pack_one_by_one(lengths, self.row_length)
+
+    def _warn_of_long_documents(self) -> None:
+        lengths = self._lengths(0)
+        num_long = int((lengths > self.row_length).sum())
+        if num_long and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "%d of the first %d documents are longer than row_length=%d (the longest is of %d tokens) and are cut "
+                "into rows of their own.",
+                num_long,
+                len(lengths),
+                self.row_length,
+                lengths.max(),
+            )
 
     def _arrange(self, plan: RowPlan, first_row: int, seed: int) -> NDArray[np.int64]:
         # The bucket that the block before began is completed by short rows, and the last one begun with short ones: a

@@ -66,3 +66,11 @@ def test_wrong_sizes_are_refused() -> None:
     for name in ("bucket_size", "multiple_of", "block_size"):
         with pytest.raises(DataError, match=f"{name}=0 is not a positive integer"):
             padded([3], **{name: 0})
+
+
+def test_documents_that_are_cut_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    PaddedRows(NumberedDocuments([3, 40, 9, 10, 11]), 10, bucket_size=4)
+    assert "2 of the first 5 documents are longer than row_length=10 (the longest is of 40 tokens)" in caplog.text
+    caplog.clear()
+    PaddedRows(NumberedDocuments([3, 10]), 10, bucket_size=4)
+    assert not caplog.text
