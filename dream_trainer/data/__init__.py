@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dream_trainer.data.packed_rows import PackedRows as PackedRows
     from dream_trainer.data.padding import PaddedRows as PaddedRows
     from dream_trainer.data.permutation import IndexPermutation as IndexPermutation
+    from dream_trainer.data.pieces import Pieces as Pieces
     from dream_trainer.data.shard_files import JsonLines as JsonLines
     from dream_trainer.data.shard_files import ParquetRows as ParquetRows
     from dream_trainer.data.shard_files import TarSamples as TarSamples
@@ -68,6 +69,7 @@ else:
             "OrderedDataset": "data.ordered",
             "Pack": "data.pack_stream",
             "PackedRows": "data.packed_rows",
+            "Pieces": "data.pieces",
             "PackedSegments": "data.attention_mask",
             "PaddedRows": "data.padding",
             "PerRankLoader": "data.loader",

@@ -3,6 +3,9 @@
 Block `b` is the documents at positions `b * block_size` to `(b + 1) * block_size`. Its rows are made of its own
 documents alone, by their lengths, so no document waits in a buffer for a later row: all there is to know of the past is
 which block comes next and how many rows came before it.
+
+Where a block's documents begin to come by other weights, as at a stage of a mixture, those before and behind make rows
+of their own, one behind the other: shuffled over the whole block, their rows would hide the stage.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing import RowPlan
+from dream_trainer.data.packing import RowPlan, joined
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 
@@ -28,6 +31,8 @@ _FEWEST_ROWS = 512  # the last rows of a block stay partly empty: 2 of 512 are 0
 _FEWEST_DOCUMENTS, _MOST_DOCUMENTS = 1024, 65536
 _MOST_ROWS = 8192
 _EMPTY_BLOCKS = 1000
+# Parts of a block have about as many rows at least: the last rows of each stay partly empty too.
+_FEWEST_ROWS_OF_PART = 32
 
 
 @runtime_checkable
@@ -158,12 +163,21 @@ class DocumentBlocks(OrderedDataset):
             self._block = self._counted = None
         return has_changed
 
+    def change_begins_at(self, position: int, mark: Any = None) -> int:
+        if mark is not None and mark[1] < position < mark[1] + mark[2]:
+            return int(mark[1] + mark[2])
+        if not self._is_endless and position >= len(self):
+            return position
+        block = self._block_at(position)
+        return block.end if block.first_row < position else position
+
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         number, first_row = self._anchor_at(position, mark)
         document, of_documents = number * self.block_size, None
         if mark is not None:
             share = (position - first_row) / mark[2] if number == mark[0] else 0.0
-            document, of_documents = document + round(share * self.block_size), mark[3]
+            of_block = min(self.block_size, len(self.documents) - document)
+            document, of_documents = document + round(share * of_block), mark[3]
         return self.documents.numbers_at(document, of_documents)
 
     @property
@@ -247,9 +261,27 @@ class DocumentBlocks(OrderedDataset):
 
     def _load_block(self, number: int, first_row: int) -> _Block:
         lengths = self._lengths(number)
-        plan = self._pack(lengths)
-        seed = hash_seed(b"rows", self._seed, self._epoch, number)
-        return _Block(number, first_row, plan, self._arrange(plan, first_row, seed), lengths)
+        firsts, plans = self._plan(number, lengths)
+        order, rows = [], 0
+        for part, plan in enumerate(plans):
+            seed = hash_seed(b"rows", self._seed, self._epoch, number, *((part,) if part else ()))
+            order.append(rows + self._arrange(plan, first_row + rows, seed))
+            rows += plan.num_rows
+        plan = joined(plans, firsts) if len(plans) > 1 else plans[0]
+        return _Block(number, first_row, plan, np.concatenate(order), lengths)
+
+    def _plan(self, number: int, lengths: NDArray[Any]) -> tuple[list[int], list[RowPlan]]:
+        """The parts of a block: the first document of each, and its rows."""
+        first = number * self.block_size
+        tokens = np.cumsum(lengths)
+        firsts = [0]
+        for position in self.documents.stages_within(first, first + len(lengths)):
+            before = int(tokens[position - first - 1])
+            of_part = before - (int(tokens[firsts[-1] - 1]) if firsts[-1] else 0)
+            behind = int(tokens[-1]) - before
+            if min(of_part, behind) >= _FEWEST_ROWS_OF_PART * self.row_length:
+                firsts.append(position - first)
+        return firsts, [self._pack(lengths[begin:end]) for begin, end in pairwise([*firsts, len(lengths)])]
 
     def _first_rows(self) -> list[int]:
         """Positions of the first row of each block from the anchor on, and of the pass's end."""
@@ -258,9 +290,12 @@ class DocumentBlocks(OrderedDataset):
         of = self._seed, self._epoch, self.block_size, number, first_row, documents
         if self._counted is None or self._counted[0] != of:
             num_blocks = -(-len(self.documents) // self.block_size)
-            counts = (self._pack(self._lengths(block)).num_rows for block in range(number, num_blocks))
+            counts = (self._num_rows(block) for block in range(number, num_blocks))
             self._counted = of, list(accumulate(counts, initial=first_row))
         return self._counted[1]
+
+    def _num_rows(self, block: int) -> int:
+        return sum(plan.num_rows for plan in self._plan(block, self._lengths(block))[1])
 
     def _lengths(self, block: int) -> NDArray[Any]:
         """Tokens of the documents of a block."""

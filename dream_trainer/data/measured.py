@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.errors import DataError
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows how long its samples are without loading them."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.integer[Any]]:
+        """Tokens of each sample, shape `(len(source),)`."""
+        ...
 
 
 class WithLengths(Dataset[Any]):
@@ -38,43 +48,27 @@ class WithLengths(Dataset[Any]):
         return self.dataset[index]
 
 
-def measure_lengths(
-    dataset: Any, *, field: str = "tokens", num_workers: int = 0, length: Callable[[Any], int] | None = None
-) -> npt.NDArray[np.int64]:
+def measure_lengths(dataset: Any, *, num_workers: int = 0, length: Callable[[Any], int] = len) -> npt.NDArray[np.int64]:
     """Loads every sample once, and says how long each is. Keep the result in a file: `np.save`.
 
     Args:
         dataset: Map-style.
-        field: Name of the token ids in samples that are mappings.
         num_workers: Processes that load.
-        length: Tokens of a sample, of any kind. None: the sample's `len`, or of a mapping that of its `field`.
+        length: Tokens of a sample, such as `lambda sample: len(sample["tokens"])`.
 
     Returns:
         Shape `(len(dataset),)`, int64.
-
-    Raises:
-        DataError: A sample is a mapping without `field`.
     """
-    measured = DataLoader(_Measure(dataset, field, length), batch_size=None, num_workers=num_workers)
+    measured = DataLoader(_Measure(dataset, length), batch_size=None, num_workers=num_workers)
     return np.fromiter((int(value) for value in measured), dtype=np.int64, count=len(dataset))
 
 
 class _Measure(Dataset[int]):
-    def __init__(self, dataset: Any, field: str, length: Callable[[Any], int] | None) -> None:
-        self.dataset, self.field, self.length = dataset, field, length
+    def __init__(self, dataset: Any, length: Callable[[Any], int]) -> None:
+        self.dataset, self.length = dataset, length
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> int:
-        sample = self.dataset[index]
-        if self.length is not None:
-            return int(self.length(sample))
-        if not isinstance(sample, Mapping):
-            return len(sample)
-        if self.field not in sample:
-            raise DataError(
-                f"sample {index} has no {self.field!r}, but {', '.join(map(repr, sample))}. Name its token ids in "
-                "field=."
-            )
-        return len(sample[self.field])
+        return int(self.length(self.dataset[index]))

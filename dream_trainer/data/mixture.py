@@ -11,29 +11,19 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset
 
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
+from dream_trainer.data.measured import Measured
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
 from dream_trainer.data.mixture_weights import Stage, Weights, check_stages, checked_weights, weights_by_position
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.permutation import IndexPermutation, Integers
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import ConfigError, DataError
-
-
-@runtime_checkable
-class Measured(Protocol):
-    """A source that knows how long its samples are without loading them."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.integer[Any]]:
-        """Tokens of each sample, shape `(len(source),)`."""
-        ...
 
 
 class Drawn(NamedTuple):
@@ -214,6 +204,10 @@ class Mixture(OrderedDataset):
         self._asked = None
         self._compile()
         return True
+
+    def stages_within(self, first: int, last: int) -> list[int]:
+        starts = (segment.first - self._offset for segment in self._segments)
+        return [start for start in starts if first < start < last]
 
     def numbers_at(self, position: int, mark: Any = None) -> dict[str, float]:
         return {

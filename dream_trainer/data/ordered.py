@@ -84,6 +84,14 @@ class OrderedDataset(Dataset[Any], ABC):
         """
         return False
 
+    def change_begins_at(self, position: int, mark: Any = None) -> int:
+        """The position from which a change counts that `changes_at` has just told of; arguments as there."""
+        return position
+
+    def stages_within(self, first: int, last: int) -> list[int]:
+        """Positions between `first` and `last`, both left out, from which samples come by other weights; rising."""
+        return []
+
     def numbers_at(self, position: int, mark: Any = None) -> Mapping[str, float]:
         """What to log at `position`, by name; arguments as of `state_at`."""
         return {}

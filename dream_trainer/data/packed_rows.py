@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from dream_trainer.data.document_blocks import DocumentBlocks, block_order
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.packing import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.data.pieces import FOLLOWING
 from dream_trainer.errors import DataError
 
 IGNORED = -100
@@ -23,6 +24,14 @@ PADDING = -1
 _FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 64, 1024
 
 _PACKERS = {"best_fit": pack_best_fit, "concatenate": pack_concatenated}
+
+
+class _Document(NamedTuple):
+    """A document's token ids, what each predicts, but for the last, and how much that counts; None: 1."""
+
+    ids: NDArray[Any]
+    labels: NDArray[Any]
+    weights: NDArray[Any] | None
 
 
 class DocumentRows(DocumentBlocks):
@@ -68,11 +77,13 @@ class DocumentRows(DocumentBlocks):
         weights = np.zeros(room or length, dtype=np.float32)
         at = 0
         for document, start, size in pieces:
-            ids, of_ids = self._load(block.number * self.block_size + document, int(block.lengths[document]))
-            tokens[at : at + size] = ids[start : start + size]
-            num_labels = min(size, len(ids) - start - 1)  # a document's last token predicts nothing
-            labels[at : at + num_labels] = ids[start + 1 : start + 1 + num_labels]
-            weights[at : at + num_labels] = 1.0 if of_ids is None else of_ids[start + 1 : start + 1 + num_labels]
+            loaded = self._load(block.number * self.block_size + document, int(block.lengths[document]))
+            tokens[at : at + size] = loaded.ids[start : start + size]
+            num_labels = min(size, len(loaded.labels) - start)  # a document's last token predicts nothing
+            labels[at : at + num_labels] = loaded.labels[start : start + num_labels]
+            weights[at : at + num_labels] = (
+                1.0 if loaded.weights is None else loaded.weights[start : start + num_labels]
+            )
             at += size
         labels[weights == 0.0] = IGNORED
         if not self._labels_seen:
@@ -86,16 +97,15 @@ class DocumentRows(DocumentBlocks):
         row = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "weights": weights}
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
-    def _load(self, position: int, length: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """Token ids of a document, and their weights."""
-        document, weights = self.documents[position], None
+    def _load(self, position: int, length: int) -> _Document:
+        document, weights, following = self.documents[position], None, None
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise DataError(
                     f"The document at position {position} has no {self.field!r}, but {', '.join(map(repr, document))}. "
                     "Name its token ids in field=."
                 )
-            document, weights = document[self.field], document.get("weights")
+            document, weights, following = document[self.field], document.get("weights"), document.get(FOLLOWING)
         ids = np.asarray(document)
         if ids.shape != (length,):
             raise DataError(
@@ -110,8 +120,9 @@ class DocumentRows(DocumentBlocks):
                 f"The document at position {position} has token ids from {ids.min()} to {ids.max()}, outside of "
                 f"vocabulary_size={self.vocabulary_size}. Was it made by another tokenizer?"
             )
+        labels = ids[1:] if following is None else np.append(ids[1:], following)
         if weights is None:
-            return ids, None
+            return _Document(ids, labels, None)
         weights = np.asarray(weights, dtype=np.float32)
         if weights.shape != ids.shape:
             raise DataError(
@@ -124,7 +135,7 @@ class DocumentRows(DocumentBlocks):
                 f"The document at position {position} has a weight of {wrong[0]}. A weight is a finite number, 0 for a "
                 "token that is not to be learned."
             )
-        return ids, weights
+        return _Document(ids, labels[: len(ids) - 1], weights[1:])
 
     def _refuse_documents_without_labels(self, first: int) -> None:
         """Raises if nothing can be learned from many documents, from position `first` on: so it is with all of them."""
@@ -132,8 +143,8 @@ class DocumentRows(DocumentBlocks):
         first = max(min(first, last - _MOST_LOOKED_AT), self.documents.first_position)
         documents: Any = self.documents
         for position, length in enumerate(documents.lengths(first, last).tolist(), first):
-            weights = self._load(position, length)[1]
-            if length > 1 and (weights is None or weights[1:].any()):
+            document = self._load(position, length)
+            if len(document.labels) and (document.weights is None or document.weights.any()):
                 self._labels_seen = True
                 return
         if last - first >= _FEWEST_LOOKED_AT:

@@ -11,7 +11,9 @@ such a document, and each shorter one, is a piece too.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,24 @@ class RowPlan:
         """Tokens in each row: shape `(rows,)`."""
         before = np.concatenate(([0], np.cumsum(self.sizes)))
         return np.diff(before[self.row_starts])
+
+
+def joined(plans: Sequence[RowPlan], first_documents: Sequence[int]) -> RowPlan:
+    """The rows of several plans, one behind the other.
+
+    Args:
+        plans: Of documents that follow each other.
+        first_documents: The number of each plan's first document in all of them.
+    """
+    pieces = accumulate((len(plan.sizes) for plan in plans[:-1]), initial=0)
+    starts = [plan.row_starts[:-1] + before for plan, before in zip(plans, pieces, strict=True)]
+    num_pieces = sum(len(plan.sizes) for plan in plans)
+    return RowPlan(
+        np.concatenate([*starts, np.array([num_pieces])]),
+        np.concatenate([plan.documents + first for plan, first in zip(plans, first_documents, strict=True)]),
+        np.concatenate([plan.starts for plan in plans]),
+        np.concatenate([plan.sizes for plan in plans]),
+    )
 
 
 def pack_best_fit(lengths: NDArray[Any], row_length: int) -> RowPlan:

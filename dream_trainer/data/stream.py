@@ -225,6 +225,7 @@ class ShardStream(TrainStream):
             self._measure()  # a state that it begins with may say that a change was asked for
             marked.marks.clear()
         if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
+            self._say_when_it_begins(ordered.change_begins_at(position.samples, marked.newest(position.samples)))
             self._state = ordered.state_at(position.samples, marked.newest(position.samples))
             self._iterator = None
 
@@ -233,6 +234,16 @@ class ShardStream(TrainStream):
         if self._ended is not None and self._iterator is None and ordered.may_change:
             marked = self._reader.marked
             self._state_before = ordered.state_at(self._ended.samples, marked.newest(self._ended.samples))
+
+    def _say_when_it_begins(self, begin: int) -> None:
+        rows = begin - self._position.samples
+        if rows > 0 and self._sharding.dp_rank == 0:
+            logger.warning(
+                "The new weights of the training data count in %d steps: the %d rows until then are of documents that "
+                "were packed together, and stay. A smaller `block_size` of the rows makes that less.",
+                -(-rows // self._global_batch_size),
+                rows,
+            )
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self._reader.sampler.indices(epoch, first, end)
