@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from dream_trainer.data import mixture_reports as reports
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.measured import Measured
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
@@ -74,8 +75,8 @@ class Mixture(OrderedDataset):
             those of the whole run. Default: a pass is the whole mixture, and the next one begins it in another order.
         seed: Of the order. Default: the run's.
         on_change: What happens to a run whose checkpoint is of another mixture: "refuse", or "continue" with this one
-            from that position on. Sources of the same name and length then go on where they were; one of another length
-            begins its next epoch.
+            from that position on, and a warning of what is other. Sources of the same name and length then go on where
+            they were; one of another length begins its next epoch.
 
     Raises:
         ConfigError: Weights are negative, not finite, all zero, or of unknown sources; or another option is.
@@ -124,7 +125,9 @@ class Mixture(OrderedDataset):
         self._drawn_before = [0] * len(self.names)
         self._epoch = 0
         self._begins_pass = True
+        self._told_at: int | None = None
         self._compile()
+        reports.warn_of_unused_sources(self._weights, self._stages)
 
     # -- the samples
 
@@ -276,13 +279,12 @@ class Mixture(OrderedDataset):
             if self._asked is None:
                 self._asked = state["asked"]
             return
+        told = reports.find_differences(before, now, changed)
         if self._on_change == "refuse" or "num_samples" in changed:
-            differences = [f"{key} was {before.get(key)}, and is {now[key]}" for key in changed]
-            told = "; ".join(differences) or "its sources were in another order"
-            raise DataError(
-                f"the checkpoint is of another mixture ({told}). Give it what it "
-                'had; or, but for num_samples, on_change="continue" to go on with this mixture from that position.'
-            )
+            reports.refuse_another_mixture(told)
+        if self._told_at != state["position"]:  # a run may be told several times where it goes on
+            self._told_at = state["position"]
+            reports.warn_of_another_mixture(told, state["position"])
         self._origin, self._changes = state["position"], []
         lengths = before["sources"]
         self._drawn_before = [

@@ -141,3 +141,25 @@ def test_weights_set_between_two_steps_count_from_the_next_whatever_workers_had_
     straight = read(open_streams((1, 1, 0)), 40)[0]
     assert found[0][:10] == straight[:10]
     assert not set(found[0][10:]) & set(straight)
+
+
+def test_going_on_with_another_mixture_is_said_once_with_what_is_other(caplog: pytest.LogCaptureFixture) -> None:
+    sources = {"a": ["a"] * 500, "b": ["b"] * 300}
+    before = Mixture(sources, {"a": 1, "b": 1})
+    before.begin(0, None)
+    same, other = Mixture(sources, on_change="continue"), Mixture(sources, {"a": 3, "b": 1}, on_change="continue")
+    for mixture in (same, other, other):
+        mixture.begin(0, before.state_at(700))
+    (record,) = caplog.records
+    assert "another mixture, from position 700 on: weights was {'a': 1, 'b': 1}, and is {'a': 3, 'b': 1}" in (
+        record.getMessage()
+    )
+
+
+def test_a_source_that_no_stage_draws_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sources = {"a": ["a"] * 500, "b": ["b"] * 300, "c": ["c"] * 300}
+    Mixture(sources, {"a": 1, "b": 1}, stages=[Stage(at=100, weights={"c": 1})])
+    assert not caplog.records
+    Mixture(sources, {"a": 1}, stages=[Stage(at=100, weights={"c": 1})])
+    (record,) = caplog.records
+    assert "never draws from b, whose weight is 0 in all stages, unless set_weights" in record.getMessage()
