@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -48,27 +48,43 @@ class WithLengths(Dataset[Any]):
         return self.dataset[index]
 
 
-def measure_lengths(dataset: Any, *, num_workers: int = 0, length: Callable[[Any], int] = len) -> npt.NDArray[np.int64]:
+def measure_lengths(
+    dataset: Any, *, field: str = "tokens", num_workers: int = 0, length: Callable[[Any], int] | None = None
+) -> npt.NDArray[np.int64]:
     """Loads every sample once, and says how long each is. Keep the result in a file: `np.save`.
 
     Args:
         dataset: Map-style.
+        field: Name of the token ids in samples that are mappings.
         num_workers: Processes that load.
-        length: Tokens of a sample, such as `lambda sample: len(sample["tokens"])`.
+        length: Tokens of a sample, of any kind. None: the sample's `len`, or of a mapping that of its `field`.
 
     Returns:
         Shape `(len(dataset),)`, int64.
+
+    Raises:
+        DataError: A sample is a mapping without `field`.
     """
-    measured = DataLoader(_Measure(dataset, length), batch_size=None, num_workers=num_workers)
+    measured = DataLoader(_Measure(dataset, field, length), batch_size=None, num_workers=num_workers)
     return np.fromiter((int(value) for value in measured), dtype=np.int64, count=len(dataset))
 
 
 class _Measure(Dataset[int]):
-    def __init__(self, dataset: Any, length: Callable[[Any], int]) -> None:
-        self.dataset, self.length = dataset, length
+    def __init__(self, dataset: Any, field: str, length: Callable[[Any], int] | None) -> None:
+        self.dataset, self.field, self.length = dataset, field, length
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> int:
-        return int(self.length(self.dataset[index]))
+        sample = self.dataset[index]
+        if self.length is not None:
+            return int(self.length(sample))
+        if not isinstance(sample, Mapping):
+            return len(sample)
+        if self.field not in sample:
+            raise DataError(
+                f"sample {index} has no {self.field!r}, but {', '.join(map(repr, sample))}. Name its token ids in "
+                "field=."
+            )
+        return len(sample[self.field])

@@ -164,6 +164,11 @@ def test_measured_lengths_make_a_source_of_tokens() -> None:
     assert measure_lengths([{"t": sample} for sample in data], length=lambda sample: len(sample["t"])).tolist() == (
         lengths.tolist()
     )
+    assert measure_lengths([{"tokens": sample, "weights": sample} for sample in data]).tolist() == lengths.tolist()
+    named = [{"input_ids": sample} for sample in data]
+    assert measure_lengths(named, field="input_ids", num_workers=1).tolist() == lengths.tolist()
+    with pytest.raises(DataError, match=r"sample 0 has no 'tokens', but 'input_ids'\. Name its token ids in field="):
+        measure_lengths(named)
     mixture = Mixture({"data": WithLengths(data, lengths)}, unit="tokens")
     mixture.begin(0, None)
     assert mixture.lengths(0, 60).tolist() == [len(mixture[position]) for position in range(60)]
