@@ -126,6 +126,8 @@ class Mixture(OrderedDataset):
         self._epoch = 0
         self._begins_pass = True
         self._told_at: int | None = None
+        self._segments: list[Segment] = []
+        self._segments_of: tuple[int, list[int | None]] | None = None
         self._compile()
         reports.warn_of_unused_sources(self._weights, self._stages)
 
@@ -304,7 +306,10 @@ class Mixture(OrderedDataset):
             for name, length in zip(self.names, self._lengths, strict=True)
         ]
         weights = weights_by_position(self._weights, self._stages, self._changes, self._means, self._origin)
-        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self.seed)
+        of = self.seed, limits
+        known = self._segments if of == self._segments_of else []
+        self._segments, self._end = segments(weights, self._drawn_before, limits, ENDLESS, self.seed, known)
+        self._segments_of = of
         self._orders = [
             IndexPermutation(length, hash_seed(b"mixture" + name.encode(), self.seed))
             for name, length in zip(self.names, self._lengths, strict=True)

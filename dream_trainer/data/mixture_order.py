@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,7 @@ def segments(
     limits: Sequence[int | None],
     end: int,
     seed: int,
+    known: Sequence[Segment] = (),
 ) -> tuple[list[Segment], int]:
     """The segments of a mixture: its weights as they change, without the sources that are used up.
 
@@ -106,11 +108,13 @@ def segments(
         limits: How often each may be drawn in all; None: for ever.
         end: Where the mixture ends at the latest.
         seed: Of the slots' order.
+        known: Segments of the same limits and seed, before some of the changes: what they hold is not counted again.
 
     Returns:
         The segments, and where the mixture ends: at `end`, or where no source with a weight has samples left.
     """
     found: list[Segment] = []
+    followed = {segment.first: (segment, later) for segment, later in pairwise(known)}
     counts = list(drawn)
     stops = [*(first for first, _ in changes[1:]), end]
     for (first, weights), stop in zip(changes, stops, strict=True):
@@ -123,6 +127,11 @@ def segments(
             if not any(left):
                 return found, position
             segment = Segment(position, left, tuple(counts))
+            same, later = followed.get(position, (None, None))
+            if later is not None and same == segment and later.first == stop:
+                found.append(same)
+                position, counts = stop, list(later.drawn)
+                continue
             found.append(segment)
             position, counts = stop, segment.drawn_before(stop, seed)
             reached = [

@@ -15,7 +15,7 @@ def count_tokens(batch: Any) -> int | None:
     """Tokens of a batch, without padding; None where it does not tell, or only by waiting for a device.
 
     Known are dicts with "documents" (packed or padded rows: numbers of 0 and more), "attention_mask" (ones), or
-    "labels" of whole numbers (but for -100); batches of several loaders have the sum of theirs.
+    "labels" of whole numbers for each token (but for -100); batches of several loaders have the sum of theirs.
 
     Args:
         batch: On the host.
@@ -23,7 +23,8 @@ def count_tokens(batch: Any) -> int | None:
     if isinstance(batch, Mapping):
         for key, count in _COUNTS.items():
             values = batch.get(key)
-            if type(values) is Tensor and values.dtype is not torch.float32:
+            is_of_samples = key == "labels" and type(values) is Tensor and values.ndim < 2  # classes, say
+            if type(values) is Tensor and values.dtype is not torch.float32 and not is_of_samples:
                 return int(count(values)) if values.device.type == "cpu" else None
         counts = [count_tokens(part) for part in batch.values() if isinstance(part, Mapping)]
         known = [count for count in counts if count is not None]

@@ -114,3 +114,18 @@ def test_rows_are_counted_anew_when_weights_were_set(block_size: int) -> None:
         _, end = step(stream)
         mixture.set_weights({"a": 1 + number % 3, "b": 1 + number % 2})
         stream.state_at(end)  # as a checkpoint that is written now
+
+
+def test_many_changes_are_laid_out_as_if_all_were_there_at_once() -> None:
+    def mixture() -> Mixture:
+        sources = {"a": range(40), "b": range(500), "c": range(10**6)}
+        return Mixture(sources, {"a": 1, "b": 2, "c": 3}, max_epochs={"a": 7, "b": 1.5}, seed=3)
+
+    changed = mixture()
+    for number in range(60):
+        changed.set_weights({"a": 1, "b": number % 5, "c": 3})
+        assert changed.changes_at(number * 77)
+    at_once = mixture()
+    at_once.begin(0, changed.state_at(0))
+    assert [changed.locate(position) for position in range(6000)] == [at_once.locate(p) for p in range(6000)]
+    assert changed.drawn(10**7) == at_once.drawn(10**7)

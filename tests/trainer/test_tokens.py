@@ -225,7 +225,8 @@ def test_what_batches_tell() -> None:
     assert [count_tokens(batch) for batch in (packed_batch, masked, labelled)] == [4, 3, 2]
     assert count_tokens({"text": packed_batch, "pairs": masked, "images": {"x": torch.ones(3)}}) == 7
     assert count_tokens(("text", packed_batch)) == 4
-    for other in (torch.ones(3), [torch.ones(3)], (torch.ones(2), torch.ones(2)), {"x": torch.ones(3)}, None):
+    classes = {"labels": torch.tensor([5, 2, 3])}
+    for other in (torch.ones(3), [torch.ones(3)], (torch.ones(2), torch.ones(2)), {"x": torch.ones(3)}, classes, None):
         assert count_tokens(other) is None
     assert count_tokens({"documents": torch.zeros(3, dtype=torch.int64, device="meta")}) is None
 
