@@ -68,3 +68,7 @@ def _parse(argv: Sequence[str] | None) -> Any:
 def _failed(error: Exception, *, code: int) -> int:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

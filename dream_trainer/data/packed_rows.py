@@ -178,10 +178,10 @@ class PackedRows(DocumentRows):
         vocabulary_size: Number of token ids; with it, each is checked when it is loaded.
 
     Raises:
-        DataError: `documents` have no order of their own, no lengths, or are none; `row_length` or `block_size` is not
-            positive, or `pad_id` no token id. When a row is loaded: a document is not what its length says, its token
-            ids are outside the vocabulary or its weights negative; or of 1024 documents none has a token to learn.
-        ValueError: `method` is neither.
+        DataError: `documents` have no order of their own, no lengths, or are none; `method` is neither, `row_length` or
+            `block_size` not positive, or `pad_id` no token id. When a row is loaded: a document is not what its length
+            says, its token ids are outside the vocabulary or its weights negative; or of 1024 documents none has a
+            token to learn.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class PackedRows(DocumentRows):
         vocabulary_size: int | None = None,
     ) -> None:
         if method not in _PACKERS:
-            raise ValueError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
+            raise DataError(f"method={method!r} is unknown. Use {' or '.join(map(repr, _PACKERS))}.")
         super().__init__(
             documents,
             row_length,

@@ -236,3 +236,9 @@ def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
     assert main(["data", "tokenize", str(tmp_path / "*"), "--output", str(tmp_path / "out")]) == 0
     assert [bytes(document[:-1].tolist()) for document in TokenFile(tmp_path / "out")] == [b"one", b"two", b"three"]
+
+
+@pytest.mark.parametrize("module", ["dream_trainer", "dream_trainer.cli.main"])
+def test_the_command_is_a_module_too(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "data", "--help"], capture_output=True, text=True, check=True)
+    assert "tokenize" in done.stdout

@@ -250,7 +250,7 @@ def test_documents_without_order_without_lengths_and_without_number_are_refused(
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(DataError, match=says):
         PackedRows(NumberedDocuments([3]), **{"row_length": 4, **options})
 
 
