@@ -14,6 +14,18 @@ def shuffles_in_a_buffer(dataset: Any) -> bool:
     return any(isinstance(part, BufferShuffledExamplesIterable) for part in _parts(dataset._ex_iterable))
 
 
+def files_read(dataset: Any) -> list[str]:
+    """The files that a streaming dataset reads, as far as its loader tells; for messages."""
+    from datasets.iterable_dataset import ArrowExamplesIterable, ExamplesIterable
+
+    found: list[str] = []
+    for part in _parts(dataset._ex_iterable):
+        if isinstance(part, ArrowExamplesIterable | ExamplesIterable):
+            given = part.kwargs.get("files") or part.kwargs.get("base_files") or []
+            found += [file for file in given if isinstance(file, str)]
+    return found
+
+
 def _parts(iterable: Any) -> Iterator[Any]:
     from datasets.iterable_dataset import _BaseExamplesIterable
 

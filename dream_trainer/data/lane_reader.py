@@ -140,7 +140,7 @@ class Lane(Iterator[Any]):
                 state.place, state.read, state.reader = state.place + 1, 0, None
             except Exception as error:
                 what = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-                raise DataError(f"sample {state.read} of {name} cannot be read: {what}") from error
+                raise DataError(f"sample {state.read} of {source.place(shard)} cannot be read: {what}") from error
             else:
                 item = Item(value, state.number, name, state.read)
                 state.number, state.read = state.number + 1, state.read + 1

@@ -242,8 +242,9 @@ class LaneStream(TrainStream):
         plan, workers = self._plan, self._loader.num_workers
         if workers > len(self._chains):
             logger.warning(
-                "%d of num_workers=%d have nothing to load: the lanes of a rank fall into %d parts that fill batches "
-                "of their own. Use fewer workers, or more turns (%d now, with %d lanes in a step).",
+                "%d of num_workers=%d have nothing to load: a batch comes from one worker, and a rank's shards are "
+                "read in %d groups that each fill batches. Use as many workers, or raise turns= of the StreamLoader "
+                "(it is %d, and lanes=%d), for which there must be shards.",
                 workers - len(self._chains),
                 workers,
                 len(self._chains),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from dream_trainer.compat.huggingface import shuffles_in_a_buffer
+from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
 from dream_trainer.errors import DataError
 
 
@@ -43,8 +43,12 @@ class ShardedSource(ABC):
         """A new StatefulIterable over one shard, from its beginning. One with a `set_epoch` is told the epoch."""
 
     def name(self, shard: int) -> str:
-        """What messages call a shard."""
+        """What messages call a shard; a checkpoint has it, so it stays the same."""
         return f"shard {shard}"
+
+    def place(self, shard: int) -> str:
+        """Where a shard is, for the message that it cannot be read."""
+        return self.name(shard)
 
 
 class IterableShards(ShardedSource):
@@ -109,6 +113,10 @@ class HuggingFaceShards(ShardedSource):
 
     def name(self, shard: int) -> str:
         return f"shard {shard} of {self._num_shards} of the Hugging Face dataset"
+
+    def place(self, shard: int) -> str:
+        files = ", ".join(files_read(self.open(shard))[:3])
+        return f"{self.name(shard)} ({files})" if files else self.name(shard)
 
 
 class WebDatasetShards(ShardedSource):

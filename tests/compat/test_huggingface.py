@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import datasets
 import pytest
 
-from dream_trainer.compat.huggingface import shuffles_in_a_buffer
+from dream_trainer.compat.huggingface import files_read, shuffles_in_a_buffer
 
 
 def numbers() -> Iterator[dict[str, int]]:
@@ -38,3 +39,17 @@ def test_the_state_of_a_buffer_loses_samples(stream: datasets.IterableDataset) -
     again = stream.shuffle(seed=0, buffer_size=4)
     again.load_state_dict(state)
     assert [sample["n"] for sample in again] != every[20:]
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_the_file_of_a_shard_is_known_also_behind_a_map(kind: str, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{number}.{kind}") for number in range(3)]
+    for file in files:
+        rows = datasets.Dataset.from_dict({"n": [1, 2]})
+        {"json": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet}[kind](file)
+    dataset = datasets.load_dataset(
+        kind, data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
+    ).map(dict)
+    shards = [dataset.shard(num_shards=3, index=number, contiguous=False) for number in range(3)]
+    assert [files_read(shard) for shard in shards] == [[file] for file in files]
+    assert files_read(datasets.Dataset.from_dict({"n": [1]}).to_iterable_dataset()) == []
