@@ -98,7 +98,9 @@ IMPORTS = [found for module in MODULES if module not in PACKAGES for found in im
 
 
 def floor(module: str) -> int:
-    """Which floor a module is on: 0 for the files beside the rooms."""
+    """Which floor a module is on: 0 for the files beside the rooms; the roof for the command, which none may import."""
+    if module == "dream_trainer.__main__":
+        return 1 + len(ROOMS)
     parts = module.split(".")
     return 0 if MODULES[module].parent == PACKAGE else 1 + ROOMS.index(parts[1])
 

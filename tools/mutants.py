@@ -1000,8 +1000,8 @@ MUTANTS = [
     Mutant(
         "the last token of a cut piece predicts nothing",
         "dream_trainer/data/packed_rows.py",
-        "num_labels = min(size, len(ids) - start - 1)",
-        "num_labels = min(size - 1, len(ids) - start - 1)",
+        "num_labels = min(size, len(loaded.labels) - start)",
+        "num_labels = min(size - 1, len(loaded.labels) - start)",
         "tests/data/test_packed_rows.py",
     ),
     Mutant(
