@@ -25,7 +25,7 @@ from dream_trainer.data.packed_rows import PackedRows
 from dream_trainer.data.stream import train_stream
 from dream_trainer.data.token_counts import count_tokens
 from dream_trainer.data.token_file import TokenFile
-from dream_trainer.data.window import TrainStream
+from dream_trainer.data.window import DataPosition, TrainStream
 from dream_trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _loader(options: Bench) -> Any:
 
 def _read(stream: TrainStream, options: Bench) -> tuple[Reading, Reading | None, dict[str, float]]:
     """Reads the stream and, where its samples have numbers, a plain DataLoader of samples as these, by turns."""
-    ours, windows = Reading(), _windows(stream)
+    ours, windows, drawn = Reading(), _windows(stream), DataPosition(0, 0, 0)
     plain = None if stream.reader is None else Reading()
     beside = iter(()) if stream.reader is None else iter(_plain_loader(stream.reader, options))
     columns = (TextColumn("read"), BarColumn(), MofNCompleteColumn(), TextColumn("batches"), TimeRemainingColumn())
@@ -132,13 +132,14 @@ def _read(stream: TrainStream, options: Bench) -> tuple[Reading, Reading | None,
                 window, batch = ours.take(windows)
             except StopIteration:
                 break
+            drawn = window.end
             ours.count(batch, window.samples or 0)
             if plain is not None:
                 plain.take(beside)
             progress.update(bar, completed=max(0, number + 1 - NOT_COUNTED))
     if not ours.waits:
         raise DataError("the loader yielded no batch. Check its dataset and batch size.")
-    return ours, plain, dict(stream.numbers_at(window.end))
+    return ours, plain, dict(stream.numbers_at(drawn))
 
 
 def _windows(stream: TrainStream) -> Iterator[Any]:

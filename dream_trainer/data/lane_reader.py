@@ -199,6 +199,9 @@ def refuse_forgetful(source: ShardedSource, shard: int) -> None:
     Raises:
         DataError: It is not, as with a shuffle buffer that the state leaves out.
     """
+    expected: list[Any] = []
+    found: list[Any] = []
+    before = 0
     for before in _READ_BEFORE:
         try:
             expected, found = _read_twice(source, shard, before)

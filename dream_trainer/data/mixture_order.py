@@ -127,7 +127,7 @@ def segments(
             if not any(left):
                 return found, position
             segment = Segment(position, left, tuple(counts))
-            same, later = followed.get(position, (None, None))
+            same, later = followed.get(position, (segment, None))
             if later is not None and same == segment and later.first == stop:
                 found.append(same)
                 position, counts = stop, list(later.drawn)
