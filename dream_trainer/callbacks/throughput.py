@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,8 @@ class _Mark(NamedTuple):
     """Seconds waited for data, since the process started."""
     by_loader: Mapping[str, float]
     """The same for each loader of a group."""
+    loading: Mapping[tuple[int, str], float]
+    """Seconds that each worker has loaded each source of a mixture."""
 
 
 class Throughput(LoggingCallback):
@@ -42,6 +45,8 @@ class Throughput(LoggingCallback):
       the trainer counts them (`batch_tokens`)
     - `data_wait`: share of the time in which the step path waited for data; of several training loaders also
       `data_wait/<name>` for each
+    - of a mixture, `data_load/<source>`: which share of the time that its samples took to load went into that source;
+      and of several workers, `data_load/worker_<number>`: which share was that worker's
     - `mfu`: model FLOP/s over the peak of the device in the precision at work, if `flops_per_sample` or
       `flops_per_token` is given and the peak is known; never on a CPU
 
@@ -171,6 +176,7 @@ class Throughput(LoggingCallback):
             trainer.tokens_seen,
             trainer.seconds_waiting_for_data,
             trainer.seconds_waiting_by_loader,
+            trainer.seconds_loading,
         )
 
     def _begin(self, trainer: AbstractTrainer, start: _Mark) -> None:
@@ -190,6 +196,7 @@ class Throughput(LoggingCallback):
         }
         for name, waited in end.by_loader.items():
             rates[f"data_wait/{name}"] = (waited - start.by_loader.get(name, 0.0)) / seconds
+        rates |= _shares_of_loading(start.loading, end.loading)
         tokens: Tensor | float | None = None
         if self.tokens_per_sample is not None:
             tokens = samples * self.tokens_per_sample
@@ -235,6 +242,23 @@ def dtype_at_work(trainer: AbstractTrainer) -> torch.dtype:
         for parameter in model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
+
+
+def _shares_of_loading(
+    start: Mapping[tuple[int, str], float], end: Mapping[tuple[int, str], float]
+) -> dict[str, float]:
+    """Which share of an interval's loading went into each source, and was done by each of several workers."""
+    shares: defaultdict[str, float] = defaultdict(float)
+    spent = {key: seconds - start.get(key, 0.0) for key, seconds in end.items()}
+    total = sum(spent.values())
+    if total <= 0:
+        return {}
+    are_several = len({worker for worker, _ in spent}) > 1
+    for (worker, source), seconds in spent.items():
+        shares[f"data_load/{source}"] += seconds / total
+        if are_several:
+            shares[f"data_load/worker_{worker}"] += seconds / total
+    return dict(shares)
 
 
 def _share(flops: Flops | None, peak: float | None, trainer: AbstractTrainer) -> float | None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dream_trainer.data.loading_time import LoadingTime
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
 from dream_trainer.data.packing import RowPlan, joined
 from dream_trainer.distributed.seeds import hash_seed
@@ -154,6 +155,9 @@ class DocumentBlocks(OrderedDataset):
         if block is None:
             return None
         return block.number, block.first_row, block.plan.num_rows, self.documents.mark()
+
+    def loading_time(self, mark: Any) -> LoadingTime | None:
+        return self.documents.loading_time(mark[3])
 
     def changes_at(self, position: int, mark: Any = None) -> bool:
         has_changed = self.documents.changes_at(

@@ -86,6 +86,14 @@ class GroupStream(TrainStream):
         return {part.name: part.seconds for part in self._parts}
 
     @property
+    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
+        return {
+            (worker, f"{part.name}/{source}"): seconds
+            for part in self._parts
+            for (worker, source), seconds in part.stream.seconds_loading.items()
+        }
+
+    @property
     def length(self) -> int | None:
         known = [length for part in self._parts if (length := part.stream.length) is not None]
         return sum(known) if known else None

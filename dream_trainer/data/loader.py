@@ -175,7 +175,7 @@ class ShardReader:
         self._torch_loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.ordered = loader.dataset if isinstance(loader.dataset, OrderedDataset) else None
-        self.marked = MarkedBatches()
+        self.marked = MarkedBatches(self.ordered)
         self.begin(0, None)
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> None:

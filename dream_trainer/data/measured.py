@@ -88,3 +88,32 @@ class _Measure(Dataset[int]):
                 "field=."
             )
         return len(sample[self.field])
+
+
+def lengths_of(name: str, source: Any) -> Any:
+    """The `lengths` of a source.
+
+    Raises:
+        DataError: It does not say them.
+    """
+    if not isinstance(source, Measured):
+        raise DataError(
+            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
+            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or measure_lengths(dataset)."
+        )
+    return source.lengths
+
+
+def mean_lengths(sources: Mapping[str, Any]) -> list[float]:
+    """Mean tokens of the samples of each source.
+
+    Raises:
+        DataError: A source does not say its lengths, or has no tokens.
+    """
+    means = []
+    for name, source in sources.items():
+        lengths = np.asarray(lengths_of(name, source))
+        means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
+        if not means[-1] > 0:
+            raise DataError(f"the samples of source {name!r} have no tokens.")
+    return means

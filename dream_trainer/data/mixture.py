@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dream_trainer.data import mixture_reports as reports
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
-from dream_trainer.data.measured import Measured
+from dream_trainer.data.loading_time import LoadingTime, SourceClock
+from dream_trainer.data.measured import lengths_of, mean_lengths
 from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
 from dream_trainer.data.mixture_weights import Stage, Weights, check_stages, checked_weights, weights_by_position
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
@@ -108,9 +110,11 @@ class Mixture(OrderedDataset):
     ) -> None:
         self.sources = dict(sources)
         self.names = list(self.sources)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._clock = SourceClock(len(self.names))
         _check_sources(self.sources)
         self._lengths = [len(source) for source in self.sources.values()]
-        self._means = _mean_lengths(self.sources) if unit == "tokens" else None
+        self._means = mean_lengths(self.sources) if unit == "tokens" else None
         self._weights = checked_weights(dict.fromkeys(self.names, 1) if weights is None else weights, self.names)
         self._stages = list(stages)
         self._max_epochs = dict(max_epochs or {})
@@ -138,13 +142,26 @@ class Mixture(OrderedDataset):
 
     def __getitem__(self, position: int) -> Any:
         name, index, _ = self.locate(position)
+        started = perf_counter()
         try:
-            return self.sources[name][index]
+            sample = self.sources[name][index]
         except Exception as error:
             raise DataError(
                 f"sample {index} of source {name!r} ({type(self.sources[name]).__name__}), at position {position} of "
                 f"the mixture, cannot be loaded: {type(error).__name__}: {error}"
             ) from error
+        self._clock.add(self._numbers[name], perf_counter() - started)
+        return sample
+
+    def mark(self) -> LoadingTime:
+        return self._clock.told()
+
+    @property
+    def source_names(self) -> list[str]:
+        return self.names
+
+    def loading_time(self, mark: Any) -> LoadingTime | None:
+        return mark if isinstance(mark, LoadingTime) else None
 
     def locate(self, position: int) -> Draw:
         """The source, its sample and its epoch at a position of this pass."""
@@ -160,7 +177,7 @@ class Mixture(OrderedDataset):
         Raises:
             DataError: A source does not say them.
         """
-        measured = [_lengths_of(name, source) for name, source in self.sources.items()]
+        measured = [lengths_of(name, source) for name, source in self.sources.items()]
         found = np.empty(last - first, dtype=np.int64)
         position = first + self._offset
         while position < last + self._offset:
@@ -229,6 +246,7 @@ class Mixture(OrderedDataset):
 
     def begin(self, seed: int, state: dict[str, Any] | None) -> None:
         self._run_seed = seed
+        self._clock = SourceClock(len(self.names))
         self._begins_pass = state is None
         if state is not None:
             self._take(state)
@@ -426,22 +444,3 @@ def _check_options(
                 f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
                 "it."
             )
-
-
-def _lengths_of(name: str, source: Any) -> Any:
-    if not isinstance(source, Measured):
-        raise DataError(
-            f"source {name!r} ({type(source).__name__}) does not say how many tokens its samples have: it needs an "
-            "attribute `lengths`. Write it with `dream-trainer data tokenize`, or measure_lengths(dataset)."
-        )
-    return source.lengths
-
-
-def _mean_lengths(sources: Mapping[str, Any]) -> list[float]:
-    means = []
-    for name, source in sources.items():
-        lengths = np.asarray(_lengths_of(name, source))
-        means.append(float(lengths.sum(dtype=np.int64)) / len(lengths))
-        if not means[-1] > 0:
-            raise DataError(f"the samples of source {name!r} have no tokens.")
-    return means

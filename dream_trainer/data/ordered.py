@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from dream_trainer.data.loading_time import LoadingTime, LoadingTimes
+
 ENDLESS = 2**62
 """The length of a dataset that never ends."""
 
@@ -67,6 +69,10 @@ class OrderedDataset(Dataset[Any], ABC):
         """A small plain value about what was loaded last; it is sent from the worker with its batch. None: nothing."""
         return None
 
+    def loading_time(self, mark: Any) -> LoadingTime | None:
+        """What a mark tells of the time that sources take; None: nothing."""
+        return None
+
     @property
     def first_position(self) -> int:
         """The earliest position of this pass that can be asked for: behind 0 where a run went on with other data."""
@@ -97,6 +103,11 @@ class OrderedDataset(Dataset[Any], ABC):
         return {}
 
     @property
+    def source_names(self) -> list[str]:
+        """Names of the sources that `loading_time` speaks of."""
+        return []
+
+    @property
     def source(self) -> OrderedDataset | None:
         """The ordered dataset that this one reads, if it reads one."""
         return None
@@ -112,13 +123,19 @@ def innermost(dataset: OrderedDataset) -> OrderedDataset:
 class MarkedBatches:
     """Takes the marks from the batches of an OrderedDataset, and keeps those that a position may be asked for.
 
+    Args:
+        dataset: What the batches are of; None: there will be none.
+
     Attributes:
         marks: (end of the chunk in the pass, mark), in order.
+        times: How long its sources took to load.
     """
 
-    __slots__ = ("_chunk_size", "_end", "_iterator", "marks")
+    __slots__ = ("_chunk_size", "_end", "_iterator", "_time_of", "marks", "times")
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: OrderedDataset | None) -> None:
+        self._time_of = None if dataset is None else dataset.loading_time
+        self.times = LoadingTimes([] if dataset is None else innermost(dataset).source_names)
         self.marks: deque[tuple[int, Any]] = deque()
         self._iterator: Iterator[Any] = iter(())
         self._end = self._chunk_size = 0
@@ -127,6 +144,7 @@ class MarkedBatches:
         """The batches of `iterator`, which begins at position `first`; each is of `chunk_size` samples of all ranks."""
         self._iterator, self._end, self._chunk_size = iterator, first, chunk_size
         self.marks.clear()
+        self.times.begin_pass()
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -137,6 +155,8 @@ class MarkedBatches:
         self._end += self._chunk_size
         if mark is not None:
             self.marks.append((self._end, mark))
+            if self._time_of is not None and (told := self._time_of(mark)) is not None:
+                self.times.hear(told)
         return batch
 
     def newest(self, position: int) -> Any:

@@ -157,6 +157,10 @@ class ShardStream(TrainStream):
     def global_batch_size(self) -> int:
         return self._global_batch_size
 
+    @property
+    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
+        return self._reader.marked.times.seconds
+
     def seek(
         self,
         position: DataPosition,

@@ -99,6 +99,11 @@ class TrainStream(ABC):
         """Seconds this process has spent waiting for each loader of a group, by name."""
         return {}
 
+    @property
+    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
+        """Seconds that each worker of this rank (-1: this process) has loaded each source of a mixture."""
+        return {}
+
     @abstractmethod
     def seek(
         self,

@@ -201,6 +201,12 @@ class AbstractTrainer(Hooks, Cooperation):
         return {} if self._data.stream is None else self._data.stream.seconds_by_loader
 
     @property
+    def seconds_loading(self) -> Mapping[tuple[int, str], float]:
+        """Seconds that each worker of this rank has loaded each source of a mixture, by (worker, source); worker -1 is
+        this process."""
+        return {} if self._data.stream is None else self._data.stream.seconds_loading
+
+    @property
     def seconds_saving(self) -> float:
         """Seconds that checkpoints have held training up in this process."""
         return self._saver.seconds
