@@ -420,7 +420,7 @@ def test_wrong_usage_exits_2_and_says_so(arguments: list[str], capsys: pytest.Ca
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plt", "runs/a"]) == 2
     assert capsys.readouterr().err == (
-        "error: there is no command 'plt'. Use checkpoints or plot; --help says what they do.\n"
+        "error: there is no command 'plt'. Use checkpoints, data or plot; --help says what they do.\n"
     )
 
 
