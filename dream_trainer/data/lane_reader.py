@@ -108,10 +108,10 @@ class Lane(Iterator[Any]):
                 else:
                     self.calls.reports.clear()  # reported before the run was interrupted
             if state.place == len(order):
+                if not self._options.repeat:
+                    return  # also of a lane that yielded nothing: on other ranks another lane may have ended the pass
                 if state.yielded_in_epoch == 0:
                     raise self._nothing()
-                if not self._options.repeat:
-                    return
                 state.epoch, state.place, state.yielded_in_epoch = state.epoch + 1, 0, 0
                 order = self._order(state.epoch)
 

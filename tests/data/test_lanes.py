@@ -189,6 +189,24 @@ def test_a_pass_without_repeat_ends_with_the_last_step_that_each_lane_can_fill(
     assert "The pass over the training data ends after 4 steps: lane 0 has 1 of the 2 samples" in caplog.text
 
 
+def is_not_of_the_last_shards(sample: int) -> bool:
+    return sample < 7000
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (2, 2, 0), (4, 1, 2)])
+def test_a_lane_that_yields_nothing_ends_the_pass_in_any_layout(layout: tuple[int, int, int], tmp_path: Path) -> None:
+    # In the second turn lane 6 is too short, and nothing is left of lane 7: which is looked at first is the layout's.
+    source = make_source("live", tmp_path, [9, 9, 9, 9, 9, 9, 1, 9])
+    streams = open_lanes(source, layout, lanes=4, turns=2, repeat=False, transforms=[Filter(is_not_of_the_last_shards)])
+    for _ in range(2):
+        assert next_step(streams) is not None
+        assert next_step(streams) is None
+        for stream in streams:
+            stream.end_pass()
+    for stream in streams:
+        stream.close()
+
+
 def test_transforms_are_applied_in_their_order(tmp_path: Path) -> None:
     def change(samples: Iterator[int]) -> Iterator[str]:
         while batch := list(islice(samples, 4)):
