@@ -6,6 +6,7 @@ from its position, as for any dataset of ours, and only numbers go to workers, w
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from dream_trainer.data.loading_time import LoadingTime, LoadingTimes
+
+logger = logging.getLogger("dream_trainer")
 
 ENDLESS = 2**62
 """The length of a dataset that never ends."""
@@ -167,3 +170,15 @@ class MarkedBatches:
         """Nobody will ask for a position before this one."""
         while len(self.marks) > 1 and self.marks[1][0] <= position:
             self.marks.popleft()
+
+
+def say_when_it_begins(dataset: OrderedDataset, position: int, marked: MarkedBatches, global_batch_size: int) -> None:
+    """Warns where a change that `changes_at` has just told of counts later than from `position` on."""
+    rows = dataset.change_begins_at(position, marked.newest(position)) - position
+    if rows > 0:
+        logger.warning(
+            "The new weights of the training data count in %d steps: the %d rows until then are of documents that "
+            "were packed together, and stay. A smaller `block_size` of the rows makes that less.",
+            -(-rows // global_batch_size),
+            rows,
+        )

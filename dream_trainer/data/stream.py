@@ -21,7 +21,7 @@ from dream_trainer.data.group_windows import group_stream
 from dream_trainer.data.lane_stream import LaneStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup
-from dream_trainer.data.ordered import ENDLESS, OrderedDataset
+from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
 from dream_trainer.data.stream_loader import StreamLoader
 from dream_trainer.data.window import DataPosition, TrainStream, Window
@@ -229,7 +229,8 @@ class ShardStream(TrainStream):
             self._measure()  # a state that it begins with may say that a change was asked for
             marked.marks.clear()
         if ordered.may_change and ordered.changes_at(position.samples, marked.newest(position.samples)):
-            self._say_when_it_begins(ordered.change_begins_at(position.samples, marked.newest(position.samples)))
+            if self._sharding.dp_rank == 0:
+                say_when_it_begins(ordered, position.samples, marked, self._global_batch_size)
             self._state = ordered.state_at(position.samples, marked.newest(position.samples))
             self._iterator = None
 
@@ -238,16 +239,6 @@ class ShardStream(TrainStream):
         if self._ended is not None and self._iterator is None and ordered.may_change:
             marked = self._reader.marked
             self._state_before = ordered.state_at(self._ended.samples, marked.newest(self._ended.samples))
-
-    def _say_when_it_begins(self, begin: int) -> None:
-        rows = begin - self._position.samples
-        if rows > 0 and self._sharding.dp_rank == 0:
-            logger.warning(
-                "The new weights of the training data count in %d steps: the %d rows until then are of documents that "
-                "were packed together, and stay. A smaller `block_size` of the rows makes that less.",
-                -(-rows // self._global_batch_size),
-                rows,
-            )
 
     def indices(self, epoch: int, first: int, end: int) -> list[list[int]]:
         return self._reader.sampler.indices(epoch, first, end)
