@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dream_trainer.checks import check_integer
-from dream_trainer.data.mixture import mixture_of
+from dream_trainer.data.mixtures.mixture import mixture_of
 from dream_trainer.events.callback import Callback
 
 if TYPE_CHECKING:

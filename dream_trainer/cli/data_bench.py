@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.checks import check_integer
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader
-from dream_trainer.data.mixture import Mixture
-from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.mixtures.mixture import Mixture
+from dream_trainer.data.packing.packed_rows import PackedRows
+from dream_trainer.data.sources.token_file import TokenFile
 from dream_trainer.data.stream import train_stream
 from dream_trainer.data.token_counts import count_tokens
-from dream_trainer.data.token_file import TokenFile
 from dream_trainer.data.window import DataPosition, TrainStream
 from dream_trainer.errors import ConfigError, DataError
 

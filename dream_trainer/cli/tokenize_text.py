@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dream_trainer.checks import check_integer
 from dream_trainer.cli.output import print_json
-from dream_trainer.data.token_file import TokenFile
-from dream_trainer.data.tokenizing import plan_tasks, tokenize
+from dream_trainer.data.sources.token_file import TokenFile
+from dream_trainer.data.sources.tokenizing import plan_tasks, tokenize
 
 if TYPE_CHECKING:
     from dream_trainer.cli.data import Tokenize

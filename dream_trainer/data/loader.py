@@ -26,11 +26,11 @@ from torch.utils.data import (
 
 from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup
+from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
-from dream_trainer.data.stream_loader import StreamLoader
+from dream_trainer.data.streams.stream_loader import StreamLoader
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError

@@ -16,14 +16,14 @@ from typing import Any
 
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.foreign_stream import ForeignStream
-from dream_trainer.data.group_place import refuse_state_of_group
-from dream_trainer.data.group_windows import group_stream
-from dream_trainer.data.lane_stream import LaneStream
 from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
-from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup
+from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
+from dream_trainer.data.loader_groups.group_windows import group_stream
+from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
-from dream_trainer.data.stream_loader import StreamLoader
+from dream_trainer.data.streams.lane_stream import LaneStream
+from dream_trainer.data.streams.stream_loader import StreamLoader
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.errors import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.data.loader_group import AlternatingLoaders
+from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
 from dream_trainer.data.stream import loader_batch_size
 from dream_trainer.errors import DataError

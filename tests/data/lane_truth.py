@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.data.lane_stream import LaneStream
+from dream_trainer.data.sources.stream_sources import IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.stream_loader import StreamLoader
-from dream_trainer.data.stream_sources import IterableShards, WebDatasetShards
+from dream_trainer.data.streams.lane_stream import LaneStream
+from dream_trainer.data.streams.stream_loader import StreamLoader
 from dream_trainer.data.window import DataPosition
 
 GLOBAL_BATCH = 8

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.data.lanes import lane_plan
 from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.pack_stream import Pack
+from dream_trainer.data.sources.stream_sources import HuggingFaceShards, IterableShards, WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.stream_loader import StreamLoader
-from dream_trainer.data.stream_sources import HuggingFaceShards, IterableShards, WebDatasetShards
+from dream_trainer.data.streams.lanes import lane_plan
+from dream_trainer.data.streams.pack_stream import Pack
+from dream_trainer.data.streams.stream_loader import StreamLoader
 from dream_trainer.data.transforms import Batch, Filter, Map, Shuffle, Unbatch
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.data.window import DataPosition

@@ -20,7 +20,7 @@ from dream_trainer.data import (
     PerRankLoader,
     StreamLoader,
 )
-from dream_trainer.data.loader_group import turns
+from dream_trainer.data.loader_groups.loader_group import turns
 from dream_trainer.data.stream import train_stream
 from dream_trainer.data.window import DataPosition, TrainStream
 from dream_trainer.errors import DataError

@@ -108,12 +108,24 @@ def test_weights_asked_for_when_a_pass_has_ended_are_saved() -> None:
 
 @pytest.mark.parametrize("block_size", [5, 40])
 def test_rows_are_counted_anew_when_weights_were_set(block_size: int) -> None:
-    mixture = Mixture({"a": Documents(1, 50), "b": Documents(1000, 30)}, {"a": 4, "b": 1}, num_samples=100)
-    stream = opened(PackedRows(mixture, 16, block_size=block_size), 8)
+    def new() -> tuple[Mixture, TrainStream]:
+        mixture = Mixture({"a": Documents(1, 50), "b": Documents(1000, 30)}, {"a": 4, "b": 1}, num_samples=100)
+        return mixture, opened(PackedRows(mixture, 16, block_size=block_size), 8)
+
+    mixture, stream = new()
+    following: list[Any] | None = None
     for number in range(16):
-        _, end = step(stream)
+        window = stream.next_window()
+        assert window is not None
+        found = [row["tokens"].tolist() for batch in window.batches for row in batch]
+        assert following is None or found == following
+        if window.is_last:
+            stream.end_pass()
         mixture.set_weights({"a": 1 + number % 3, "b": 1 + number % 2})
-        stream.state_at(end)  # as a checkpoint that is written now
+        state = json.loads(json.dumps(stream.state_at(window.end)))  # as a checkpoint that is written now
+        _, resumed = new()
+        resumed.seek(window.end, None, is_pass_over=bool(window.is_last), state=state)
+        following = [row["tokens"].tolist() for row in step(resumed)[0]]
 
 
 def test_many_changes_are_laid_out_as_if_all_were_there_at_once() -> None:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.mixture import Mixture
-from dream_trainer.data.mixture_weights import Stage
-from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.mixtures.mixture import Mixture
+from dream_trainer.data.mixtures.mixture_weights import Stage
+from dream_trainer.data.packing.packed_rows import PackedRows
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from dream_trainer.errors import DataError
 from tests.data.documents import APART, document, web_like_lengths

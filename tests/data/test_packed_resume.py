@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.data.document_blocks import DocumentBlocks
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.packed_rows import PackedRows
-from dream_trainer.data.padding import PaddedRows
+from dream_trainer.data.packing.document_blocks import DocumentBlocks
+from dream_trainer.data.packing.packed_rows import PackedRows
+from dream_trainer.data.packing.padding import PaddedRows
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from tests.data.documents import NumberedDocuments, web_like_lengths
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.packing.packed_rows import PackedRows
 from dream_trainer.errors import DataError
 from tests.data.documents import APART, NumberedDocuments, document, web_like_lengths
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.padding import PaddedRows
+from dream_trainer.data.packing.padding import PaddedRows
 from dream_trainer.errors import DataError
 from tests.data.documents import NumberedDocuments, document, web_like_lengths
 

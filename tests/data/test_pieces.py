@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.measured import WithLengths
-from dream_trainer.data.mixture import Mixture
-from dream_trainer.data.mixture_weights import Stage
-from dream_trainer.data.packed_rows import IGNORED, PADDING, PackedRows
-from dream_trainer.data.pieces import Pieces
+from dream_trainer.data.mixtures.mixture import Mixture
+from dream_trainer.data.mixtures.mixture_weights import Stage
+from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, PackedRows
+from dream_trainer.data.sources.measured import WithLengths
+from dream_trainer.data.sources.pieces import Pieces
 from dream_trainer.data.stream import DataPosition, train_stream
 from dream_trainer.errors import DataError
 

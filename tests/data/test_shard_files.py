@@ -15,11 +15,11 @@ import pytest
 from datasets import Dataset
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.measured import WithLengths, measure_lengths
-from dream_trainer.data.mixture import Mixture
-from dream_trainer.data.shard_files import JsonLines, ParquetRows, ShardFiles, TarSamples
+from dream_trainer.data.mixtures.mixture import Mixture
+from dream_trainer.data.sources.measured import WithLengths, measure_lengths
+from dream_trainer.data.sources.shard_files import JsonLines, ParquetRows, ShardFiles, TarSamples
+from dream_trainer.data.sources.stream_sources import WebDatasetShards
 from dream_trainer.data.stream import train_stream
-from dream_trainer.data.stream_sources import WebDatasetShards
 from dream_trainer.errors import DataError
 
 ROWS = [{"text": f"row {i} ä", "n": i} for i in range(25)]

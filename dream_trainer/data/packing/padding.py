@@ -16,10 +16,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dream_trainer.data.document_blocks import block_order
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.packed_rows import IGNORED, PADDING, DocumentRows
-from dream_trainer.data.packing import RowPlan, pack_one_by_one
+from dream_trainer.data.packing.document_blocks import block_order
+from dream_trainer.data.packing.packed_rows import IGNORED, PADDING, DocumentRows
+from dream_trainer.data.packing.packing import RowPlan, pack_one_by_one
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dream_trainer.data.document_blocks import DocumentBlocks, block_order
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.packing import RowPlan, pack_best_fit, pack_concatenated
-from dream_trainer.data.pieces import FOLLOWING
+from dream_trainer.data.packing.document_blocks import DocumentBlocks, block_order
+from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated
+from dream_trainer.data.sources.pieces import FOLLOWING
 from dream_trainer.errors import DataError
 
 IGNORED = -100

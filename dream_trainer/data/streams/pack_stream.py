@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.packed_rows import PackedRows
+from dream_trainer.data.packing.packed_rows import PackedRows
 from dream_trainer.data.transforms import SKIPPED, Item, StageCalls, Transform, part_number, refuse_unless_positive
 from dream_trainer.errors import DataError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from dream_trainer.data.lane_reader import LaneOptions
-from dream_trainer.data.stream_sources import HuggingFaceShards, ShardedSource
+from dream_trainer.data.sources.stream_sources import HuggingFaceShards, ShardedSource
+from dream_trainer.data.streams.lane_reader import LaneOptions
 from dream_trainer.data.transforms import OnError, Transform, refuse_unclear_policy
 from dream_trainer.errors import DataError
 
@@ -94,7 +94,7 @@ class StreamLoader:
         self.worker_init_fn = worker_init_fn
 
     def __iter__(self) -> Iterator[Any]:
-        from dream_trainer.data.lane_stream import LaneStream
+        from dream_trainer.data.streams.lane_stream import LaneStream
 
         stream = LaneStream(self, accumulation=1, dp_rank=0, dp_size=1, seed=0)
         try:

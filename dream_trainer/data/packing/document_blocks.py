@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dream_trainer.data.loading_time import LoadingTime
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.packing import RowPlan, joined
+from dream_trainer.data.packing.packing import RowPlan, joined
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError
 

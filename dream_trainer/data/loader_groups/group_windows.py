@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dream_trainer.data.group_place import Member, naming_loader
-from dream_trainer.data.group_stream import GroupStream
-from dream_trainer.data.loader_group import AlternatingLoaders, LoaderGroup, refuse_shared
+from dream_trainer.data.loader_groups.group_place import Member, naming_loader
+from dream_trainer.data.loader_groups.group_stream import GroupStream
+from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup, refuse_shared
 from dream_trainer.data.nested import batch_size
 from dream_trainer.data.ordered import innermost
 from dream_trainer.data.window import TrainStream, Window

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from dream_trainer.data.mixture_weights import Stage
+from dream_trainer.data.mixtures.mixture_weights import Stage
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")

@@ -12,16 +12,16 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.lane_batches import LaneBatches, Loaded, Mark
-from dream_trainer.data.lanes import Chain, lane_plan
 from dream_trainer.data.sample_seeds import WorkerInit
+from dream_trainer.data.streams.lane_batches import LaneBatches, Loaded, Mark
+from dream_trainer.data.streams.lanes import Chain, lane_plan
 from dream_trainer.data.transforms import block_size, description
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from dream_trainer.data.stream_loader import StreamLoader
+    from dream_trainer.data.streams.stream_loader import StreamLoader
 
 logger = logging.getLogger("dream_trainer")
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from dream_trainer.data.token_file import FORMAT, VERSION
+from dream_trainer.data.sources.token_file import FORMAT, VERSION
 from dream_trainer.errors import DataError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from dream_trainer.data.measured import Measured
+from dream_trainer.data.sources.measured import Measured
 from dream_trainer.errors import DataError
 
 FOLLOWING = "following"

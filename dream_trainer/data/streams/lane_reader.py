@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any
 
 from dream_trainer.data.foreign import EpochAware
-from dream_trainer.data.lanes import LanePlan
 from dream_trainer.data.probe import summary
-from dream_trainer.data.stream_sources import ShardedSource, StatefulIterable
+from dream_trainer.data.sources.stream_sources import ShardedSource, StatefulIterable
+from dream_trainer.data.streams.lanes import LanePlan
 from dream_trainer.data.transforms import Item, OnError, SampleCalls, Transform, block_size, shuffled
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import DataError

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dream_trainer.data.stream_sources import TAR_NAME, refuse_early_end
+from dream_trainer.data.sources.stream_sources import TAR_NAME, refuse_early_end
 from dream_trainer.errors import DataError
 
 Paths = str | Path | Sequence[str | Path]

@@ -6,7 +6,6 @@ Which source a position falls to is mixture_order.py's; which of its samples, a 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,24 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from dream_trainer.data import mixture_reports as reports
 from dream_trainer.data.loader import DistributedDataLoader, training_loaders
 from dream_trainer.data.loading_time import LoadingTime, SourceClock
-from dream_trainer.data.measured import lengths_of, mean_lengths
-from dream_trainer.data.mixture_order import BLOCK, Segment, draw_numbers, segments
-from dream_trainer.data.mixture_weights import Stage, Weights, check_stages, checked_weights, weights_by_position
+from dream_trainer.data.mixtures import mixture_reports as reports
+from dream_trainer.data.mixtures.mixture_checks import check_options, check_sources
+from dream_trainer.data.mixtures.mixture_order import BLOCK, Segment, draw_numbers, segments
+from dream_trainer.data.mixtures.mixture_weights import (
+    Stage,
+    Weights,
+    checked_weights,
+    weights_by_position,
+)
+from dream_trainer.data.mixtures.permutation import IndexPermutation, Integers
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset
-from dream_trainer.data.permutation import IndexPermutation, Integers
+from dream_trainer.data.sources.measured import lengths_of, mean_lengths
 from dream_trainer.distributed.seeds import hash_seed
-from dream_trainer.errors import ConfigError, DataError
+from dream_trainer.errors import DataError
 
 
 class Drawn(NamedTuple):
@@ -112,7 +117,7 @@ class Mixture(OrderedDataset):
         self.names = list(self.sources)
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._clock = SourceClock(len(self.names))
-        _check_sources(self.sources)
+        check_sources(self.sources)
         self._lengths = [len(source) for source in self.sources.values()]
         self._means = mean_lengths(self.sources) if unit == "tokens" else None
         self._weights = checked_weights(dict.fromkeys(self.names, 1) if weights is None else weights, self.names)
@@ -122,7 +127,7 @@ class Mixture(OrderedDataset):
         self._own_seed, self._run_seed = seed, 0
         self._on_change = on_change
         self._unit = unit
-        _check_options(self.names, unit, self._stages, self._max_epochs, num_samples, on_change)
+        check_options(self.names, unit, self._stages, self._max_epochs, num_samples, on_change)
         self._changes: list[tuple[int, dict[str, float]]] = []
         self._asked: dict[str, float] | None = None
         self._origin = 0
@@ -397,50 +402,3 @@ def _mixture_behind(loader: object) -> Mixture | None:
 
 def _drawn_at_another_length(drawn: int, length_before: int, length: int) -> int:
     return drawn if length == length_before else -(-drawn // length_before) * length
-
-
-def _check_sources(sources: Mapping[str, Any]) -> None:
-    if not sources:
-        raise DataError('A mixture of no sources has no samples. Give them by name: Mixture({"code": dataset, ...}).')
-    for name, source in sources.items():
-        if isinstance(source, IterableDataset | OrderedDataset):
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no samples by number that a mixture could choose from. "
-                "Give a map-style dataset."
-            )
-        try:
-            length = len(source)
-        except TypeError as error:
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has no length. Give a map-style dataset, which has "
-                "`__len__` and `__getitem__`."
-            ) from error
-        if length == 0:
-            raise DataError(
-                f"source {name!r} ({type(source).__name__}) has 0 samples. Check its path, split and filters."
-            )
-
-
-def _check_options(
-    names: Sequence[str],
-    unit: str,
-    stages: Sequence[Stage],
-    max_epochs: Mapping[str, float],
-    num_samples: int | None,
-    on_change: str,
-) -> None:
-    if unit not in ("samples", "tokens"):
-        raise ConfigError(f'unit={unit!r} is not "samples" or "tokens".')
-    if on_change not in ("refuse", "continue"):
-        raise ConfigError(f'on_change={on_change!r} is not "refuse" or "continue".')
-    if num_samples is not None and num_samples < 1:
-        raise ConfigError(f"num_samples={num_samples} is not positive.")
-    check_stages(stages, names)
-    for name, epochs in max_epochs.items():
-        if name not in names:
-            raise ConfigError(f"max_epochs has {name!r}, and the sources are {list(names)}.")
-        if not 0 < epochs < math.inf:
-            raise ConfigError(
-                f"max_epochs[{name!r}]={epochs} is not positive and finite. Leave the source out, or have no limit for "
-                "it."
-            )

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from dream_trainer.data.lane_reader import Lane, LaneState, refuse_forgetful
-from dream_trainer.data.lanes import Chain, LanePlan
 from dream_trainer.data.sample_seeds import collates_without_draws
+from dream_trainer.data.streams.lane_reader import Lane, LaneState, refuse_forgetful
+from dream_trainer.data.streams.lanes import Chain, LanePlan
 from dream_trainer.distributed.seeds import hash_seed, seed_cpu
 
 if TYPE_CHECKING:
-    from dream_trainer.data.stream_loader import StreamLoader
+    from dream_trainer.data.streams.stream_loader import StreamLoader
 
 
 class Mark(NamedTuple):

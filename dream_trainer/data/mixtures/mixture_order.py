@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dream_trainer.data.permutation import Integers, scrambled
+from dream_trainer.data.mixtures.permutation import Integers, scrambled
 from dream_trainer.distributed.seeds import hash_seed
 
 BLOCK = 1024

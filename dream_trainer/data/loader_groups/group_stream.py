@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dream_trainer.data.group_place import Member, Place, naming_loader
-from dream_trainer.data.loader_group import PassEnd
+from dream_trainer.data.loader_groups.group_place import Member, Place, naming_loader
+from dream_trainer.data.loader_groups.loader_group import PassEnd
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import preserved_random_state

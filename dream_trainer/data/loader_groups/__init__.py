@@ -1,0 +1,1 @@
+"""Several training loaders read as one."""
