@@ -16,6 +16,7 @@ MODULES = (
     "dream_trainer.callbacks",
     "dream_trainer.checkpoint.store",
     "dream_trainer.trainer.dream",
+    "dream_trainer.trainer.restored_state",
     "dream_trainer.trainer.saved_state",
 )
 

@@ -389,7 +389,7 @@ MUTANTS = [
     ),
     Mutant(
         "fewer ranks lose the metrics of the others",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         "_former_data_ranks(manifest)[world.dp_rank :: world.dp_size]",
         "_former_data_ranks(manifest)[world.dp_rank : world.dp_rank + 1]",
         "tests/trainer/test_training_metrics.py",
@@ -438,21 +438,21 @@ MUTANTS = [
     ),
     Mutant(
         "counters not restored",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'trainer.progress.load_state_dict(shared["progress"])',
         "pass",
         "tests/trainer/test_checkpoint_mixin.py",
     ),
     Mutant(
         "random states not restored",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'set_random_state(state["random"], tensors, world.device)',
         "pass",
         "tests/trainer/test_resume.py",
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",
@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     Mutant(
         "the loss scale is not resumed",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         '    trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))\n',
         "",
         "tests/trainer/test_loss_scale.py",
@@ -803,14 +803,14 @@ MUTANTS = [
     ),
     Mutant(
         "the step does not seed what goes on at another layout",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank)',
         'hash_seed(b"resumed", trainer.config.seed, world.dp_rank)',
         "tests/trainer/test_branches.py -k random_layers",
     ),
     Mutant(
         "ranks draw alike after a resume at another layout",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank)',
         'hash_seed(b"resumed", trainer.config.seed, progress.global_step)',
         "tests/trainer/test_branches.py -k random_layers",
@@ -936,7 +936,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resume forgets the lanes of other ranks",
-        "dream_trainer/trainer/saved_state.py",
+        "dream_trainer/trainer/restored_state.py",
         "for rank in _former_data_ranks(manifest)])",
         "for rank in _former_data_ranks(manifest)[:1]])",
         "tests/trainer/test_stream_resume.py -k live",

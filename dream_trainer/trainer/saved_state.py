@@ -1,4 +1,4 @@
-"""Everything that a checkpoint contains of a trainer: collected from its owners to be written, and restored to them.
+"""Everything that a checkpoint contains of a trainer, collected from its owners; restored_state.py gives it back.
 
 shared:  counters, the order of the data, options of optimizers, schedulers, callbacks, mixins, the user's own state
 rank:    random states, the loader's own position, tensors that differ between ranks, the user's per-rank state
@@ -7,20 +7,15 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.checkpoint.metric_state import load_metric_state, metric_state
+from dream_trainer.checkpoint.metric_state import metric_state
 from dream_trainer.checkpoint.model_state import (
-    load_model_extra_state,
-    load_rank_buffers,
     model_buffers,
     model_configs,
     model_extra_state,
@@ -28,24 +23,18 @@ from dream_trainer.checkpoint.model_state import (
     parameter_fqns,
     rank_buffers,
 )
-from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
-from dream_trainer.checkpoint.random_state import random_state, set_random_state
+from dream_trainer.checkpoint.optimizer_state import optimizer_state
+from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.serialize import to_dict
-from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.data_setup import global_batch_size
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
     from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
-
-logger = logging.getLogger("dream_trainer")
 
 CALLBACK_PREFIX = "callbacks."
 """Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
@@ -120,7 +109,7 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
     for name, optimizer in trainer.named_optimizers().items():
         state_tensors, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
         tensors |= state_tensors
-    for _, prefix, callback in _numbered(trainer.callbacks):
+    for _, prefix, callback in numbered(trainer.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
     return tensors, optimizers
 
@@ -136,7 +125,7 @@ def warm(trainer: AbstractTrainer, copies: HostCopies) -> Callable[[], None]:
     return work
 
 
-def _numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
+def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
     """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
     counts: Counter[str] = Counter()
     for callback in callbacks:
@@ -161,166 +150,3 @@ def check(trainer: AbstractTrainer) -> None:
         TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
     """
     typed_json.dumps(_given_state(trainer) | {"rank": trainer.rank_state_dict()})
-
-
-def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
-    """Restores a checkpoint's state on any mesh and world size; a collective.
-
-    Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
-    is seeded again from (seed, step, rank), with a warning.
-
-    Raises:
-        DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
-        CheckpointError: It is of another model, seed or global batch. Both the same on every rank.
-    """
-    path, world = manifest.path, trainer.world
-    shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
-    _refuse_other_run(trainer, shared, path)
-    models = trainer.named_models()
-    fqns = parameter_fqns(models)
-
-    def prepare() -> dict[str, Any]:
-        tensors, metadata = model_tensors(models), tensor_metadata(path)
-        saved, optimizers = shared["optimizers"], trainer.named_optimizers()
-        if set(saved) != set(optimizers):
-            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(optimizers)}.")
-        for name, optimizer in optimizers.items():
-            tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata)
-        for _, prefix, callback in _numbered(trainer.callbacks):
-            callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
-            if any(name in metadata for name in callback_tensors):
-                tensors |= callback_tensors
-        return tensors
-
-    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=CALLBACK_PREFIX)
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
-    mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
-    same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
-    data = shared.get("data")
-    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, same_layout=same_layout))
-    on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
-
-
-def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
-    """What decides which rank has which data and random state: not how parameters are sharded."""
-    return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
-
-
-def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path) -> None:
-    of_this_run = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
-    for name, value in of_this_run.items():
-        if shared[name] != value:
-            raise CheckpointError(
-                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
-                f"would no longer be the same. Set {name}={shared[name]}, or start another experiment."
-            )
-
-
-def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str]) -> None:
-    trainer.progress.load_state_dict(shared["progress"])
-    trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
-    load_model_extra_state(trainer.named_models(), shared["extra_state"])
-    schedulers = trainer.named_schedulers()
-    if set(schedulers) != set(shared["schedulers"]):
-        raise CheckpointError(
-            f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}."
-        )
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(shared["schedulers"][name])
-    _restore_callbacks(trainer, shared["callbacks"], names)
-    trainer._load_mixin_state(shared["mixins"])
-    trainer.load_state_dict(shared["user"])
-
-
-def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others.
-
-    Args:
-        trainer: The trainer.
-        saved: Class and state of each callback, in order.
-        names: Tensors of the checkpoint.
-    """
-    left = list(saved)
-    for class_name, prefix, callback in _numbered(trainer.callbacks):
-        match = next((entry for entry in left if entry["class"] == class_name), None)
-        if match is not None:
-            left.remove(match)
-        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
-        if match is None or lacks_tensors:
-            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
-                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
-            continue
-        callback.load_state_dict(match["state"])
-    lost = [entry["class"] for entry in left if entry["state"]]
-    if lost and trainer.world.is_main:
-        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
-
-
-def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:
-    """Between two passes it may; in the middle of one the stream refuses it."""
-    stream, before = trainer._data.stream, trainer.progress.data.length
-    if stream is None or stream.reader is None or not trainer.progress.is_pass_over:
-        return
-    dataset = stream.reader.loader.dataset
-    if before not in (None, stream.length) and not isinstance(dataset, EpochAware) and trainer.world.is_main:
-        logger.warning(
-            "the training dataset has %d samples, and had %d in the last pass of the checkpoint: further passes, and "
-            "total_steps=%s, are counted by what it has now.",
-            stream.length,
-            before,
-            trainer.total_steps,
-        )
-
-
-def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layout: bool) -> None:
-    """Metrics that training updates: each rank loads its own; at another layout those of former ranks are divided."""
-    metrics, world = trainer.named_metrics(), trainer.world
-    if not metrics:
-        return
-    former_ranks = _former_data_ranks(manifest)[world.dp_rank :: world.dp_size]
-    states_of_ranks = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else former_ranks)]
-    lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in states_of_ranks])
-    if lost:
-        logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
-
-
-def _former_data_ranks(manifest: Manifest) -> list[int]:
-    """One rank of each data-parallel part of the run that wrote the checkpoint."""
-    mesh = manifest.mesh_shape
-    same_data = mesh["cp"] * mesh["tp"]
-    return [rank * same_data for rank in range(mesh["dp_replicate"] * mesh["dp_shard"])]
-
-
-def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any] | None:
-    """This rank's place in data that each rank read a part of, in another layout than the checkpoint's."""
-    stream = trainer._data.stream
-    if stream is None or not stream.resumes_from_all_ranks:
-        return None
-    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in _former_data_ranks(manifest)])
-
-
-def _restore_rank(
-    trainer: AbstractTrainer, manifest: Manifest, data: dict[str, Any] | None, *, same_layout: bool
-) -> None:
-    world, progress, path = trainer.world, trainer.progress, manifest.path
-    state: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    if same_layout:
-        state, tensors = read_rank(path, world.rank)
-        load_rank_buffers(trainer.named_models(), tensors)
-        trainer.load_rank_state_dict(state["user"])
-    same_device = f"random.{world.device.type}" in tensors
-    if not same_device and world.is_main:
-        logger.warning(
-            "resumed at another layout or device than the checkpoint's: weights and optimizers are exact, and samples "
-            "come in the same order, but for loaders of your own and the short tail of a plain DataLoader, which "
-            "several ranks drop; random layers go on from a new seed."
-        )
-    rank_state = state.get("data") if same_layout else _united_state(trainer, manifest)
-    trainer._data.feed.seek(progress.data, rank_state, is_pass_over=progress.is_pass_over, state=data)
-    _say_if_the_data_changed(trainer)
-    # Last, so that nothing above draws from the generators.
-    if same_device:
-        set_random_state(state["random"], tensors, world.device)
-    else:
-        seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank))

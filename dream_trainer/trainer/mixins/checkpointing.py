@@ -3,7 +3,7 @@
 It acts between windows, on all ranks at the same step: after a window's validation, so that the checkpoint carries its
 metrics, and never inside a window. The state is copied to the host's memory, and a thread of each rank writes it while
 training goes on. How a checkpoint lies on disk is dream_trainer.checkpoint's; what it holds of the trainer is in
-trainer/saved_state.py; what is resumed, in trainer/resume.py.
+trainer/saved_state.py; what is resumed, in trainer/resume.py; how it is given back, in trainer/restored_state.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import load_initial_weights, resume
 
 logger = logging.getLogger("dream_trainer")
@@ -182,7 +183,7 @@ class CheckpointMixin(AbstractTrainer):
             yield
 
     def _load(self, manifest: Manifest) -> None:
-        saved_state.restore(self, manifest)
+        restore(self, manifest)
         self._saver.goes_on_from(manifest, has_pending_work=self.progress.owed is not None)
         self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
