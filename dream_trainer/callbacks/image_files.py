@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from dream_trainer.checks import check_integer, check_name
 from dream_trainer.errors import ConfigError
@@ -76,7 +72,7 @@ class ImageFiles(Callback):
         if self.key not in result:
             return
         from dream_trainer.loggers.encode import png
-        from dream_trainer.loggers.media import Image, gathered, pixels
+        from dream_trainer.loggers.media import Image, gathered, grid, pixels
 
         batch = gathered(self.key, result[self.key])
         if not trainer.world.is_main:
@@ -89,29 +85,6 @@ class ImageFiles(Callback):
         path = trainer.run_dir / "images" / folder / self.key / f"step_{trainer.global_step:08d}.png"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png(Image(grid(images))))
+            path.write_bytes(png(Image(grid(self.key, list(images)))))
         except OSError as error:
             trainer.warn_once(f"images {path.parent}", f"ImageFiles could not write {path}: {error}; training goes on.")
-
-
-def grid(images: Tensor, padding: int = 2) -> Tensor:
-    """Images `[n, channels, height, width]` beside and below each other, as near to a square as n allows.
-
-    Args:
-        images: uint8.
-        padding: Black pixels around each.
-
-    Returns:
-        `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`.
-    """
-    n, channels, height, width = images.shape
-    columns = math.ceil(math.sqrt(n))
-    rows = math.ceil(n / columns)
-    page = torch.zeros(
-        channels, rows * (height + padding) + padding, columns * (width + padding) + padding, dtype=images.dtype
-    )
-    for index, image in enumerate(images):
-        top = padding + index // columns * (height + padding)
-        left = padding + index % columns * (width + padding)
-        page[:, top : top + height, left : left + width] = image
-    return page

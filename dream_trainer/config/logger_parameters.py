@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dream_trainer.checks import check_boolean, check_choice, check_integer, check_names
 from dream_trainer.config.parameter_class import parameters
@@ -20,13 +22,28 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "images": (("PIL",), "images"),
 }
 
+# Arguments of `wandb.init` that are given already, and by what.
+_ARGUMENTS_WITH_A_PLACE = {
+    "entity": "WandbParameters.entity",
+    "name": "WandbParameters.name",
+    "tags": "WandbParameters.tags",
+    "mode": "WandbParameters.mode",
+    "project": "the config's project",
+    "group": "the config's group",
+    "config": "the config itself",
+    "dir": "the run directory, below the config's runs_dir",
+    "id": "kept in checkpoints, so that a resumed run goes on as the same one",
+    "resume": "CheckpointParameters.resume",
+    "reinit": "the trainer's",
+}
+
 
 @parameters
 class WandbParameters:
     """What Weights & Biases shows a run as. Project and group are the run's own.
 
     Raises:
-        ConfigError: The mode is not known, or the tags are not a tuple of strings.
+        ConfigError: The mode is not known, the tags are not a tuple of strings, or an argument has its place elsewhere.
     """
 
     entity: str | None = None
@@ -38,10 +55,19 @@ class WandbParameters:
     mode: WandbMode | None = None
     """Where the run is written to: "online", "offline" (files for `wandb sync`) or "disabled" (nowhere). None leaves it
     to the environment variable WANDB_MODE, and is online without it."""
+    init_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `wandb.init` by name, such as notes, job_type, save_code or settings (a dict). Not those
+    that are fields here, nor those that are the trainer's: project, group, config, dir, id, resume and reinit."""
 
     def __post_init__(self) -> None:
         check_names("tags", self.tags, example="baseline")
         check_choice("mode", self.mode, (*get_args(WandbMode), None))
+        for name in self.init_arguments:
+            if name in _ARGUMENTS_WITH_A_PLACE:
+                raise ConfigError(
+                    f"init_arguments has {name!r}, which is {_ARGUMENTS_WITH_A_PLACE[name]}. Set that, and leave it "
+                    "out here."
+                )
 
 
 @parameters
@@ -76,12 +102,13 @@ class LoggerParameters:
         check_boolean("strict", self.strict)
 
 
-def check_packages(names: tuple[LoggerName, ...]) -> None:
-    """Checks that what the loggers need is installed, without importing it.
+def check_loggers(chosen: LoggerParameters) -> None:
+    """Checks that what the loggers need is installed, without importing it, and that W&B knows the arguments given.
 
     Raises:
-        ConfigError: A package is missing; the message names the extra to install.
+        ConfigError: A package is missing; the message names the extra to install. Or an argument is unknown.
     """
+    names = chosen.loggers
     for name in names:
         packages, extra = _NEEDS.get(name, ((), ""))
         for package in packages:
@@ -90,6 +117,21 @@ def check_packages(names: tuple[LoggerName, ...]) -> None:
                     f'loggers={names} names "{name}", whose package {package} is not installed. '
                     f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
                 )
+    if "wandb" in names and chosen.wandb.init_arguments:
+        _check_init_arguments(chosen.wandb.init_arguments)
+
+
+def _check_init_arguments(arguments: dict[str, Any]) -> None:
+    import wandb
+
+    known = list(inspect.signature(wandb.init).parameters)
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"init_arguments has {name!r}, which wandb.init does not take. "
+                + (f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}.")
+            )
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,7 @@ Making one of a tensor waits for the device.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,37 @@ def pixels(name: str, value: Tensor) -> tuple[Tensor, bool]:
     lowest, highest = value.aminmax()
     clamped = value.clamp(0, 1).mul(255).round().to(torch.uint8)
     return clamped, bool(lowest < -1e-3 or highest > 1 + 1e-3)
+
+
+def grid(name: str, images: Sequence[Tensor], columns: int | None = None, padding: int = 2) -> Tensor:
+    """Images beside and below each other, on black.
+
+    Args:
+        name: What the error calls them.
+        images: `[channels, height, width]`, uint8, of any sizes; a grey one becomes colour beside others.
+        columns: How many are beside each other; None for as near to a square as their number allows.
+        padding: Pixels around each.
+
+    Returns:
+        `[channels, rows * (height + padding) + padding, columns * (width + padding) + padding]`, uint8; height and
+        width are the largest there are.
+
+    Raises:
+        ValueError: Some have an alpha channel and some do not.
+    """
+    channels, height, width = (max(sizes) for sizes in zip(*(image.shape for image in images), strict=True))
+    if channels == 4 and any(len(image) != 4 for image in images):
+        raise ValueError(f"{name!r} has images with an alpha channel and without. Log image[:3] of those with one.")
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    page = torch.zeros(
+        channels, rows * (height + padding) + padding, columns * (width + padding) + padding, dtype=torch.uint8
+    )
+    for index, image in enumerate(images):
+        top = padding + index // columns * (height + padding)
+        left = padding + index % columns * (width + padding)
+        page[:, top : top + image.shape[1], left : left + image.shape[2]] = image  # one channel fills them all
+    return page
 
 
 def audio(name: str, value: Tensor, sample_rate: int) -> Audio:

@@ -67,6 +67,7 @@ class WandbLogger(Logger):
             # Without it, what is synced replaces what the server has of this id.
             resume=None if is_offline else "allow",
             reinit="create_new",
+            **options.init_arguments,
         )
         self._id = self.run.id
         self._resumed_step = resumed_step or 0

@@ -6,7 +6,7 @@ mixins take part in any order; none knows of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Never
 
@@ -94,29 +94,29 @@ class Cooperation:
 
     def log(
         self,
-        name: str,
-        value: Tensor | float,
+        name: str | Mapping[str, Any],
+        value: Tensor | float | None = None,
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
-        """Logs a value (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
+        """Logs a value, or a dict of them (LoggerMixin). Without LoggerMixin it does nothing, and says so once."""
         refuse_unknown(unknown)
         self._say_that_nothing_is_logged("log")
 
     def log_dict(
         self,
-        values: dict[str, Any],
+        values: Mapping[str, Any],
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
-        """Logs several values, nested dicts under `outer/inner` (LoggerMixin)."""
+        """Logs several values, nested dicts under `outer/inner`, as `log` does with a dict (LoggerMixin)."""
         refuse_unknown(unknown)
         for name, value in values.items():
-            if isinstance(value, dict):
+            if isinstance(value, Mapping):
                 self.log_dict({f"{name}/{key}": item for key, item in value.items()}, weight=weight, reduce=reduce)
             else:
                 self.log(name, value, weight=weight, reduce=reduce)
@@ -135,6 +135,12 @@ class Cooperation:
     def log_images(self, name: str, images: Iterable[Any], captions: Sequence[str | None] | None = None) -> None:
         """Logs images side by side (LoggerMixin)."""
         self._say_that_nothing_is_logged("log_images")
+
+    def log_image_grid(
+        self, name: str, images: Iterable[Any], *, columns: int | None = None, caption: str | None = None
+    ) -> None:
+        """Logs images beside and below each other as a single one (LoggerMixin)."""
+        self._say_that_nothing_is_logged("log_image_grid")
 
     def log_video(self, name: str, frames: Any, fps: float) -> None:
         """Logs frames `[time, channels, height, width]` (LoggerMixin)."""

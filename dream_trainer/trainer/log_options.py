@@ -14,6 +14,8 @@ _ELSEWHERE = {
     "sync_dist": "every value is reduced over all ranks",
     "reduce_fx": "pass reduce",
     "batch_size": "pass weight; the default is the batch's size",
+    "step": "the step is the optimizer step that the value belongs to",
+    "commit": "a line is written every log_every_n_steps",
 }
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import wandb
 
-from dream_trainer.config.logger_parameters import WandbParameters
+from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters, check_loggers
+from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, Text, Video
 from dream_trainer.loggers.weights_and_biases import WandbLogger
@@ -109,6 +110,36 @@ def test_an_online_run_that_was_killed_and_resumed_goes_on_with_every_step_once(
             del histories[state["id"]][7:]
         assert list(histories) == [state["id"]]
         wandb.teardown()
+
+
+def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:
+    arguments = {"notes": "why", "job_type": "sweep", "settings": {"x_label": "mine"}}
+    logger = WandbLogger(WandbParameters(mode="offline", init_arguments=arguments))
+    train(logger, tmp_path, range(1, 2))
+    assert logger.run is not None
+    assert logger.run.settings.x_label == "mine"
+    finish(logger)
+    (path,) = wandb_files(tmp_path)
+    (run,) = [record.run for record in wandb_records(path) if record.WhichOneof("record_type") == "run"]
+    assert (run.notes, run.job_type, run.project) == ("why", "sweep", "p")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("project", "the config's project"), ("tags", "WandbParameters.tags"), ("id", "kept in checkpoints")],
+)
+def test_arguments_of_init_that_have_their_place_are_refused_with_it(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"init_arguments has '{name}', which is {said}"):
+        WandbParameters(init_arguments={name: "x"})
+
+
+def test_arguments_that_wandb_does_not_know_are_refused_before_training_with_the_nearest() -> None:
+    def chosen(*loggers: Any) -> LoggerParameters:
+        return LoggerParameters(loggers=loggers, wandb=WandbParameters(init_arguments={"note": "why"}))
+
+    check_loggers(chosen("jsonl"))
+    with pytest.raises(ConfigError, match="init_arguments has 'note', which wandb.init does not take. .*notes?"):
+        check_loggers(chosen("wandb"))
 
 
 def test_wandb_mode_decides_where_the_config_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -492,8 +492,10 @@ def test_logger_parameters_survive_the_way_to_a_dict_and_the_command_line() -> N
     config = make_config()
     options = dt.WandbParameters(mode="offline", tags=("a", "b"))
     config.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=7, strict=True, wandb=options)
-    plain = json.loads(json.dumps(to_dict(config)))
-    assert from_dict(Config, plain).logger_parameters == config.logger_parameters
+    further = replace(options, init_arguments={"notes": "why", "settings": {"silent": True}})
+    for parameters in (config.logger_parameters, replace(config.logger_parameters, wandb=further)):
+        plain = json.loads(json.dumps(to_dict(replace(config, logger_parameters=parameters))))
+        assert from_dict(Config, plain).logger_parameters == parameters
     line = (
         "--project p --group g --experiment e --logger-parameters.loggers jsonl "
         "--logger-parameters.log-every-n-steps 7 --logger-parameters.strict "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, cast
 from torch import Tensor
 
 from dream_trainer.cleanup import followed_by
-from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_packages
+from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_loggers
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.loggers import media
@@ -47,7 +47,7 @@ class LoggerMixin(AbstractTrainer):
 
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        check_packages(self.config.logger_parameters.loggers)
+        check_loggers(self.config.logger_parameters)
         self._run_log = RunLog(
             self.config.logger_parameters,
             self.run_dir,
@@ -90,32 +90,41 @@ class LoggerMixin(AbstractTrainer):
 
     def log(
         self,
-        name: str,
-        value: Tensor | float,
+        name: str | Mapping[str, Any],
+        value: Tensor | float | None = None,
         *,
         weight: Tensor | float | None = None,
         reduce: Reduction = "mean",
         **unknown: Never,
     ) -> None:
-        """Logs a value; the loggers get it reduced over all micro-batches and ranks since the last flush.
+        """Logs a value, or a dict of them; the loggers get it reduced over all micro-batches and ranks since the last
+        flush.
 
         Nothing waits for the device. Ranks need not log the same names. A tensor that you will change in place
         afterwards is to be logged as its `clone()`.
 
         Args:
             name: As the loggers will show it. In validation `val/` (and the loader's name) is put before it, if it is
-                not there; not in `post_val_epoch`, whose values are a line of their own at the validation's step.
+                not there; not in `post_val_epoch`, whose values are a line of their own at the validation's step. Or
+                values by their names, nested ones as `outer/inner`.
             value: A number or a tensor of one element.
             weight: Weight in the mean; zero counts for nothing under any reduction. Default: the micro-batch's backward
                 weight if it has one, else its batch size; 1 before the first batch.
             reduce: "mean", "sum", "min", "max" or "last" (on the highest rank that logged it).
 
         Raises:
-            TypeError: The value is not a scalar.
+            TypeError: The value is not a scalar, or there is one beside a dict.
             ValueError: The name belongs to the stamp of a line, or had another reduction before.
         """
         if unknown:
             refuse_unknown(unknown)
+        if isinstance(name, Mapping):
+            if value is not None:
+                raise TypeError("log() was given a dict and a value. Log a name and its value, or a dict alone.")
+            self.log_dict(name, weight=weight, reduce=reduce)
+            return
+        if value is None:
+            raise TypeError(f"log({name!r}) has no value. Log a number or a tensor of one element under that name.")
         if self._validation.buffer is not None:
             weight_in_validation = self._validation.weight if weight is None else weight
             self._validation.buffer.add(name.removeprefix("val/"), value, weight_in_validation, reduce)
@@ -175,6 +184,32 @@ class LoggerMixin(AbstractTrainer):
                 media.Image(self._pixels(name, image), text) for image, text in zip(tensors, captions, strict=True)
             )
             self._add_media(name, media.Images(shown))
+
+    def log_image_grid(
+        self, name: str, images: Iterable[Any], *, columns: int | None = None, caption: str | None = None
+    ) -> None:
+        """Logs images beside and below each other as a single one, as `log_images` does.
+
+        Args:
+            name: As the loggers will show it.
+            images: `[n, channels, height, width]`, or single ones as in `log_images`. Smaller ones lie in the upper
+                left of their cells; grey ones become colour beside others.
+            columns: How many are beside each other; None for as near to a square as `n` allows.
+            caption: Text of the whole, where the logger can show it.
+
+        Raises:
+            ValueError: A shape is not that of an image, some have an alpha channel and some do not, or there is no
+                column.
+            TypeError: An image is not a tensor or array, or of another dtype.
+        """
+        if columns is not None and columns < 1:
+            raise ValueError(f"columns={columns} of {name!r} is too small. Use 1 or more.")
+        if isinstance(images, Tensor):  # gathered at once
+            images = self._gathered(name, images)
+        tensors = [self._gathered(name, image) for image in images]
+        if tensors and self._takes_media():
+            page = media.grid(name, [self._pixels(name, image) for image in tensors], columns)
+            self._add_media(name, media.Images((media.Image(page, caption),)))
 
     def log_video(self, name: str, frames: Any, fps: float) -> None:
         """Logs a video, as `log_images` does.
