@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from dream_trainer.errors import ConfigError
 
@@ -52,6 +54,17 @@ def check_name(name: str, value: object, *, example: str) -> None:
     """Raises ConfigError unless `value` is a string with something in it."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name}={value!r} is not a name. Use a string, such as {name}={example!r}.")
+
+
+def check_directory(name: str, value: object, *, hint: str = "") -> None:
+    """Raises ConfigError unless `value` is the path of a directory in a file system of this machine, or None."""
+    if not isinstance(value, str | PurePath | None) or value == "":
+        raise ConfigError(f"{name}={value!r} is not a directory. Use its path.{hint}")
+    if value is not None and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(value)):
+        raise ConfigError(
+            f"{name}={str(value)!r} is not in a file system, and object stores are neither read nor written. "
+            "Use a local or mounted directory."
+        )
 
 
 def check_names(name: str, value: object, *, example: str) -> None:

@@ -102,26 +102,25 @@ class Saver(Saving):
         self._is_best = False
         # The step of another run's checkpoint that this run continues. Its own later checkpoints are of another branch.
         self._branched_at: int | None = None
-        self._claimed: Path | None = None
+        self._claimed: list[Path] = []
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is on its way to the disk on this rank."""
         return self._writer.is_busy
 
-    def claim(self, run_dir: Path) -> None:
-        """Claims the run directory for this job until `release`; every rank calls it.
+    def claim(self, directory: Path) -> None:
+        """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it.
 
         Raises:
             CheckpointError: Another live job has it, or ranks see different ones; the same on every rank.
         """
-        claim(run_dir, self._world)
-        self._claimed = run_dir
+        claim(directory, self._world)
+        self._claimed.append(directory)
 
     def release(self) -> None:
-        if self._claimed is not None:
-            run_dir, self._claimed = self._claimed, None
-            release(run_dir)
+        while self._claimed:
+            release(self._claimed.pop())
 
     # -- when to save
 

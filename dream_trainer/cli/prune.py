@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from dream_trainer.callbacks.tables import print_table
@@ -61,18 +61,18 @@ def prune(run: Path, retention: Retention, *, damaged: bool, aside: bool, dry_ru
 
 @contextmanager
 def _claimed(root: Path) -> Iterator[None]:
-    """Holds the run's lock, so that no job starts meanwhile; a directory without one has no job."""
-    run_dir = root.resolve().parent
-    if not (run_dir / LOCK_NAME).exists():
-        yield
-        return
-    with (run_dir / LOCK_NAME).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"a live job writes to {run_dir}. Stop it first, or let its own retention remove checkpoints."
-            ) from None
+    """Holds the run's locks, so that no job starts meanwhile; a directory without one has no job."""
+    # Checkpoints on another disk have a lock of their own, since `root` may be that place and not the link to it.
+    directories = dict.fromkeys([root.absolute().parent, root.resolve().parent, root.resolve()])
+    with ExitStack() as locks:
+        for path in [directory / LOCK_NAME for directory in directories if (directory / LOCK_NAME).exists()]:
+            lock = locks.enter_context(path.open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"a live job writes to {path.parent}. Stop it first, or let its own retention remove checkpoints."
+                ) from None
         yield
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, get_args
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_positive
+from dream_trainer.checks import check_boolean, check_choice, check_directory, check_integer, check_positive
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 
@@ -23,6 +23,10 @@ class CheckpointParameters:
     Raises:
         ConfigError: A value cannot work.
     """
+
+    directory: str | None = None
+    """Directory, such as on a larger disk, under which checkpoints lie as `<project>/<group>/<experiment>`; the run's
+    `checkpoints` is then a link to them. None: they lie there."""
 
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints; None does not count steps."""
@@ -67,6 +71,7 @@ class CheckpointParameters:
     """Whether names that are missing, unexpected or of another shape in `init_from` are an error."""
 
     def __post_init__(self) -> None:
+        check_directory("directory", self.directory, hint=" None keeps checkpoints in the run's own.")
         for name, value in {
             "save_every_n_steps": self.save_every_n_steps,
             "save_every_n_epochs": self.save_every_n_epochs,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
-from dream_trainer.checks import check_integer
+from dream_trainer.checks import check_directory, check_integer
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.config.parameter_class import refuse_unknown_fields
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import CallbackCollection
 
+RUNS_VARIABLE = "DREAM_TRAINER_RUNS"
 _USERS = "_trainers"
 LONGEST_NAME = 255
 LARGEST_SEED = 2**63 - 1
@@ -49,6 +51,8 @@ class BaseTrainerConfig:
     """Watchers of the run, in order; set in code, not on the command line."""
     seed: int = 42
     """Decides initial weights, sample order and random layers; any integer from 0 on."""
+    runs_dir: str | None = None
+    """Directory under which all runs lie; None: what `DREAM_TRAINER_RUNS` says in the environment, else "runs"."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         refuse_unknown_fields(cls, fields)
@@ -75,8 +79,14 @@ class BaseTrainerConfig:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps its files, relative to the working directory."""
-        return Path("runs") / self.project / self.group / self.experiment
+        """Where the run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
+        runs = runs_directory() if self.runs_dir is None else Path(self.runs_dir).expanduser()
+        return runs / self.project / self.group / self.experiment
+
+
+def runs_directory() -> Path:
+    """Where runs lie that name no `runs_dir`: `DREAM_TRAINER_RUNS` in the environment, else "runs"."""
+    return Path(os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
 
 
 def hold(config: BaseTrainerConfig, trainer: object) -> None:
@@ -165,6 +175,9 @@ def _check_base(config: BaseTrainerConfig) -> None:
             f"callbacks={config.callbacks!r} is of type {type(config.callbacks).__name__}. "
             "Use CallbackCollection([...])."
         )
+    check_directory("runs_dir", config.runs_dir, hint=f' None: what {RUNS_VARIABLE} says, else "runs".')
+    if config.runs_dir is None:
+        check_directory(RUNS_VARIABLE, str(runs_directory()))
     check_integer("seed", config.seed, minimum=0)
     if config.seed > LARGEST_SEED:
         raise ConfigError(f"seed={config.seed} does not fit into 63 bits. Use an integer from 0 to {LARGEST_SEED}.")

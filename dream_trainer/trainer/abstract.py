@@ -255,7 +255,7 @@ class AbstractTrainer(Hooks, Cooperation):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run keeps its files: `runs/<project>/<group>/<experiment>`."""
+        """Where this run keeps its files: `<runs_dir>/<project>/<group>/<experiment>`."""
         return self._run_dir
 
     # -- registries

@@ -41,6 +41,25 @@ def test_a_plain_dataclass_may_inherit_it_together_with_a_mixin() -> None:
     assert config.run_dir == Path("runs/mnist/baseline/run-001")
 
 
+def test_runs_lie_where_the_config_says_else_the_environment_else_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(**fields: Any) -> Path:
+        return BaseTrainerConfig(**NAMES, **fields).run_dir
+
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("DREAM_TRAINER_RUNS", raising=False)
+    assert place() == Path("runs/mnist/baseline/run-001")
+    monkeypatch.setenv("DREAM_TRAINER_RUNS", "~/all")
+    assert place() == Path("/home/me/all/mnist/baseline/run-001")
+    assert place(runs_dir="/disk/runs") == Path("/disk/runs/mnist/baseline/run-001")
+    assert place(runs_dir="~/mine") == Path("/home/me/mine/mnist/baseline/run-001")
+    monkeypatch.setenv("DREAM_TRAINER_RUNS", "")
+    assert place() == Path("runs/mnist/baseline/run-001")
+    monkeypatch.setenv("DREAM_TRAINER_RUNS", "gs://bucket/runs")
+    assert place(runs_dir="here").parts[0] == "here"
+    with pytest.raises(ConfigError, match=r"DREAM_TRAINER_RUNS='gs:/bucket/runs' is not in a file system"):
+        place()
+
+
 @pytest.mark.pitfall(28)
 @pytest.mark.parametrize("missing", list(NAMES))
 def test_no_part_of_the_run_directory_has_a_default(missing: str) -> None:
@@ -70,6 +89,9 @@ def test_seed_zero_is_a_seed() -> None:
         ({"seed": 2**64}, "63 bits"),
         ({"training_parameters": {"n_epochs": 3}}, r"Use TrainingParameters\("),
         ({"device_parameters": TrainingParameters()}, r"Use DeviceParameters\("),
+        ({"runs_dir": ""}, "runs_dir='' is not a directory"),
+        ({"runs_dir": 3}, "runs_dir=3 is not a directory"),
+        ({"runs_dir": "s3://bucket/runs"}, "runs_dir='s3://bucket/runs' is not in a file system"),
         ({"callbacks": []}, r"of type list\. Use CallbackCollection\("),
     ],
 )

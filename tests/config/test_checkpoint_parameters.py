@@ -21,6 +21,7 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
     parameters = dt.CheckpointParameters()
     assert parameters.saves
     assert {field.name: getattr(parameters, field.name) for field in fields(parameters)} == {
+        "directory": None,
         "save_every_n_steps": None,
         "save_every_n_minutes": None,
         "save_every_n_epochs": 1,
@@ -48,6 +49,12 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
 def test_a_count_is_a_positive_integer(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{field}={value!r}.* None "):
         dt.CheckpointParameters(**METRIC, **{field: value})
+
+
+@pytest.mark.parametrize("value", ["", 3, "s3://bucket/checkpoints"])
+def test_the_directory_is_a_path_of_a_file_system(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"directory={value!r} is not "):
+        dt.CheckpointParameters(directory=value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, "1", True])

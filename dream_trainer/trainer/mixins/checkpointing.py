@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from dream_trainer.checkpoint.elsewhere import link_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.model_state import model_configs
@@ -28,6 +29,7 @@ from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
 from dream_trainer.config.serialize import difference, to_dict
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.trainer import saved_state
@@ -36,6 +38,9 @@ from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import load_initial_weights, resume
 
 logger = logging.getLogger("dream_trainer")
+
+# Fields that say where files lie and how this start begins: no difference between the runs.
+_OF_ONE_START = ("runs_dir:", "checkpoint_parameters.directory:", "checkpoint_parameters.resume:")
 
 
 class CheckpointMixin(AbstractTrainer):
@@ -49,7 +54,7 @@ class CheckpointMixin(AbstractTrainer):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints are."""
+        """Where this run's checkpoints are, or a link to that place."""
         return self.run_dir / "checkpoints"
 
     def checkpoints(self) -> list[Manifest]:
@@ -158,7 +163,20 @@ class CheckpointMixin(AbstractTrainer):
             only_when_called=is_dry,
         )
         if not is_dry:
-            saver.claim(self.run_dir)
+            self._claim_directories(saver, parameters.directory)
+
+    def _claim_directories(self, saver: Saver, elsewhere: str | None) -> None:
+        """Keeps other jobs out of the run's directory and of that of its checkpoints, which may be `elsewhere`."""
+        link = self.checkpoint_dir
+        saver.claim(self.run_dir)
+        if elsewhere is None and not link.is_symlink():
+            return
+        directory = link.resolve()
+        if elsewhere is not None:
+            directory = Path(elsewhere).expanduser() / self.project / self.group / self.experiment
+        on_main = partial(link_checkpoints, link, directory)
+        on_all_ranks(self.world, "find the checkpoints", lambda: on_main() if self.world.is_main else None)
+        saver.claim(directory)  # a run in another `runs_dir` may have the same
 
     def _resume(self) -> None:
         super()._resume()
@@ -192,7 +210,9 @@ class CheckpointMixin(AbstractTrainer):
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = difference(manifest.config, to_dict(self.config))
+        changed = [
+            line for line in difference(manifest.config, to_dict(self.config)) if not line.startswith(_OF_ONE_START)
+        ]
         if changed:
             logger.warning(
                 "the config differs from the checkpoint's: %s. The new values apply, except where optimizers and "
