@@ -99,6 +99,20 @@ def let_go(config: BaseTrainerConfig, trainer: object) -> None:
     vars(config)[_USERS].discard(trainer)
 
 
+def change_training_parameters(config: BaseTrainerConfig, trainer: object, value: TrainingParameters) -> None:
+    """Gives `config`, which `trainer` has read, another `training_parameters`.
+
+    Raises:
+        ConfigError: Another trainer that is not closed has read it too.
+    """
+    if any(user is not trainer for user in vars(config).get(_USERS, ())):
+        raise ConfigError(
+            "the limits cannot be changed: another trainer, which is not closed, was built with the same config. "
+            "Close it first, or give each a config of its own: dataclasses.replace(config)."
+        )
+    vars(config)["training_parameters"] = value
+
+
 def _is_read_when_built(cls: type, name: str) -> bool:
     return any(part.__module__.startswith("dream_trainer.") and name in _own_annotations(part) for part in cls.__mro__)
 

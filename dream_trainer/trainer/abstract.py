@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -29,6 +29,7 @@ from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
+from dream_trainer.trainer.limits import Limits, set_limits
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
@@ -339,6 +340,12 @@ class AbstractTrainer(Hooks, Cooperation):
     def request_save(self) -> None:
         """Asks for a checkpoint (CheckpointMixin) as soon as all ranks know. Any rank may call it, at any time."""
         self._agreement.requests.save_requested = True
+
+    def set_limits(self, **limits: Unpack[Limits]) -> None:
+        """Sets `n_epochs`, `max_steps`, `max_time`, `max_samples` or `max_tokens` of the whole run between two calls of
+        `fit` or before the first, on every rank. Others stay, and None removes one; trainer/limits.py has the rest.
+        """
+        set_limits(self, limits)
 
     def settle(self) -> None:
         """Looks at the gradient norms not yet looked at; raises, or counts skipped steps, as the policy says.

@@ -28,18 +28,20 @@ class Schedule:
     def __init__(
         self, parameters: TrainingParameters, progress: Counters, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._parameters = parameters
         self._progress = progress
         self._clock = clock
+        self._started, self._before, self._is_running = clock(), 0.0, False
+        self.follow(parameters)
+
+    def follow(self, parameters: TrainingParameters) -> None:
+        """Limits and intervals are those of `parameters` from now on; between two calls of `fit`."""
+        self._parameters = parameters
         self._validations = Cadence(
             steps=parameters.val_every_n_steps,
             epochs=parameters.val_every_n_epochs,
             minutes=parameters.val_every_minutes,
-            clock=clock,
+            clock=self._clock,
         )
-        self._started = clock()
-        self._before = 0.0
-        self._is_running = False
         self._limit_seconds = None if parameters.max_time is None else parameters.max_time.total_seconds()
         self.goes_by_the_clock = self._limit_seconds is not None or self._validations.goes_by_the_clock
         self.epoch_steps = 1 if parameters.fast_dev_run else parameters.train_steps_per_epoch

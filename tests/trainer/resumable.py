@@ -310,6 +310,11 @@ def train(config: Config, stop_after: int | None = None) -> dict[str, Any]:
     np.random.seed()
     trainer = Resumable(config, stop_after)
     trainer.fit()
+    return closed(trainer)
+
+
+def closed(trainer: Resumable) -> dict[str, Any]:
+    """Closes a trainer that was trained, and tells what happened."""
     result = {
         "record": trainer.record,
         "loaded": trainer.loaded,
@@ -322,7 +327,7 @@ def train(config: Config, stop_after: int | None = None) -> dict[str, Any]:
         "random": random_digest(),
     }
     trainer.close()
-    result["log"] = log_lines(config.run_dir) if trainer.world.is_main else None
+    result["log"] = log_lines(trainer.run_dir) if trainer.world.is_main else None
     return result
 
 

@@ -1,0 +1,160 @@
+"""Limits that are raised between two calls of `fit` on one trainer: the run is the one that had them from the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError, RanksDifferError, StepError
+from dream_trainer.trainer.limits import Limits
+from tests.trainer.resumable import (
+    EPOCHS,
+    LAST_STEP,
+    STEPS_PER_EPOCH,
+    Resumable,
+    closed,
+    differences,
+    make_config,
+    train,
+)
+from tests.trainer.small import Alone, Samples, Spread, assert_same_weights, batches, by_hand, weights
+from tests.trainer.small import make_config as small_config
+from tests.worlds import run_world
+
+NO_STEPS: Limits = {"max_steps": None, "n_epochs": EPOCHS}
+PLANS: dict[str, tuple[dict[str, Any], Sequence[Limits]]] = {
+    "epochs": ({"n_epochs": 1}, [{"n_epochs": EPOCHS}]),
+    "from nothing": ({"n_epochs": 0}, [{"n_epochs": EPOCHS}]),
+    "steps": ({"max_steps": 1}, [{"max_steps": 3}, {"max_steps": STEPS_PER_EPOCH}, {"max_steps": LAST_STEP}]),
+    "another kind": ({"max_steps": STEPS_PER_EPOCH + 1}, [NO_STEPS]),
+    "samples": ({"max_samples": 40}, [{"max_samples": None}]),
+}
+AT_TWO = {"samples": 93}
+
+
+class Cosine(Resumable):
+    """Its schedule follows the length of the run."""
+
+    def configure_schedulers(self) -> None:
+        total = self.total_steps
+        assert total is not None
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / (total + 1))  # type: ignore[assignment]
+
+
+def train_with_limits(
+    config: Any, raised: Sequence[Limits], trainer_class: type[Resumable] = Resumable
+) -> dict[str, Any]:
+    trainer = trainer_class(config)
+    trainer.fit()
+    for limits in raised:
+        trainer.set_limits(**limits)
+        trainer.fit()
+    return closed(trainer)
+
+
+def run_plans(directory: str, own: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    os.chdir(directory)
+    found = {"straight": train(make_config("straight", own=own))}
+    for name in names:
+        first, raised = PLANS[name]
+        found[name] = train_with_limits(make_config(name, own=own, **first), raised)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_whose_limits_were_raised_is_the_straight_run_bit_for_bit(tmp_path: Path) -> None:
+    found = run_plans(str(tmp_path), {"workers": 0}, PLANS)
+    assert {name: differences(run, found["straight"]) for name, run in found.items()} == {name: [] for name in found}
+
+
+def test_on_two_sharded_ranks_too_and_ranks_that_set_different_limits_are_an_error(
+    tmp_path: Path, all_cases: bool
+) -> None:
+    for found in run_world(run_plans_and_differ, 2, str(tmp_path), list(PLANS) if all_cases else ["steps"]):
+        error = found.pop("error")
+        assert {name: differences(run, found["straight"]) for name, run in found.items()} == {n: [] for n in found}
+        assert "n_epochs (3 on rank 0; 4 on rank 1)" in error
+
+
+def run_plans_and_differ(directory: str, names: list[str]) -> dict[str, Any]:
+    found = run_plans(directory, AT_TWO | {"workers": 0}, names)
+    with Spread(small_config(n_epochs=1), torch.utils.data.DataLoader(Samples(8), 2)) as trainer:
+        trainer.fit()
+        with pytest.raises(RanksDifferError) as error:
+            trainer.set_limits(n_epochs=3 + trainer.world.rank)
+    return found | {"error": str(error.value)}
+
+
+def test_schedules_follow_the_new_end_as_those_of_a_restart_do(caplog: pytest.LogCaptureFixture) -> None:
+    """A restart with the new limits is another process that resumes; it builds them from the new total."""
+
+    def run(experiment: str, n_epochs: int) -> Cosine:
+        config = make_config(experiment, n_epochs=n_epochs, own={"workers": 0})
+        trainer = Cosine(config)
+        trainer.fit()
+        return trainer
+
+    first = closed(run("restarted", 1))
+    restarted = closed(run("restarted", EPOCHS))
+    restarted["record"] = first["record"] + restarted["record"]
+    raised = run("raised", 1)
+    raised.set_limits(n_epochs=EPOCHS)
+    assert raised.total_steps == LAST_STEP
+    assert "ends at step 12 instead of 6: its schedules (scheduler) were built again" in caplog.text
+    raised.fit()
+    rates = [step["lr"] for step in raised.record]
+    assert rates[STEPS_PER_EPOCH + 1 :] == pytest.approx([0.02 * (1 - step / 13) for step in range(7, 12)], rel=1e-12)
+    assert differences(closed(raised), restarted) == []
+
+
+def test_limits_that_were_raised_are_those_of_the_config_and_of_checkpoints() -> None:
+    trainer = Resumable(make_config("run", n_epochs=1, own={"workers": 0}))
+    trainer.fit()
+    trainer.set_limits(n_epochs=EPOCHS)
+    assert trainer.config.training_parameters.n_epochs == EPOCHS
+    trainer.fit()
+    assert trainer.checkpoints()[-1].config["training_parameters"]["n_epochs"] == EPOCHS
+    trainer.close()
+
+
+def test_limits_set_before_the_first_fit_count() -> None:
+    data = batches(2)
+    with Alone(small_config(n_epochs=5), data) as trainer:
+        trainer.set_limits(n_epochs=1, max_time=timedelta(hours=1))
+        trainer.fit()
+        assert (trainer.current_epoch, trainer.total_steps) == (1, 2)
+        assert_same_weights(weights(trainer.model), by_hand([[batch] for batch in data]))
+
+
+def test_misuse_is_refused_by_name() -> None:
+    class Sets(dt.Callback):
+        def post_train_step(self, trainer: Any) -> None:
+            trainer.set_limits(n_epochs=2)
+
+    config = small_config(n_epochs=1, callbacks=[Sets()])
+    with Alone(config, batches(1)) as trainer:
+        with pytest.raises(StepError, match=r"set_limits\(\) was called inside fit\(\)"):
+            trainer.fit()
+        with pytest.raises(TypeError, match="no limit 'epochs'. Use n_epochs, max_steps"):
+            trainer.set_limits(epochs=2)  # type: ignore[call-arg]
+        with pytest.raises(ConfigError, match="n_epochs=-1"):
+            trainer.set_limits(n_epochs=-1)
+        other = Alone(config, batches(1))
+        with pytest.raises(ConfigError, match="another trainer, which is not closed"):
+            trainer.set_limits(n_epochs=3)
+        other.close()
+        trainer.set_limits(n_epochs=3)
+        assert config.training_parameters == replace(config.training_parameters, n_epochs=3)
