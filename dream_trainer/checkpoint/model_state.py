@@ -63,6 +63,11 @@ def model_buffers(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _stored(models) if not isinstance(tensor, nn.Parameter)}
 
 
+def model_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Those of `model_tensors` that are parameters: the parameters themselves."""
+    return {name: tensor for name, tensor in _stored(models) if isinstance(tensor, nn.Parameter)}
+
+
 @runtime_checkable
 class _Configured(Protocol):
     """A model with a config, as those of transformers have."""

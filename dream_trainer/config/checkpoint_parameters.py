@@ -39,6 +39,11 @@ class CheckpointParameters:
     save_at_end: bool = True
     """Whether the last step is saved, also when a signal or a stop request ends the run."""
 
+    save_frozen: bool = True
+    """Whether checkpoints hold the parameters that take no gradients. False leaves out those that still have the values
+    of the setup, such as the base under adapters or a frozen reference: each start has to load them again
+    (`load_pretrained`), and one that has others than the checkpoint's, by digest, is refused."""
+
     async_save: bool = True
     """Whether checkpoints are written in the background: training pays the copy to the host's memory, which holds one
     more copy of this rank's state. False holds training until the checkpoint is on the disk."""
@@ -81,7 +86,7 @@ class CheckpointParameters:
         }.items():
             if value is not None:
                 check_integer(name, value, minimum=1, hint=" None turns it off.")
-        for name in ("save_on_best", "save_at_end", "async_save", "init_strict"):
+        for name in ("save_on_best", "save_at_end", "save_frozen", "async_save", "init_strict"):
             check_boolean(name, self._value(name))
         if not isinstance(self.best_metric, str | None):
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dream_trainer.checkpoint.frozen_weights import refuse_other_weights
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
 from dream_trainer.checkpoint.model_state import (
@@ -52,9 +53,13 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
     _refuse_other_run(trainer, shared, path)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
+    left_out = shared.get("left_out", {})
+    if left_out:
+        refuse_other_weights(path, models, left_out, world=world)
 
     def prepare() -> dict[str, Any]:
-        tensors, metadata = model_tensors(models), tensor_metadata(path)
+        tensors = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
+        metadata = tensor_metadata(path)
         saved, optimizers = shared["optimizers"], trainer.named_optimizers()
         if set(saved) != set(optimizers):
             raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(optimizers)}.")

@@ -8,17 +8,19 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.metric_state import metric_state
 from dream_trainer.checkpoint.model_state import (
     model_buffers,
     model_configs,
     model_extra_state,
+    model_parameters,
     model_tensors,
     parameter_fqns,
     rank_buffers,
@@ -30,6 +32,7 @@ from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
@@ -40,11 +43,14 @@ CALLBACK_PREFIX = "callbacks."
 """Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
 
 
-def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCopies | None) -> Snapshot:
+def snapshot(
+    trainer: AbstractTrainer, frozen: FrozenWeights | None, metrics: dict[str, float], copies: HostCopies | None
+) -> Snapshot:
     """The trainer's complete state at this moment; a collective.
 
     Args:
         trainer: Between two windows, the same step on every rank.
+        frozen: What is left out where it has not changed since the setup; None leaves out nothing.
         metrics: Those of a validation at this step, for the manifest.
         copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
             copied.
@@ -54,6 +60,8 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
     """
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers = _tensors(trainer)
+    left_out = _left_out(models, frozen.unchanged()) if frozen is not None else {}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     mixins = trainer._mixin_state()  # a collective: loggers communicate here
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
@@ -65,13 +73,14 @@ def snapshot(trainer: AbstractTrainer, metrics: dict[str, float], copies: HostCo
             "optimizers": optimizers,
             "mixins": mixins,
             "extra_state": model_extra_state(models),
+            "left_out": left_out,
             "model_configs": model_configs(models),
             "loss_scale": trainer._accumulation.loss_scale_state(),
         } | _given_state(trainer)
         random, tensors_of_rank = random_state(world.device)
-        metric_states, metric_tensors, left_out = metric_state(trainer._metrics_of_training())
-        if left_out:
-            trainer.warn_once("metrics", f"the state of {left_out} is not only tensors, and is not in checkpoints.")
+        metric_states, metric_tensors, unsaved = metric_state(trainer._metrics_of_training())
+        if unsaved:
+            trainer.warn_once("metrics", f"the state of {unsaved} is not only tensors, and is not in checkpoints.")
         rank_state = {
             "random": random,
             "data": trainer._data.feed.rank_state,
@@ -114,9 +123,21 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, optimizers
 
 
-def warm(trainer: AbstractTrainer, copies: HostCopies) -> Callable[[], None]:
+def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """What a checkpoint has instead of each of these parameters: its digest, and where it was loaded from if known."""
+    about = {name: {"digest": digest} for name, digest in digests.items()}
+    for name, parameter in model_parameters(models).items():
+        origin = origin_of(parameter) if name in about else None
+        if origin is not None:
+            about[name] |= origin._asdict()
+    return about
+
+
+def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCopies) -> Callable[[], None]:
     """What to run in the background after the first step, so that the first save takes no longer than later ones."""
-    tensors, _ = _tensors(trainer)
+    everything, _ = _tensors(trainer)
+    passed_over = frozenset() if frozen is None else frozen.names
+    tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
 
     def work() -> None:
         copies.warm(tensors)

@@ -24,6 +24,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.shards import local_indices
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
+from dream_trainer.weights.origins import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles
 from dream_trainer.weights.weight_files import open_weights
 
@@ -88,6 +89,8 @@ def load_weights(
         raise CheckpointError(f"Could not {task}: {refusal(report)}")
     _verify(files, matched.targets, task, world)
     on_all_ranks(world, task, lambda: _fill(files, matched.targets))
+    for target in matched.targets:
+        remember_origin(target.tensor, Origin(str(path.resolve()), target.source))
     if world.is_main and not report.is_complete:
         messages = filter(None, (str(report), rename_hint(report)))
         logger.warning("%s fits the model in part: %s", path, "\n  ".join(messages))

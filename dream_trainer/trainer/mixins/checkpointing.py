@@ -20,6 +20,7 @@ import torch
 
 from dream_trainer.checkpoint.elsewhere import link_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
+from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.retention import Retention
@@ -148,13 +149,14 @@ class CheckpointMixin(AbstractTrainer):
         copies = HostCopies(self.world.device) if parameters.async_save else None
         writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
         is_dry = self.config.training_parameters.fast_dev_run
+        frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         saver = self._saver = Saver(
             parameters,
             self.world,
             writer,
             settle=partial(_settled, self),
-            snapshot=partial(saved_state.snapshot, self),
-            warm=partial(saved_state.warm, self),
+            snapshot=partial(saved_state.snapshot, self, frozen),
+            warm=partial(saved_state.warm, self, frozen),
             on_save=partial(self._notify, "on_save"),
             on_lost=self._save_was_lost,
             patience=self._session.patience,

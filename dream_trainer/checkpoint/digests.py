@@ -1,0 +1,118 @@
+"""Digests of tensors' values, the same however they are sharded: whether weights are still those of another moment.
+
+Each element's bits are mixed with its position in the whole tensor, and the results are added up modulo 2^64. A sum may
+be made in any order and of any parts, so each rank adds up its own shard, where it lies. It finds accidents, such as
+another file or another dtype; it is no protection from somebody who wants to deceive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import local_tensor, shard_dim
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.modules.shards import local_indices
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_CHUNK = 1 << 20  # elements: the temporaries stay in the processor's cache, and are few beside a model on a device
+_MASK = (1 << 64) - 1
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed numbers
+
+_Shard = tuple[tuple[int, int, int], ...]
+"""First row, last row and number of rows of each dimension: ranks with equal ones hold copies of one shard."""
+
+
+@torch.no_grad()
+def value_digests(tensors: Mapping[str, Tensor], *, world: Ranks) -> dict[str, str]:
+    """A text for each tensor, such as `"float32 (8, 8) 03f1..."`, equal where dtype, shape and all bits are.
+
+    Every rank calls this; one collective. Ranks may have different names.
+
+    Args:
+        tensors: By name: DTensors of any layout, or plain tensors, of which one rank's value counts.
+        world: The ranks.
+    """
+    own = {name: _sum_of_shard(tensor) for name, tensor in tensors.items()}
+    kinds = {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()}
+    shards: dict[str, dict[_Shard, int]] = {}
+    for sums, kinds_there in world.all_gather_object((own, kinds)):
+        kinds |= kinds_there
+        for name, (shard, total) in sums.items():
+            shards.setdefault(name, {}).setdefault(shard, total)
+    return {name: f"{kinds[name]} {sum(totals.values()) & _MASK:016x}" for name, totals in shards.items()}
+
+
+def _sum_of_shard(tensor: Tensor) -> tuple[_Shard, int]:
+    """Which part of the tensor this rank has, and the sum over it."""
+    from torch.distributed.tensor import DTensor
+
+    local = local_tensor(tensor.detach())
+    if not local.numel():
+        return (), 0
+    rows = _rows_of_cut_dimensions(tensor) if isinstance(tensor, DTensor) else {}
+    shard = tuple(
+        (int(rows[dim][0]), int(rows[dim][-1]), size) if dim in rows else (0, size - 1, size)
+        for dim, size in enumerate(local.shape)
+    )
+    on_device = {dim: of_dim.to(local.device) for dim, of_dim in rows.items()}
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start, bits in _bits(local):
+        positions = torch.arange(start, start + len(bits), device=local.device)
+        if on_device:
+            positions = _in_whole(positions, local.shape, tensor.shape, on_device)
+        total += _mixed(positions, bits).sum()
+    return shard, int(total) & _MASK
+
+
+def _rows_of_cut_dimensions(tensor: DTensor) -> dict[int, Tensor]:
+    cut = {dim for placement in tensor.placements if (dim := shard_dim(placement)) is not None}
+    return {dim: local_indices(tensor, dim) for dim in sorted(cut)}
+
+
+def _bits(local: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The elements in chunks, as integers, each with the place of its first."""
+    flat = local.resolve_conj().resolve_neg().reshape(-1)
+    for start in range(0, len(flat), _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        if chunk.element_size() == 16:
+            real, imaginary = torch.view_as_real(chunk).unbind(-1)
+            yield start, real.view(torch.int64) * _FACTORS[1] + imaginary.view(torch.int64)
+        else:
+            yield start, chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
+
+
+def _in_whole(positions: Tensor, local: torch.Size, whole: torch.Size, rows: Mapping[int, Tensor]) -> Tensor:
+    """Places in a shard's memory as places in the whole tensor's."""
+    inner = math.prod(local) // local[0]
+    if rows.keys() == {0} and bool((rows[0].diff() == 1).all()):  # as fully_shard cuts: one piece of the whole
+        return positions + int(rows[0][0]) * inner
+    result = torch.zeros_like(positions)
+    stride = 1
+    for dim in reversed(range(len(local))):
+        index = positions % local[dim]
+        positions = positions // local[dim]
+        result += (rows[dim][index] if dim in rows else index) * stride
+        stride *= whole[dim]
+    return result
+
+
+def _mixed(positions: Tensor, bits: Tensor) -> Tensor:
+    """A number of 64 bits for each pair, in whose sums no two pairs cancel by their form."""
+    first, second, third = _FACTORS
+    mixed = positions.mul_(first).add_(bits)
+    mixed = _shifted(mixed, 30).mul_(second)
+    mixed = _shifted(mixed, 27).mul_(third)
+    return _shifted(mixed, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    # A right shift brings the sign bit in, which is masked out again.
+    return value.bitwise_xor_((value >> bits).bitwise_and_((1 << (64 - bits)) - 1))
