@@ -245,11 +245,12 @@ def test_batches_are_collated_as_by_a_loader(tmp_path: Path) -> None:
 
 
 def test_workers_are_gone_when_the_stream_is_closed(tmp_path: Path) -> None:
+    others = set(multiprocessing.active_children())  # of tests before this one, on their way out
     streams = open_lanes(make_source("live", tmp_path, [10] * 8), (1, 2, 2), lanes=4)
     assert next_step(streams) is not None
-    assert len(multiprocessing.active_children()) == 2
+    assert len(set(multiprocessing.active_children()) - others) == 2
     streams[0].close()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_load_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
