@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dream_trainer.config.fsdp_parameters import FSDPParameters as FSDPParameters
     from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
     from dream_trainer.config.logger_parameters import LoggerParameters as LoggerParameters
+    from dream_trainer.config.logger_parameters import MLflowParameters as MLflowParameters
+    from dream_trainer.config.logger_parameters import TrackioParameters as TrackioParameters
     from dream_trainer.config.logger_parameters import WandbParameters as WandbParameters
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin as TensorParallelConfigMixin
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelParameters as TensorParallelParameters
@@ -105,6 +107,8 @@ else:
             "TensorParallelMixin": "trainer.mixins.tensor_parallel",
             "TensorParallelParameters": "config.tensor_parallel_parameters",
             "TrainingParameters": "config.training_parameters",
+            "MLflowParameters": "config.logger_parameters",
+            "TrackioParameters": "config.logger_parameters",
             "WandbParameters": "config.logger_parameters",
             "build_optimizer": "optim.optimizers",
             "build_optimizers": "optim.optimizers",

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_names
+from dream_trainer.checks import check_boolean, check_choice, check_integer, check_name, check_names
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 
-LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "images"]
+LoggerName = Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio", "images"]
 WandbMode = Literal["online", "offline", "disabled"]
 
 # The packages that a logger imports, and the extra of this package that installs it.
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard", "google_crc32c"), "tensorboard"),
     "wandb": (("wandb",), "wandb"),
+    "mlflow": (("mlflow", "sqlalchemy", "alembic", "PIL"), "mlflow"),
+    "trackio": (("trackio", "PIL"), "trackio"),
     "images": (("PIL",), "images"),
 }
 
-# Arguments of `wandb.init` that are given already, and by what.
-_ARGUMENTS_WITH_A_PLACE = {
-    "entity": "WandbParameters.entity",
-    "name": "WandbParameters.name",
-    "tags": "WandbParameters.tags",
-    "mode": "WandbParameters.mode",
+# Arguments of `wandb.init` and `trackio.init` that are given already, and by what.
+_OF_THE_TRAINER = {
     "project": "the config's project",
     "group": "the config's group",
     "config": "the config itself",
-    "dir": "the run directory, below the config's runs_dir",
-    "id": "kept in checkpoints, so that a resumed run goes on as the same one",
     "resume": "CheckpointParameters.resume",
+}
+_OF_WANDB = {
+    **_OF_THE_TRAINER,
+    **{name: f"WandbParameters.{name}" for name in ("entity", "name", "tags", "mode")},
+    "dir": "the run directory",
+    "id": "kept in checkpoints, so that a resumed run goes on as the same one",
     "reinit": "the trainer's",
 }
 
@@ -62,12 +65,48 @@ class WandbParameters:
     def __post_init__(self) -> None:
         check_names("tags", self.tags, example="baseline")
         check_choice("mode", self.mode, (*get_args(WandbMode), None))
-        for name in self.init_arguments:
-            if name in _ARGUMENTS_WITH_A_PLACE:
-                raise ConfigError(
-                    f"init_arguments has {name!r}, which is {_ARGUMENTS_WITH_A_PLACE[name]}. Set that, and leave it "
-                    "out here."
-                )
+        _refuse_with_place(self.init_arguments, _OF_WANDB)
+
+
+@parameters
+class MLflowParameters:
+    """Where MLflow keeps a run, and what it shows it as.
+
+    Raises:
+        ConfigError: A tag is not a string.
+    """
+
+    tracking_uri: str | None = None
+    """The store: `sqlite:///runs/mlflow.db`, or a server's address. None leaves it to MLflow: the environment variable
+    MLFLOW_TRACKING_URI, else mlflow.db in the working directory."""
+    experiment: str | None = None
+    """MLflow's experiment, which holds many runs; None for the config's project."""
+    name: str | None = None
+    """Name of the run; None for the config's group/experiment."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tags of the run by name; the config's group is one anyway."""
+
+    def __post_init__(self) -> None:
+        for name, tag in self.tags.items():
+            check_name(f"tags[{name!r}]", tag, example="baseline")
+
+
+@parameters
+class TrackioParameters:
+    """What Trackio shows a run as. Project and group are the run's own.
+
+    Raises:
+        ConfigError: An argument has its place elsewhere.
+    """
+
+    name: str | None = None
+    """Name of the run; None for the config's group/experiment."""
+    init_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `trackio.init` by name, such as space_id, private or auto_log_cpu. Not name, which is a
+    field here, nor those that are the trainer's: project, group, config and resume."""
+
+    def __post_init__(self) -> None:
+        _refuse_with_place(self.init_arguments, {"name": "TrackioParameters.name", **_OF_THE_TRAINER})
 
 
 @parameters
@@ -80,7 +119,8 @@ class LoggerParameters:
 
     loggers: tuple[LoggerName, ...] = ("console", "jsonl")
     """Loggers to write to: "console" prints lines; the others write in the run directory: "jsonl" metrics.jsonl, "csv"
-    metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/."""
+    metrics.csv, "tensorboard" tensorboard/, "wandb" Weights & Biases, "images" image files in media/. "mlflow" and
+    "trackio" write where those keep all runs."""
     log_every_n_steps: int = 10
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
     history_lines: int | None = 10_000
@@ -89,6 +129,10 @@ class LoggerParameters:
     """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
     wandb: WandbParameters = field(default_factory=WandbParameters)
     """What Weights & Biases shows the run as."""
+    mlflow: MLflowParameters = field(default_factory=MLflowParameters)
+    """Where MLflow keeps the run, and what it shows it as."""
+    trackio: TrackioParameters = field(default_factory=TrackioParameters)
+    """What Trackio shows the run as."""
 
     def __post_init__(self) -> None:
         check_names("loggers", self.loggers, example="jsonl")
@@ -103,7 +147,8 @@ class LoggerParameters:
 
 
 def check_loggers(chosen: LoggerParameters) -> None:
-    """Checks that what the loggers need is installed, without importing it, and that W&B knows the arguments given.
+    """Checks that what the loggers need is installed, without importing it, and that W&B and Trackio know the arguments
+    that they are given.
 
     Raises:
         ConfigError: A package is missing; the message names the extra to install. Or an argument is unknown.
@@ -118,20 +163,28 @@ def check_loggers(chosen: LoggerParameters) -> None:
                     f'Install it with pip install "dream-trainer[{extra}]", or leave "{name}" out.'
                 )
     if "wandb" in names and chosen.wandb.init_arguments:
-        _check_init_arguments(chosen.wandb.init_arguments)
+        import wandb
+
+        _refuse_unknown(chosen.wandb.init_arguments, "wandb.init", wandb.init)
+    if "trackio" in names and chosen.trackio.init_arguments:
+        import trackio
+
+        _refuse_unknown(chosen.trackio.init_arguments, "trackio.init", trackio.init)
 
 
-def _check_init_arguments(arguments: dict[str, Any]) -> None:
-    import wandb
+def _refuse_with_place(arguments: dict[str, Any], places: dict[str, str]) -> None:
+    for name in arguments:
+        if name in places:
+            raise ConfigError(f"init_arguments has {name!r}, which is {places[name]}. Set that, and leave it out here.")
 
-    known = list(inspect.signature(wandb.init).parameters)
+
+def _refuse_unknown(arguments: dict[str, Any], function_name: str, function: Callable[..., Any]) -> None:
+    known = list(inspect.signature(function).parameters)
     for name in arguments:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"init_arguments has {name!r}, which wandb.init does not take. "
-                + (f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}.")
-            )
+            advice = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
+            raise ConfigError(f"init_arguments has {name!r}, which {function_name} does not take. {advice}")
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from dream_trainer.loggers.jsonl import JSONLLogger as JSONLLogger
     from dream_trainer.loggers.jsonl import read_jsonl as read_jsonl
     from dream_trainer.loggers.media_files import ImageFilesLogger as ImageFilesLogger
+    from dream_trainer.loggers.mlflow_logger import MLflowLogger as MLflowLogger
     from dream_trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from dream_trainer.loggers.trackio_logger import TrackioLogger as TrackioLogger
     from dream_trainer.loggers.weights_and_biases import WandbLogger as WandbLogger
 else:
     __getattr__, __dir__, __all__ = lazy_names(
@@ -26,9 +28,11 @@ else:
             "ImageFilesLogger": "loggers.media_files",
             "JSONLLogger": "loggers.jsonl",
             "Logger": "loggers.interface",
+            "MLflowLogger": "loggers.mlflow_logger",
             "MetricBuffer": "loggers.buffer",
             "Stamp": "loggers.interface",
             "TensorBoardLogger": "loggers.tensorboard",
+            "TrackioLogger": "loggers.trackio_logger",
             "WandbLogger": "loggers.weights_and_biases",
             "read_jsonl": "loggers.jsonl",
         },

@@ -124,6 +124,14 @@ def build_logger(name: LoggerName, parameters: LoggerParameters) -> Logger:
             from dream_trainer.loggers.weights_and_biases import WandbLogger
 
             return WandbLogger(parameters.wandb)
+        case "mlflow":
+            from dream_trainer.loggers.mlflow_logger import MLflowLogger
+
+            return MLflowLogger(parameters.mlflow)
+        case "trackio":
+            from dream_trainer.loggers.trackio_logger import TrackioLogger
+
+            return TrackioLogger(parameters.trackio)
         case "images":
             from dream_trainer.loggers.media_files import ImageFilesLogger
 

@@ -29,6 +29,8 @@ _MAY_DIFFER = (
     "init_renames",
     "loggers",
     "wandb",
+    "mlflow",
+    "trackio",
 )
 
 # Which implementation runs is chosen by the machine.
