@@ -24,9 +24,9 @@ def watch(event, arguments):
         acts.append((event, repr(arguments)[:200]))
 sys.addaudithook(watch)
 
-import dream_trainer, dream_trainer.callbacks, dream_trainer.config, dream_trainer.data, dream_trainer.loggers
+import dream_trainer as dt, dream_trainer.callbacks, dream_trainer.config, dream_trainer.data, dream_trainer.loggers
 if sys.argv[1:] == ["all"]:
-    for package in (dream_trainer, dream_trainer.callbacks, dream_trainer.config, dream_trainer.data, dream_trainer.loggers):
+    for package in (dt, dt.callbacks, dt.config, dt.data, dt.loggers):
         for name in package.__all__:
             vars(package).get(name) or package.__getattr__(name)
 print(acts or "nothing", threading.active_count())
