@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dream_trainer import DreamTrainer
+from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.mixins.setup import CONFIGURE, SETUP
 from tests.docs.pages import PAGES, ROOT, links, name
 
@@ -49,6 +50,13 @@ def test_the_api_page_names_everything_public_of_a_trainer() -> None:
     assert {"world", "global_step", "best"} <= attributes | set(dir(DreamTrainer))
     public = {name for name in dir(DreamTrainer) if not name.startswith("_")} | attributes
     assert not [found for found in sorted(public) if not re.search(rf"`[^`]*\b{found}\b[^`]*`|### {found}\b", text)]
+
+
+def test_the_page_on_extending_lists_every_hook_that_mixins_share() -> None:
+    text = (ROOT / "docs/extend.md").read_text()
+    hooks = {found for found in vars(Cooperation) if re.match(r"_[a-z]", found)} - {"_notify", "_saver"}
+    listed = set(re.findall(r"`(_[a-z_]+)\(", text.partition("## The hooks")[2]))
+    assert listed == hooks - {"_say_that_nothing_is_logged"}
 
 
 def test_the_readme_opens_with_a_trainer_of_about_thirty_lines() -> None:
