@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
+    from dream_trainer.weights.adapters import load_adapters as load_adapters
+    from dream_trainer.weights.adapters import load_base_weights as load_base_weights
     from dream_trainer.weights.load import load_weights as load_weights
     from dream_trainer.weights.load_report import LoadReport as LoadReport
 else:
@@ -116,6 +118,8 @@ else:
             "build_schedule": "optim.learning_rates",
             "build_schedules": "optim.learning_rates",
             "freeze": "optim.groups",
+            "load_adapters": "weights.adapters",
+            "load_base_weights": "weights.adapters",
             "load_weights": "weights.load",
             "parameter_groups": "optim.groups",
         },

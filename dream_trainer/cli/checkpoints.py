@@ -158,6 +158,10 @@ class Export:
         dict[str, str], arg(metavar="PATTERN REPLACEMENT [PATTERN REPLACEMENT ...]", help_behavior_hint="")
     ] = field(default_factory=dict)
     """Regular expressions and what takes their place in tensor names; a name that becomes empty is left out."""
+    merge_adapters: Flag = False
+    """Of a model with peft's adapters: write the base with the adapters added, and not the adapters alone."""
+    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Where the frozen weights that the checkpoint left out are, if not where the run loaded them from."""
     overwrite: Flag = False
     """Replace an earlier export."""
     as_json: Json = False

@@ -29,6 +29,8 @@ def export(arguments: Export) -> int:
         dtype=_DTYPES[arguments.dtype] if arguments.dtype else None,
         max_shard_size=arguments.max_shard_size,
         renames=arguments.renames,
+        merge_adapters=arguments.merge_adapters,
+        base=arguments.base,
         overwrite=arguments.overwrite,
     )
     sizes = [path.stat().st_size for path in written]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.weights.adapters import adapters_of
 from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def snapshot(
             "extra_state": model_extra_state(models),
             "left_out": left_out,
             "model_configs": model_configs(models),
+            "adapters": {name: asdict(a) for name, model in models.items() if (a := adapters_of(model)) is not None},
             "loss_scale": trainer._accumulation.loss_scale_state(),
         } | _given_state(trainer)
         random, tensors_of_rank = random_state(world.device)

@@ -7,7 +7,8 @@ first name, as transformers expects them. How the files are named and published 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,20 @@ from torch import Tensor
 
 from dream_trainer.checkpoint.model_state import model_tensors
 from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.weights.export_files import FilePlan, check_target, plan_files, write_files
+from dream_trainer.weights.adapters import adapters_from, adapters_of, merged_reader
+from dream_trainer.weights.export_files import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    FilePlan,
+    check_target,
+    plan_files,
+    write_files,
+)
+from dream_trainer.weights.left_out import LeftOutWeights
 from dream_trainer.weights.safetensors_file import TensorSpec
 
 if TYPE_CHECKING:
@@ -39,9 +50,13 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     renames: Mapping[str, str] | None = None,
+    merge_adapters: bool = False,
+    base: Path | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
     """Exports a model's weights from a checkpoint. Needs neither an accelerator nor a process group.
+
+    Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
     Checksums are verified, and no code in a checkpoint is run. Where ranks had different values of an unsharded buffer
     (BatchNorm statistics), rank 0's are exported.
@@ -58,6 +73,8 @@ def export_checkpoint(
         max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
+        merge_adapters: Export the base with its adapters added, under the base's own names.
+        base: Where frozen weights that the checkpoint left out are now, if not where the run loaded them from.
         overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
@@ -71,15 +88,61 @@ def export_checkpoint(
 
     stored, shared = StoredTensors(Path(checkpoint)), read_shared(Path(checkpoint))
     chosen = _choose_model(stored, shared, model)
-    sources = renamed(_sources(stored, chosen, weights), renames)
-    specs = {name: _cast(stored.specs[source], dtype) for name, source in sources.items()}
-    return write_files(
-        Path(out),
-        plan_files(Path(out), specs, max_shard_size),
-        lambda name: stored.read(sources[name]),
-        config=_config(shared.get("model_configs", {}).get(chosen), dtype),
-        overwrite=overwrite,
-    )
+    prefix, records = f"models.{chosen}.", shared.get("left_out", {})
+    left_out = LeftOutWeights({name: records[full] for name, full in _below(records, prefix).items()}, base)
+    sources = _sources(stored, chosen, weights)
+    specs = left_out.specs | {name: stored.specs[source] for name, source in sources.items()}
+
+    def read(name: str) -> Tensor:
+        return stored.read(sources[name]) if name in sources else left_out.read(name)
+
+    record = shared.get("adapters", {}).get(chosen)
+    config = _config(shared.get("model_configs", {}).get(chosen), dtype)
+    adapters = None if record is None else adapters_from(record)
+    content = _content(specs, read, config, adapters, merge_adapters=merge_adapters)
+    names = renamed({name: name for name in content.specs}, renames)
+    plan = content.plan(Path(out), names, dtype, max_shard_size)
+    return content.write(Path(out), plan, lambda name: content.read(names[name]), overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is exported of a model, before names and dtypes are changed."""
+
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Tensor]
+    config: Mapping[str, Any] | None
+    are_adapters: bool = False
+
+    def plan(
+        self, out: Path, sources: Mapping[str, str], dtype: torch.dtype | None, max_shard_size: int | str
+    ) -> FilePlan:
+        specs = {name: _cast(self.specs[source], dtype) for name, source in sources.items()}
+        return plan_files(out, specs, max_shard_size, are_adapters=self.are_adapters)
+
+    def write(self, out: Path, plan: FilePlan, read: Callable[[str], Tensor], *, overwrite: bool) -> list[Path]:
+        config_name = ADAPTER_CONFIG_NAME if self.are_adapters else CONFIG_NAME
+        return write_files(out, plan, read, config=self.config, config_name=config_name, overwrite=overwrite)
+
+
+def _content(
+    specs: Mapping[str, TensorSpec],
+    read: Callable[[str], Tensor],
+    config: Mapping[str, Any] | None,
+    adapters: Adapters | None,
+    *,
+    merge_adapters: bool,
+) -> _Content:
+    """The model's own tensors; of a model with adapters either these, or the base with them added."""
+    if adapters is None:
+        if merge_adapters:
+            raise CheckpointError("the model has no adapters of peft to merge. Leave merge_adapters out.")
+        return _Content(specs, read, config)
+    if merge_adapters:
+        merged = {name: specs[source] for name, source in adapters.base.items()}
+        return _Content(merged, merged_reader(adapters, read), config)
+    own = {name: specs[source] for name, source in adapters.names.items()}
+    return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
 
 
 def export_model(
@@ -91,9 +154,12 @@ def export_model(
     max_shard_size: int | str = "5GB",
     config: Mapping[str, Any] | None = None,
     renames: Mapping[str, str] | None = None,
+    merge_adapters: bool = False,
     overwrite: bool = False,
 ) -> list[Path]:
     """Exports a live model, sharded or not. Every rank calls this; rank 0 writes.
+
+    Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
     Args:
         model: The model; the same tensors on every rank, as DTensors or plain.
@@ -104,6 +170,7 @@ def export_model(
         config: Written as `config.json` if `out` is a directory.
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
+        merge_adapters: Export the base with its adapters added, under the base's own names.
         overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
@@ -114,16 +181,22 @@ def export_model(
     """
     out, task = Path(out), f"export to {out}"
     tensors = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
-    config = _config(config, dtype)
 
-    def prepare() -> tuple[dict[str, str], FilePlan]:
-        sources = renamed({name: name for name in tensors}, renames)
-        specs = {name: _cast(_spec(tensors[source]), dtype) for name, source in sources.items()}
+    def prepare() -> tuple[_Content, dict[str, str], FilePlan]:
+        specs = {name: _spec(tensor) for name, tensor in tensors.items()}
+        content = _content(
+            specs,
+            lambda name: _whole(tensors[name], None if merge_adapters else dtype),
+            _config(config, dtype),
+            adapters_of(model),
+            merge_adapters=merge_adapters,
+        )
+        sources = renamed({name: name for name in content.specs}, renames)
         if world.is_main:
             check_target(out, overwrite=overwrite)
-        return sources, plan_files(out, specs, max_shard_size)
+        return content, sources, content.plan(out, sources, dtype, max_shard_size)
 
-    sources, plan = on_all_ranks(world, task, prepare)
+    content, sources, plan = on_all_ranks(world, task, prepare)
     if any(other != plan for other in world.all_gather_object(plan)):
         raise CheckpointError(
             f"Could not {task}: the ranks have different tensors, as the stages of a pipeline do. "
@@ -132,14 +205,14 @@ def export_model(
     names = (name for specs in plan.values() for name in specs)
 
     def gather(name: str) -> Tensor:
-        return _whole(tensors[sources[name]], dtype)
+        return content.read(sources[name])
 
     def work() -> list[Path]:
         # Gathering is a collective: rank 0 takes part until the end, even if writing fails before.
         try:
             if not world.is_main:
                 return []
-            return write_files(out, plan, lambda _: gather(next(names)), config=config, overwrite=overwrite)
+            return content.write(out, plan, lambda _: gather(next(names)), overwrite=overwrite)
         finally:
             for name in names:
                 gather(name)

@@ -3,6 +3,7 @@
 <out>/model.safetensors                                one shard
 <out>/model-00001-of-00002.safetensors, ...            several, and model.safetensors.index.json to find them by
 <out>/config.json                                      if the model has a config
+<out>/adapter_model.safetensors, adapter_config.json   adapters, as peft lays them out
 <out>.safetensors, <out>.pt, <out>.pth                 one file, if that is what is asked for
 """
 
@@ -28,9 +29,12 @@ from dream_trainer.weights.safetensors_file import DTYPE_NAMES, TensorSpec, file
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 _TORCH_SUFFIXES = (".pt", ".pth")
-_OWN_NAME = re.compile(rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(INDEX_NAME)}")
+_OWN_NAME = re.compile(
+    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(INDEX_NAME)}|adapter_(model\.safetensors|config\.json)"
+)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
@@ -38,13 +42,16 @@ FilePlan = dict[str, dict[str, TensorSpec]]
 """File name to its tensors, both in the order in which they are written."""
 
 
-def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> FilePlan:
+def plan_files(
+    out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int | str, *, are_adapters: bool = False
+) -> FilePlan:
     """Divides tensors among files: in order, each file filled up to the limit. A larger tensor has a file of its own.
 
     Args:
         out: A directory, or a path that ends in .safetensors, .pt or .pth and is then the one file.
         specs: The tensors by name.
         max_shard_size: Of a directory's files, in bytes or as "5GB" (10^9 bytes, as Hugging Face counts) or "5GiB".
+        are_adapters: Whether a directory is laid out as peft does: all of them in one file.
 
     Raises:
         CheckpointError: The format has no such dtype; the tensors are listed.
@@ -60,6 +67,8 @@ def plan_files(out: Path, specs: Mapping[str, TensorSpec], max_shard_size: int |
         )
     if out.suffix == ".safetensors":
         return {out.name: file_order(specs)}
+    if are_adapters:
+        return {"adapter_model.safetensors": file_order(specs)}
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -142,6 +151,7 @@ def write_files(
     read: Callable[[str], Tensor],
     *,
     config: Mapping[str, Any] | None,
+    config_name: str = CONFIG_NAME,
     overwrite: bool,
 ) -> list[Path]:
     """Writes an export under a temporary name beside `out` and renames it when all of it is on the disk.
@@ -150,7 +160,8 @@ def write_files(
         out: As in `plan_files`; its parents are created.
         plan: From `plan_files`.
         read: Returns each tensor, in the plan's order. Only .pt files need all tensors in memory at once.
-        config: Written as `config.json` into a directory.
+        config: Written into a directory.
+        config_name: The name of its file.
         overwrite: Whether an earlier export may be replaced; other files beside it stay.
 
     Returns:
@@ -172,7 +183,8 @@ def write_files(
             written = [out]
         else:
             temporary.mkdir()
-            written = [out / name for name in _write_directory(temporary, plan, read, config)]
+            documents = {} if config is None else {config_name: config}
+            written = [out / name for name in _write_directory(temporary, plan, read, documents)]
             _copy_what_else_is_there(out, temporary)
         _publish(temporary, out)
     except OSError as error:
@@ -183,15 +195,13 @@ def write_files(
 
 
 def _write_directory(
-    directory: Path, plan: FilePlan, read: Callable[[str], Tensor], config: Mapping[str, Any] | None
+    directory: Path, plan: FilePlan, read: Callable[[str], Tensor], documents: dict[str, Any]
 ) -> list[str]:
-    documents: dict[str, Any] = {}
     if len(plan) > 1:
         total = sum(spec.nbytes for specs in plan.values() for spec in specs.values())
         weight_map = {name: file for file, specs in plan.items() for name in specs}
-        documents[INDEX_NAME] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    if config is not None:
-        documents[CONFIG_NAME] = config
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        documents = {INDEX_NAME: index} | documents
     for name, specs in plan.items():
         write_safetensors(directory / name, specs, read)
     for name, document in documents.items():

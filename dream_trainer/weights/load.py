@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ def load_weights(
     model_name: str | None = None,
     renames: Mapping[str, str] | None = None,
     strict: bool = True,
+    optional: Collection[str] = (),
     world: Ranks | None = None,
 ) -> LoadReport:
     """Fills a model's parameters and persistent buffers in place from a file or directory. Every rank calls this.
@@ -63,6 +64,7 @@ def load_weights(
             order: `{r"^transformer\\.": ""}`. A name that becomes empty is left out.
         strict: Whether every name must be in both, with equal shapes. If not, what fits is loaded, and what does not
             is reported and logged as a warning on rank 0.
+        optional: Names of the model that the file need not have, such as those of a new head; they keep their values.
         world: The ranks. Default: those of the default process group, or this process alone if there is none.
 
     Returns:
@@ -81,7 +83,7 @@ def load_weights(
 
     def match() -> tuple[WeightFiles, _Match]:
         files = open_weights(path, model_name)
-        return files, _matched(compiled_original(model) or model, files, patterns)
+        return files, _matched(compiled_original(model) or model, files, patterns, optional)
 
     files, matched = on_all_ranks(world, task, match)
     report = merged(world.all_gather_object(matched.report))
@@ -184,7 +186,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _matched(model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]]) -> _Match:
+def _matched(
+    model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.Pattern[str], str]], optional: Collection[str]
+) -> _Match:
     sources = _renamed(files.shapes, patterns)
     tensors = _tensors(model)
     names_of: dict[int, list[str]] = {}
@@ -208,7 +212,7 @@ def _matched(model: nn.Module, files: WeightFiles, patterns: Sequence[tuple[re.P
                     mismatched[other] = f"tied to {fitting[0]} in the model, and with other values in the file"
             loaded += [name for name in names if name not in mismatched]
         elif not any(name in mismatched for name in names):
-            missing += names
+            missing += [name for name in names if name not in optional]
     unexpected = tuple(name for name in sources if name not in tensors)
     return _Match(targets, LoadReport(tuple(loaded), tuple(missing), unexpected, mismatched))
 

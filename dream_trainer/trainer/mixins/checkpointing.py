@@ -101,6 +101,7 @@ class CheckpointMixin(AbstractTrainer):
         weights: str = "model",
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
+        merge_adapters: bool = False,
         overwrite: bool = False,
     ) -> list[Path]:
         """Writes a model's weights as they are now in Hugging Face's layout; called by every rank.
@@ -114,6 +115,8 @@ class CheckpointMixin(AbstractTrainer):
             weights: "model": its own; "ema" or "swa", or "ema.<n>" with several: the averages of that callback.
             dtype: Floating-point type to write; None leaves each as it is.
             max_shard_size: Bytes per file, as a number or such as "5GB".
+            merge_adapters: Of a model that peft has wrapped the adapters are written, in peft's layout; with this, the
+                base with them added, under the base's own names.
             overwrite: Whether to replace what is there.
 
         Returns:
@@ -138,6 +141,7 @@ class CheckpointMixin(AbstractTrainer):
                 config=model_configs({name: models[name]}).get(name),
                 dtype=dtype,
                 max_shard_size=max_shard_size,
+                merge_adapters=merge_adapters,
                 overwrite=overwrite,
             )
 

@@ -1,0 +1,169 @@
+"""How peft wraps a model: which of its tensors are the base's, which an adapter's, and how the two become one.
+
+peft's own functions to save, load and merge take whole tensors, all at once, and change the model. What they know of
+names is asked here, so that shards can be read, written and merged one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A product of two narrow matrices that is added to a weight of the base."""
+
+    down: str
+    """Name of the matrix of shape (rank, inputs)."""
+    up: str
+    """Name of that of shape (outputs, rank)."""
+    scaling: float
+    is_transposed: bool
+    """Whether the base has its weight as (inputs, outputs), as embeddings do."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model and what they are added to; plain values, which a checkpoint keeps."""
+
+    config: Mapping[str, Any]
+    """The content of peft's `adapter_config.json`."""
+    names: Mapping[str, str]
+    """The name of each of the adapter's tensors in peft's files, to its name in the model."""
+    base: Mapping[str, str]
+    """The name that the base's author gave each tensor, to the name of what has its values in the model."""
+    low_rank: Mapping[str, LowRank] = field(default_factory=dict)
+    """What is to be added to some of `base`, by the author's name."""
+    cannot_merge: str = ""
+    """Why the two cannot be made one here; "" if they can."""
+
+
+def peft_model(model: nn.Module) -> PeftModel | None:
+    """`model`, if it is one of peft's. peft is not imported for that."""
+    peft = sys.modules.get("peft")
+    return model if peft is not None and isinstance(model, peft.PeftModel) else None
+
+
+def base_names(model: PeftModel, names: Iterable[str]) -> dict[str, str]:
+    """The name that the base's author gave each tensor, to its name in the model; adapters' are left out.
+
+    Args:
+        model: The wrapped model.
+        names: Those of its `state_dict()`.
+    """
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    wrapped = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)}
+    prefix = "base_model.model." if isinstance(model.base_model, BaseTuner) else "base_model."
+    found = {}
+    for name in names:
+        kept: list[str] = []
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            if ".".join(parts[:at]) not in wrapped:
+                kept.append(part)
+            elif part not in ("base_layer", "original_module"):
+                break
+        else:
+            if name.startswith(prefix):
+                found[".".join(kept).removeprefix(prefix)] = name
+    return found
+
+
+def trained_copies(model: PeftModel) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules of the base that are trained whole (`modules_to_save`): the original, and the copy that is trained."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return [
+        (wrapper.original_module, wrapper.modules_to_save[name])
+        for wrapper in model.modules()
+        if isinstance(wrapper, ModulesToSaveWrapper)
+        for name in wrapper.active_adapters
+    ]
+
+
+def describe_adapters(
+    model: PeftModel, names: Iterable[str], *, base_class: type[nn.Module], base_path: str | None
+) -> Adapters:
+    """The active adapter of `model`.
+
+    Args:
+        model: The wrapped model; it may be sharded.
+        names: Those of its `state_dict()`, a tied tensor under its first name alone.
+        base_class: The class of the base as it was written, before it was sharded.
+        base_path: Where the base was loaded from, if known.
+    """
+    from peft import get_peft_model_state_dict
+
+    names, adapter = list(names), model.active_adapter
+    # peft renames what it is given, whatever it is: so names are given, and no tensor is gathered.
+    own = get_peft_model_state_dict(
+        model, state_dict={name: name for name in names}, adapter_name=adapter, save_embedding_layers=False
+    )
+    base = base_names(model, names)
+    low_rank, copies, reason = _mergeable(model, adapter, base)
+    return Adapters(_config(model.peft_config[adapter], base_class, base_path), own, base | copies, low_rank, reason)
+
+
+def _config(config: PeftConfig, base_class: type[nn.Module], base_path: str | None) -> dict[str, Any]:
+    values = config.to_dict() | {"inference_mode": True}
+    if not values.get("base_model_name_or_path"):
+        values["base_model_name_or_path"] = base_path
+    if config.task_type is None:
+        values["auto_mapping"] = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _mergeable(
+    model: PeftModel, adapter: str, base: Mapping[str, str]
+) -> tuple[dict[str, LowRank], dict[str, str], str]:
+    """The products to add, what stands in for tensors of the base, and why they cannot be merged, if so."""
+    from peft.tuners.lora import Embedding, Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    low_rank: dict[str, LowRank] = {}
+    copies: dict[str, str] = {}
+    authors = {name: author for author, name in base.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for inner, _ in module.original_module.named_parameters():
+                original = f"{name}.original_module.{inner}"
+                if original in authors:
+                    copies[authors[original]] = f"{name}.modules_to_save.{adapter}.{inner}"
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            return {}, {}, f"{name} is a {type(module).__name__}"
+        elif isinstance(module, Linear | Embedding):
+            weight = f"{name}.base_layer.weight"
+            if adapter in module.lora_variant or module.lora_bias.get(adapter):
+                return {}, {}, f"{name} is more than a product added to a weight (such as DoRA, or a bias)"
+            if weight not in authors or not model.get_parameter(weight).is_floating_point():
+                return {}, {}, f"{name} is added to a weight that is tied or quantized"
+            if adapter in module.scaling:
+                is_embedding = isinstance(module, Embedding)
+                down, up = (
+                    f"{name}.lora_embedding_{part}.{adapter}"
+                    if is_embedding
+                    else f"{name}.lora_{part}.{adapter}.weight"
+                    for part in "AB"
+                )
+                is_transposed = is_embedding or bool(module.fan_in_fan_out)
+                low_rank[authors[weight]] = LowRank(down, up, float(module.scaling[adapter]), is_transposed)
+        elif isinstance(module, BaseTunerLayer):
+            return {}, {}, f"{name} is a {type(module).__name__}, and no low-rank product of a linear layer"
+    return low_rank, copies, ""

@@ -1,0 +1,164 @@
+"""Adapters of peft: trained on any layout as by peft's own loop, saved without their base, exported and merged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+
+import dream_trainer as dt
+from dream_trainer.cli.main import main
+from dream_trainer.errors import CheckpointError, ConfigError
+from tests.weights.adapted import (
+    LAYOUTS,
+    Adapted,
+    Dora,
+    Net,
+    base_values,
+    by_hand,
+    make,
+    prepare,
+    token_rows,
+    train,
+    train_layouts,
+)
+from tests.worlds import run_world
+
+Runs = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    directory, before = tmp_path_factory.mktemp("adapters"), os.getcwd()
+    prepare(directory)
+    os.chdir(directory)
+    try:
+        ranks = run_world(train_layouts, 2, str(directory))
+        yield {"alone": {"straight": train("alone", 6), "cut": train("alone-cut", 3)}} | ranks[0]
+    finally:
+        os.chdir(before)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11)
+
+
+def checkpoint(experiment: str, step: int) -> Path:
+    return Path(f"runs/tests/adapters/{experiment}/checkpoints/step_{step:08d}")
+
+
+def predictions(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(token_rows()[:4])
+
+
+def their_base() -> Net:
+    base = Net().double()
+    base.load_state_dict(base_values())
+    return base
+
+
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_each_layout_trains_as_peft_does(layout: str, runs: Runs) -> None:
+    run = runs[layout]["straight"]
+    model, losses = by_hand(run["first"], 6)
+    assert run["losses"] == pytest.approx(losses, rel=1e-12)
+    assert_close(run["weights"], dict(model.state_dict()))
+    for name, value in base_values().items():
+        place, _, kind = name.rpartition(".")
+        inside = "original_module" if place == "head" else "base_layer"
+        assert torch.equal(run["weights"][f"base_model.model.{place}.{inside}.{kind}"], value)
+    assert_close(run["first"], runs["alone"]["straight"]["first"])
+
+
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_a_checkpoint_holds_the_adapters_and_not_the_base(layout: str, runs: Runs) -> None:
+    stored = FileSystemReader(checkpoint(layout, 6)).read_metadata().state_dict_metadata
+    models = {name.removeprefix("models.model.") for name in stored if name.startswith("models.")}
+    assert models == {name for name in runs["alone"]["straight"]["weights"] if "lora" in name or "modules_to" in name}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_in_another_layout(layout: str, runs: Runs) -> None:
+    found = train("alone", 6, resume=str(checkpoint(f"{layout}-cut", 3)))
+    assert found["losses"] == pytest.approx(runs["alone"]["straight"]["losses"][3:], rel=1e-12)
+    assert_close(found["weights"], runs["alone"]["straight"]["weights"])
+
+
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_peft_loads_what_is_exported(layout: str, runs: Runs) -> None:
+    expected, _ = by_hand(runs[layout]["straight"]["first"], 6)
+    adapted = PeftModel.from_pretrained(their_base(), f"{layout}-adapters")
+    torch.testing.assert_close(predictions(adapted), predictions(expected), rtol=0, atol=1e-11)
+    config = json.loads(Path(f"{layout}-adapters/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(Path("base.safetensors").resolve())
+    assert config["auto_mapping"] == {"base_model_class": "Net", "parent_library": "tests.weights.adapted"}
+    merged = load_file(f"{layout}-merged/model.safetensors")
+    assert_close(merged, dict(adapted.merge_and_unload().state_dict()))
+
+
+def test_the_command_exports_the_same_from_a_checkpoint(runs: Runs) -> None:
+    path = str(checkpoint("shards", 6))
+    assert main(["checkpoints", "export", path, "by-command"]) == 0
+    assert main(["checkpoints", "export", path, "by-command-merged", "--merge-adapters"]) == 0
+    for kind, file in (("", "adapter_model.safetensors"), ("-merged", "model.safetensors")):
+        assert_close(load_file(f"by-command{kind}/{file}"), load_file(f"shards{kind or '-adapters'}/{file}"))
+    both = [json.loads(Path(f"{place}/adapter_config.json").read_text()) for place in ("by-command", "shards-adapters")]
+    assert both[0] == both[1]
+
+
+def test_a_base_that_is_elsewhere_or_another_one(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, base = checkpoint("alone", 6), Path("base.safetensors")
+    base.rename(tmp_path / "moved.safetensors")
+    try:
+        arguments = ["checkpoints", "export", str(path), str(tmp_path / "out"), "--merge-adapters"]
+        assert main(arguments) == 1
+        assert "base.safetensors does not exist" in capsys.readouterr().err
+        assert main([*arguments, "--base", str(tmp_path / "moved.safetensors")]) == 0
+        save_file(base_values() | {"blocks.1.up.weight": torch.zeros(16, 8, dtype=torch.float64)}, base)
+        assert main([*arguments, "--overwrite"]) == 1
+        assert "is not what base_model.model.blocks.1.up.base_layer.weight was" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="1 of those 15 are not what this run has"):
+            train("alone", 8, resume=str(path))
+    finally:
+        (tmp_path / "moved.safetensors").rename(base)
+
+
+def test_adapters_start_from_a_directory_of_peft(runs: Runs) -> None:
+    class GoingOn(Adapted):
+        def load_pretrained(self) -> None:
+            super().load_pretrained()
+            dt.load_adapters(self.model, "shards-adapters")
+
+    with make("going on", 0, kind=GoingOn, resume=None) as trainer:
+        trainer.fit()
+        assert_close(dict(trainer.model.state_dict()), runs["shards"]["straight"]["weights"])
+
+
+def test_what_cannot_be_merged_is_named(runs: Runs) -> None:
+    with make("dora", 1, kind=Dora, resume=None) as trainer:
+        trainer.fit()
+        with pytest.raises(CheckpointError, match=r"blocks.0.up is more than a product .*merge_and_unload"):
+            trainer.export("dora-merged", merge_adapters=True)
+        trainer.export("dora")
+        adapted = PeftModel.from_pretrained(their_base(), "dora")
+        torch.testing.assert_close(predictions(adapted), predictions(trainer.model), rtol=0, atol=1e-11)
+
+
+def test_a_model_without_adapters_is_refused() -> None:
+    for load in (dt.load_base_weights, dt.load_adapters):
+        with pytest.raises(ConfigError, match="Net is not wrapped by peft. Use load_weights"):
+            load(Net(), "base.safetensors")
