@@ -177,6 +177,26 @@ def _rate(run: str, records: Sequence[Record], x: str) -> Curve:
     return Curve(run, "samples_per_second", tuple(places), tuple(rates))
 
 
+def shown_values(curve: Curve, smooth: float) -> list[float]:
+    """The values to draw: what training logged smoothed, validations as they are."""
+    return smoothed(curve.y, smooth) if smooth and not curve.is_validation else list(curve.y)
+
+
+def label(curve: Curve, runs: Sequence[str], metrics: Sequence[str]) -> str:
+    """What to call a curve beside those of its panel: by what they differ in."""
+    if len(runs) == 1:
+        return curve.metric
+    return curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
+
+
+def time_scale(found: Mapping[str, Sequence[Curve]]) -> tuple[float, str]:
+    """Seconds in the unit of the time axis, and its name."""
+    longest = max((curve.x[-1] for curves in found.values() for curve in curves), default=0.0)
+    if longest < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
+
+
 def smoothed(values: Sequence[float], share: float) -> list[float]:
     """The running mean that keeps `share` of itself at each value, without the pull to zero at its start."""
     mean, weight, result = 0.0, 0.0, []

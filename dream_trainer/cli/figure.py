@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dream_trainer.cli.curves import Curve, names_of, panels, read_run, smoothed
+from dream_trainer.cli.curves import Curve, label, smoothed, time_scale
+from dream_trainer.cli.figure_style import COLOURS, LINES
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_COLOURS = ("#2468b0", "#d9632a", "#2f9266", "#8b4fb3", "#b58a00", "#c23b68", "#3aa5c4", "#6b6b6b")
-_LINES = ("-", "--", ":", "-.")
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and read by a screen reader
     "font.size": 9,
@@ -34,33 +33,25 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def plot(
-    runs: Sequence[Path], output: Path, *, metrics: Sequence[str] = (), x: str = "steps", smooth: float, log_y: bool
-) -> None:
-    """Draws runs into a file, and prints its name.
+def save_figure(found: dict[str, list[Curve]], output: Path, *, x: str, smooth: float, log_y: bool) -> None:
+    """Draws panels of curves into a file.
 
     Raises:
-        ConfigError: An argument cannot work.
-        DataError: A run's file holds nothing to draw.
+        ConfigError: The suffix says no format, or matplotlib is not installed.
     """
-    if not runs:
-        raise ConfigError("no run is named. Give a run's directory, such as runs/project/group/experiment.")
     if output.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--output {output} does not say what to draw. End it in {', '.join(SUFFIXES)}.")
-    if not 0.0 <= smooth < 1.0:
-        raise ConfigError(f"--smooth {smooth} is not in [0, 1). Use 0 for none, or such as 0.9.")
     try:
         from matplotlib import rc_context
     except ImportError as error:
         raise ConfigError(
-            "plot draws with matplotlib, which is not installed. pip install 'dream-trainer[plot]'."
+            "plot draws pictures with matplotlib, which is not installed. pip install 'dream-trainer[plot]', or draw "
+            "with --terminal or --html FILE."
         ) from error
-    chosen_panels = panels(dict(zip(names_of(runs), map(read_run, runs), strict=True)), metrics, x)
     with rc_context(_SETTINGS):
-        figure = draw(chosen_panels, x=x, smooth=smooth, log_y=log_y)
+        figure = draw(found, x=x, smooth=smooth, log_y=log_y)
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=150)
-    print(f"drew {', '.join(chosen_panels)}: {output}")
 
 
 def draw(found: dict[str, list[Curve]], *, x: str, smooth: float = 0.0, log_y: bool = False) -> Figure:
@@ -73,7 +64,7 @@ def draw(found: dict[str, list[Curve]], *, x: str, smooth: float = 0.0, log_y: b
     grid = figure.subplots(n_rows, n_columns, squeeze=False, sharex=True).ravel()
     runs = list(dict.fromkeys(curve.run for curves in found.values() for curve in curves))
     figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs", fontsize=11)
-    scale, unit = _time_scale(found) if x == "time" else (1.0, {"steps": "optimizer steps", "samples": "samples"}[x])
+    scale, unit = time_scale(found) if x == "time" else (1.0, {"steps": "optimizer steps", "samples": "samples"}[x])
     for axes, (title, curves) in zip(grid, found.items(), strict=False):
         _draw_panel(axes, curves, runs, scale=scale, smooth=smooth)
         axes.set_title(title)
@@ -91,10 +82,10 @@ def _draw_panel(axes: Axes, curves: Sequence[Curve], runs: Sequence[str], *, sca
     metrics = list(dict.fromkeys(curve.metric for curve in curves))
     for curve in curves:
         run, metric = runs.index(curve.run), metrics.index(curve.metric)
-        colour = _COLOURS[(run if len(runs) > 1 else metric) % len(_COLOURS)]
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.5, "label": _label(curve, runs, metrics)}
+        colour = COLOURS[(run if len(runs) > 1 else metric) % len(COLOURS)]
+        style: dict[str, Any] = {"color": colour, "linewidth": 1.5, "label": label(curve, runs, metrics)}
         if len(runs) > 1:
-            style["linestyle"] = _LINES[metric % len(_LINES)]
+            style["linestyle"] = LINES[metric % len(LINES)]
         if curve.is_validation or len(curve.x) == 1:
             style |= {"marker": "o", "markersize": 3.5 if len(curve.x) < 50 else 2}
         places, values = [place / scale for place in curve.x], list(curve.y)
@@ -104,20 +95,6 @@ def _draw_panel(axes: Axes, curves: Sequence[Curve], runs: Sequence[str], *, sca
         axes.plot(places, values, **style)
     if len(curves) > 1:
         axes.legend()
-
-
-def _label(curve: Curve, runs: Sequence[str], metrics: Sequence[str]) -> str:
-    if len(runs) == 1:
-        return curve.metric
-    return curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
-
-
-def _time_scale(found: dict[str, list[Curve]]) -> tuple[float, str]:
-    """Seconds in the unit of the time axis, and its name."""
-    longest = max((curve.x[-1] for curves in found.values() for curve in curves), default=0.0)
-    if longest < 300:
-        return 1.0, "seconds"
-    return (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
 
 
 def _set_scales(axes: Axes, curves: Sequence[Curve], *, log_y: bool) -> None:
