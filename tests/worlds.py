@@ -165,7 +165,9 @@ def _collect(processes: list[Any], queue: Any, timeout: float) -> list[Any]:
         except Empty:
             dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
             if dead and queue.empty():
-                codes = {rank: processes[rank].exitcode for rank in dead}
+                for process in processes:  # the others follow once they see it
+                    process.join(timeout=5)
+                codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
                 raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sklearn.utils  # noqa: F401 (sets an environment variable when first imported, which no test may)
 import torch
 
 from tests.docs.pages import PAGES, ROOT, blocks, name
