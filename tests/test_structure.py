@@ -34,6 +34,7 @@ ROOMS = [
     "loggers",
     "trainer",
     "callbacks",
+    "simple",
     "cli",
 ]
 # What a type checker alone may see upward: a callback's argument is the trainer.

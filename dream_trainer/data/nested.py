@@ -119,6 +119,25 @@ def batch_size(tree: Any) -> int:
     )
 
 
+def concatenated(trees: Sequence[Any]) -> Any:
+    """Batches of one structure as a single one: tensors joined along their first dimension.
+
+    Args:
+        trees: Tensors, or tuples, lists and mappings of them.
+
+    Returns:
+        The structure of the first; the batches themselves as a list where some part is neither.
+    """
+    first = trees[0] if trees else None
+    if isinstance(first, Tensor) and first.dim() > 0:
+        return torch.cat(list(trees))
+    if isinstance(first, Mapping):
+        return {key: concatenated([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, tuple | list) and all(isinstance(item, Tensor) for item in first):
+        return tuple(concatenated(items) for items in zip(*trees, strict=True))
+    return list(trees)
+
+
 def average(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Averages nested dicts of numbers key by key.
 

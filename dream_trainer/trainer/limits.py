@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -63,6 +65,21 @@ def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
         trainer.total_steps = planned_steps(parameters, trainer.steps_per_epoch, global_batch_size(trainer))
         if trainer.total_steps != before and trainer.named_schedulers():
             _build_schedulers_again(trainer, before)
+
+
+@contextmanager
+def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
+    """Inside, `fit` trains to the end of the running epoch, or one epoch, whatever the limits; plans stay as they are.
+
+    The trainer is set up.
+    """
+    configured = trainer.config.training_parameters
+    limits: Limits = dict.fromkeys(Limits.__annotations__)  # type: ignore[assignment]
+    trainer._schedule.follow(replace(configured, **limits | {"n_epochs": trainer.current_epoch + 1}))
+    try:
+        yield
+    finally:
+        trainer._schedule.follow(configured)
 
 
 def _build_schedulers_again(trainer: AbstractTrainer, before: int | None) -> None:

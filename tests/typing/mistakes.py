@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import dream_trainer
 from dream_trainer import (
     EMA,
@@ -17,6 +19,7 @@ from dream_trainer import (
     DreamTrainerConfig,
     TrainingParameters,
 )
+from dream_trainer.simple import Trainer as Simple
 
 
 @dataclass
@@ -79,3 +82,6 @@ def run() -> None:
     trainer.config = 3  # error
     MyTrainer("config")  # error
     trainer.evaluate()["val/loss"].items()  # error
+    Simple(torch.nn.Linear(2, 1), train=[], optimizer="addam")  # error
+    Simple(torch.nn.Linear(2, 1), train=[], epoch=3)  # error
+    Simple(torch.nn.Linear(2, 1), train=[]).fit(3)  # error

@@ -51,6 +51,7 @@ from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.data import DistributedDataLoader
 from dream_trainer.distributed.world import World
 from dream_trainer.loggers import ConsoleLogger, Logger, Stamp
+from dream_trainer.simple import Trainer as Simple
 from dream_trainer.trainer.mixins import EvalMixin
 
 
@@ -290,3 +291,25 @@ def run() -> None:
     part = Part(PartConfig(project="p", group="g", experiment="q", lr=0.5))
     assert_type(part.config.lr, float)
     print(dream_trainer.__version__, EarlyStopping, ConsoleLogger, EvalMixin)
+
+
+def without_a_class() -> None:
+    """A trainer from objects."""
+
+    def tell(trainer: Simple, epoch: int, metrics: dict[str, float]) -> None:
+        trainer.stop(f"{epoch} {metrics['val/loss']}")
+
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Simple(model, loss=nn.MSELoss(), optimizer=optimizer, train=DataLoader(data), callbacks=[tell]) as trainer:
+        assert_type(trainer, Simple)
+        assert_type(trainer.fit(epochs=2), list[dict[str, float]])
+        assert_type(trainer.train_epoch(), dict[str, float])
+        assert_type(trainer.evaluate(data), dict[str, float])
+        assert_type(trainer.best, float | None)
+        assert_type(trainer.dream.samples_seen, int)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    Simple(model, train=data, val={"a": data}, optimizer="sgd", lr=0.1, schedule="cosine", metrics=["mse"])
+    Simple(model, train=data, optimizer=torch.optim.Adam, schedule=schedule, callbacks=[tell, EMA()])
+    Simple(model, train=data, step=lambda model, batch: {"loss": model(batch).mean()}, optimizer=OptimizerParameters())

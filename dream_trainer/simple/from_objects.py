@@ -1,0 +1,377 @@
+"""Trainer: trains a model, a loss and an optimizer that are there already, without a class of one's own."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch.nn as nn
+
+from dream_trainer.callbacks.early_stopping import EarlyStopping
+from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.config.evaluation_parameters import EvalParameters
+from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
+from dream_trainer.config.training_parameters import TrainingParameters
+from dream_trainer.data.nested import concatenated
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.simple.epoch_rows import EpochRows, Row
+from dream_trainer.simple.given_data import LoaderOptions, as_loader
+from dream_trainer.simple.given_metrics import GivenMetrics
+from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan
+from dream_trainer.simple.model_calls import Loss, ModelCalls, Step
+from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
+from dream_trainer.simple.scratch import scratch_directory
+from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
+from dream_trainer.weights.load import load_weights
+
+EpochFunction = Callable[["Trainer", int, Row], None]
+
+
+class Trainer:
+    """Trains a model that is there already; alone, or on every rank of a `torchrun`.
+
+    Inside is a DreamTrainer, `self.dream`, with the same loop as any: what is here is there under the same name or the
+    one that docs/simple.md lists. Without a `name` the run keeps no files.
+
+    Args:
+        model: The model, with its weights. It is moved to the device and trained in place.
+        loss: Function of `(outputs, targets)` that returns a scalar; None: the model returns its loss itself, as those
+            of Hugging Face do with "labels" in the batch.
+        optimizer: An optimizer over `model.parameters()`, its class or a function of the parameters (with `lr`, if that
+            is given), or a name or `OptimizerParameters` ("adamw" by default).
+        lr: Learning rate for a name or a class; None for its own default.
+        train: Training data: a DataLoader, a dataset (then `batch_size` and so on count), an iterable of batches, or a
+            function that makes one for each epoch. A batch is `(*inputs, target)`, a dict of the model's arguments with
+            the target under `target`, or whatever `step` takes.
+        val: Validation data, or a dict of them by name; None validates nothing. Validated is after each epoch.
+        metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of functions of `(outputs, targets)`,
+            whose values are averaged over samples, and torchmetrics' objects.
+        schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
+            optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
+        schedule_unit: When a schedule that is an object or made by a function steps; a name goes by steps.
+        step: Function of `(model, batch)` that returns the loss, or a dict with "loss" and values to log; it takes the
+            place of `loss`.
+        val_step: The same for validations; None takes `step`.
+        target: Name of the target in batches that are dicts.
+        batch_size: Samples of one rank's batch, of datasets.
+        val_batch_size: The same for `val`; None is `batch_size`.
+        shuffle: Whether each epoch of a training dataset has an order of its own.
+        workers: Processes that load a dataset; 0 loads in this one.
+        collate: Makes a batch of a list of a dataset's samples; None is torch's.
+        epochs: Epochs of the whole run; with neither this nor `steps` one.
+        steps: Optimizer steps of the whole run; the first limit that is reached counts.
+        accumulate: Batches per optimizer step.
+        clip: Largest norm of the gradients; None does not clip.
+        precision: "fp32", "tf32", "bf16" or "fp16".
+        device: "auto" takes the accelerator, if there is one; "cpu", "cuda", "mps" or "xpu".
+        shard: Whether several ranks share one copy of the model (FSDP) instead of having one each.
+        compile: Whether the model's blocks are compiled.
+        seed: Of the order of a dataset's samples, and of random layers.
+        patience: Validations without an improvement of `monitor` that end the run; None does not stop early.
+        monitor: Metric that `patience`, `best` and the best checkpoint go by.
+        mode: Whether lower ("min") or higher ("max") is better.
+        callbacks: Functions `(trainer, epoch, metrics)`, called after each epoch, numbered from 0, on every rank; and
+            `dream_trainer.Callback`s.
+        name: Of the run, which then keeps its checkpoints (the newest and the best), its config and its log under
+            `<runs_dir>/<project>/<group>/<name>`, and goes on where it was when it is started again.
+        project: First part of that directory.
+        group: Second part of that directory.
+        runs_dir: Where runs lie; None: `DREAM_TRAINER_RUNS` in the environment, else "runs".
+        loggers: Where numbers go; needs `name`. None: a file, metrics.jsonl.
+        checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch, keeping the
+            newest and the best.
+        progress: Whether a line is printed after each epoch, and every ten seconds in long ones.
+
+    Raises:
+        ConfigError: A value cannot work, alone or with another one.
+
+    Example:
+        ```python
+        trainer = Trainer(model, loss=nn.MSELoss(), optimizer="adamw", lr=1e-3, train=loader, epochs=5)
+        history = trainer.fit()
+        ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        train: Any,
+        loss: Loss | None = None,
+        optimizer: GivenOptimizer = "adamw",
+        lr: float | None = None,
+        val: Any = None,
+        metrics: Iterable[str] | Mapping[str, Any] = (),
+        schedule: GivenSchedule | None = None,
+        schedule_unit: Literal["step", "epoch"] = "step",
+        step: Step | None = None,
+        val_step: Step | None = None,
+        target: str = "labels",
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        shuffle: bool = True,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        accumulate: int = 1,
+        clip: float | None = None,
+        precision: Precision = "fp32",
+        device: DeviceType = "auto",
+        shard: bool = False,
+        compile: bool = False,
+        seed: int = 42,
+        patience: int | None = None,
+        monitor: str = "val/loss",
+        mode: Literal["min", "max"] = "min",
+        callbacks: Sequence[EpochFunction | Callback] = (),
+        name: str | None = None,
+        project: str = "simple",
+        group: str = "simple",
+        runs_dir: str | None = None,
+        loggers: tuple[LoggerName, ...] | None = None,
+        checkpoints: CheckpointParameters | None = None,
+        progress: bool = True,
+    ) -> None:
+        _refuse_both(loss, step, val_step, metrics)
+        _refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
+        options = LoaderOptions(batch_size, shuffle, workers, collate)
+        options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
+        given = Given(
+            model=model,
+            optimizer=OptimizerPlan(optimizer, lr, model),
+            schedule=schedule,
+            schedule_unit=schedule_unit,
+            train=as_loader(train, options, "train"),
+            val=None if val is None else as_loader(val, options_of_val, "val"),
+            options=options_of_val,
+            calls=ModelCalls(loss, target),
+            step=step,
+            val_step=val_step,
+            metrics=GivenMetrics(metrics),
+            monitor=monitor,
+        )
+        me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
+        functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]
+        self._rows = EpochRows(functions, prints=progress)
+        watchers = [StepsSchedules(), self._rows, *(one for one in callbacks if isinstance(one, Callback))]
+        if patience is not None:
+            watchers.append(EarlyStopping(monitor, mode=mode, patience=patience))
+        scratch = scratch_directory() if name is None else None
+        config = DreamTrainerConfig(
+            project=project,
+            group=group,
+            experiment=name or "unnamed",
+            runs_dir=runs_dir if scratch is None else str(scratch),
+            seed=seed,
+            training_parameters=TrainingParameters(
+                n_epochs=epochs, max_steps=steps, gradient_accumulation_steps=accumulate, gradient_clip_val=clip
+            ),
+            device_parameters=DeviceParameters(
+                device=device,
+                precision=precision,
+                dp_replicate=1 if shard else "auto",
+                dp_shard="auto" if shard else 1,
+                compile=compile,
+            ),
+            eval_parameters=EvalParameters(best_metrics={monitor: mode} if val is not None else {}),
+            checkpoint_parameters=_checkpoints(name, checkpoints, monitor, mode, validates=val is not None),
+            logger_parameters=LoggerParameters(
+                loggers=(("jsonl",) if name else ()) if loggers is None else loggers, log_every_n_steps=10
+            ),
+            callbacks=CallbackCollection(watchers),
+        )
+        self.dream = ObjectsTrainer(config, given)
+        self._closing = weakref.finalize(self, _close, self.dream, scratch)
+
+    # -- training
+
+    def fit(self, *, epochs: int | None = None, steps: int | None = None) -> list[Row]:
+        """Trains until the limits of the run, and returns `history`. Called again it goes on.
+
+        Args:
+            epochs: Epochs of the whole run from now on, those that are done included.
+            steps: Optimizer steps of the whole run from now on. What of the two is not given is no limit then.
+        """
+        if epochs is not None or steps is not None:
+            limits: Limits = {"n_epochs": epochs, "max_steps": steps}
+            self.dream.set_limits(**limits)
+        before = self.step
+        self.dream.fit()
+        if self.step == before and self.is_main and self._rows.prints:
+            print(f"nothing to train: {self.epoch} epochs and {self.step} steps are done. Raise fit(epochs=) or steps=")
+        return self.history
+
+    def train_epoch(self) -> Row:
+        """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""
+        with self.dream._session.failing_for_all():
+            self.dream._session.start()
+        with ending_with_the_epoch(self.dream):
+            self.dream.fit()
+        return dict(self._rows.rows[-1])
+
+    def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
+        """The loss and the metrics over `data`, or over `val`, exact over all samples and ranks.
+
+        Args:
+            data: As `val`; None takes that.
+            batch_size: For a dataset; None is that of `val`.
+        """
+        return self.dream.evaluate(_loader(data, batch_size, self.dream._given))
+
+    def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
+        """What the model says of `data`, on the CPU, in the data's order, on every rank.
+
+        Args:
+            data: As `val`; the target may be missing, and is not looked at.
+            batch_size: For a dataset; None is that of `val`.
+
+        Returns:
+            Tensors of all batches joined along the first dimension, in the structure that the model returns; of models
+            that return "logits" these.
+        """
+        return concatenated(self.dream.predict(_loader(data, batch_size, self.dream._given)))
+
+    def stop(self, reason: str = "requested") -> None:
+        """Ends `fit` on all ranks; from a callback, say, after its epoch."""
+        self.dream.request_stop(reason)
+
+    # -- what came of it
+
+    @property
+    def history(self) -> list[Row]:
+        """A dict for each epoch: "epoch" from 0, "step", "seconds", "lr", and the metrics: "train/loss", "val/loss".
+
+        Training's are exact means over the epoch's samples. `pandas.DataFrame(trainer.history)` is a table of it.
+        """
+        return [dict(row) for row in self._rows.rows]
+
+    @property
+    def best(self) -> float | None:
+        """The best value of `monitor` so far."""
+        return next(iter(self.dream.best.values()), None)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.dream._given.model
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.dream.current_epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self.dream.global_step
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0; true before anything was launched."""
+        return self.dream._world is None or self.dream.world.is_main
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.dream._world is not None and self.dream.world.world_size > 1
+
+    # -- files
+
+    def load_best(self) -> Path:
+        """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        dream = self.dream
+        metric = dream.config.checkpoint_parameters.best_metric
+        found = best_checkpoint(dream.checkpoints(), metric or "", dream.config.checkpoint_parameters.best_mode)
+        if found is None:
+            raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
+        with dream._session.failing_for_all():
+            dream._session.start()
+        with dream.changing_weights():
+            load_weights(dream.model, found.path, world=dream.world)
+        return found.path
+
+    def save(self, path: str | Path, *, overwrite: bool = True) -> None:
+        """Writes the model's weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file."""
+        self.dream.export(path, overwrite=overwrite)
+
+    def close(self) -> None:
+        """Closes loaders and loggers; at the latest when nobody has the trainer any more, or the program ends."""
+        self.dream.close()
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.dream.__exit__(kind, error, trace)
+        self._closing()
+
+
+def _close(dream: ObjectsTrainer, scratch: Path | None) -> None:
+    """What happens when nobody has the trainer any more. Several ranks do not get here together: they end by exit."""
+    if not (dream._world is not None and dream.world.world_size > 1):
+        dream.close()
+    if scratch is not None and (dream._world is None or dream.world.is_main):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int, Row], None]:
+    if not callable(function):
+        raise ConfigError(f"callbacks= has {function!r}. Give functions (trainer, epoch, metrics), or Callbacks.")
+
+    def tell(epoch: int, metrics: Row) -> None:
+        trainer = me()
+        assert trainer is not None  # it is training
+        function(trainer, epoch, metrics)
+
+    return tell
+
+
+def _loader(data: Any, batch_size: int | None, given: Given) -> Any:
+    options = given.options if batch_size is None else given.options._replace(batch_size=batch_size)
+    return None if data is None else as_loader(data, options, "data")
+
+
+def _refuse_both(loss: Loss | None, step: Step | None, val_step: Step | None, metrics: Any) -> None:
+    if step is not None and loss is not None:
+        raise ConfigError("loss= and step= both say what the loss is. Give one of them.")
+    if metrics and (step is not None or val_step is not None):
+        name = "step" if val_step is None else "val_step"
+        raise ConfigError(
+            f"metrics= with {name}=, which knows the outputs and targets alone. Return the values from {name}, in a "
+            "dict beside the loss."
+        )
+
+
+def _refuse_without_name(name: str | None, **given: object) -> None:
+    needs = [argument for argument, value in given.items() if value]
+    if name is None and needs:
+        raise ConfigError(f"{needs[0]}= needs a run to keep it in. Give the run a name: name='baseline'.")
+
+
+def _checkpoints(
+    name: str | None,
+    given: CheckpointParameters | None,
+    monitor: str,
+    mode: Literal["min", "max"],
+    *,
+    validates: bool,
+) -> CheckpointParameters:
+    if given is not None:
+        return given
+    if name is None:
+        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    best = monitor if validates else None
+    return CheckpointParameters(keep_last=1, keep_best=1 if best else None, best_metric=best, best_mode=mode)

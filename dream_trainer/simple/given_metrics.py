@@ -1,0 +1,85 @@
+"""What `metrics=` may be: names, functions of (outputs, targets), and torchmetrics' objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.errors import ConfigError
+from dream_trainer.simple.model_calls import Metric
+from dream_trainer.trainer.registry import is_metric
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Share of samples whose highest score `[batch, classes, ...]` is at the target `[batch, ...]`."""
+    if outputs.dim() != targets.dim() + 1:
+        raise ConfigError(
+            f'metrics=["accuracy"] is of scores [batch, classes, ...] and targets [batch, ...], and got '
+            f"{tuple(outputs.shape)} and {tuple(targets.shape)}. Give a function: "
+            "metrics={'accuracy': lambda outputs, targets: ...}."
+        )
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error."""
+    return torch.nn.functional.mse_loss(outputs, targets)
+
+
+def mae(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean absolute error."""
+    return torch.nn.functional.l1_loss(outputs, targets)
+
+
+NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"accuracy": accuracy, "mse": mse, "mae": mae}
+
+
+class GivenMetrics:
+    """Metrics of a validation, by name.
+
+    Args:
+        given: Names, or a dict of functions and torchmetrics' objects, or a collection of theirs.
+
+    Attributes:
+        functions: Those whose values are averaged over samples.
+        objects: Those of torchmetrics, which are updated; None if there are none.
+
+    Raises:
+        ConfigError: A name is not known, or something is no metric.
+    """
+
+    def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
+        self.functions: dict[str, Callable[[Any, Any], Any]] = {}
+        self.objects: Any = None
+        if is_metric(given) and isinstance(given, nn.ModuleDict):  # a collection
+            self.objects = given
+            return
+        if isinstance(given, str) or callable(given):
+            raise ConfigError(f"metrics={given!r} has no name for it. Use a dict: metrics={{'name': metric}}.")
+        by_name: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {name: _named(name) for name in given}
+        objects: dict[str, Any] = {name: metric for name, metric in by_name.items() if is_metric(metric)}
+        if objects:
+            from torchmetrics import MetricCollection
+
+            self.objects = MetricCollection(objects, compute_groups=False)
+        for name, metric in by_name.items():
+            if not callable(metric):
+                raise ConfigError(f"metrics[{name!r}]={metric!r} is no metric. Give a function of (outputs, targets).")
+            if name not in objects:
+                self.functions[name] = metric
+
+    def __bool__(self) -> bool:
+        return bool(self.functions) or self.objects is not None
+
+
+def _named(name: Any) -> Metric:
+    if name not in NAMED:
+        raise ConfigError(
+            f"metrics has {name!r}. Of names there are {', '.join(NAMED)}; give any other as a dict: "
+            "metrics={'f1': torchmetrics.F1Score(...)}, or a function of (outputs, targets)."
+        )
+    return NAMED[name]

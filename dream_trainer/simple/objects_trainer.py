@@ -1,0 +1,186 @@
+"""ObjectsTrainer: the DreamTrainer that a `dream_trainer.simple.Trainer` is, with its hooks answered by objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.nn as nn
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.events.callback import Callback
+from dream_trainer.optim.learning_rates import ScheduleParameters
+from dream_trainer.simple.given_data import LoaderOptions
+from dream_trainer.simple.given_metrics import GivenMetrics
+from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
+from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
+from dream_trainer.trainer.dream import DreamTrainer
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+# What a class's author is warned of; here it is as it should be, or said otherwise.
+_EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint", "finished"})
+
+
+class Given(NamedTuple):
+    """What a trainer is made of.
+
+    Attributes:
+        model: The model, built.
+        optimizer: What is to update it.
+        schedule: What drives the learning rate; None keeps it.
+        schedule_unit: When schedules that are objects step: after each optimizer step, or each epoch.
+        train: Training loader.
+        val: Validation loader or loaders; None for none.
+        options: How datasets for `evaluate` and `predict` become loaders.
+        calls: How the model is called with a batch.
+        step: The user's own training step; None for the model's call.
+        val_step: The user's own validation step; None for `step`, or the model's call.
+        metrics: What is measured in validations.
+        monitor: Metric that ReduceLROnPlateau follows.
+    """
+
+    model: nn.Module
+    optimizer: OptimizerPlan
+    schedule: GivenSchedule | None
+    schedule_unit: str
+    train: Any
+    val: Any
+    options: LoaderOptions
+    calls: ModelCalls
+    step: Step | None
+    val_step: Step | None
+    metrics: GivenMetrics
+    monitor: str
+
+
+class ObjectsTrainer(DreamTrainer):
+    """The same loop, with hooks that look up what was given.
+
+    Args:
+        config: The run's configuration.
+        given: What it is made of.
+    """
+
+    def __init__(self, config: DreamTrainerConfig, given: Given) -> None:
+        super().__init__(config)
+        self._given = given
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Leaves out what only a class's author could mend."""
+        if key not in _EXPECTED:
+            super().warn_once(key, message)
+
+    # -- what it is made of
+
+    def configure_models(self) -> None:
+        """The model is there already."""
+        self.model = self._given.model
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        """The loaders are there already."""
+        return self._given.train, self._given.val
+
+    def configure_optimizers(self) -> None:
+        """The optimizer follows its model's parameters, or is built."""
+        self.optimizers = self._given.optimizer.build(self.model, self.model_blocks(self.model))
+
+    def configure_schedulers(self) -> None:
+        """Schedules are built for `total_steps`; objects are what they are."""
+        given = self._given
+        self.schedulers = build_given_schedules(given.schedule, self.optimizers, self.total_steps, self.steps_per_epoch)
+        is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self.schedulers)
+        if is_plateau and given.val is None:
+            raise ConfigError("the schedule follows a validation's metric, and there is none. Give val=.")
+
+    def configure_metrics(self) -> None:
+        """torchmetrics' objects move to the device."""
+        if self._given.metrics.objects is not None:
+            self.metrics = self._given.metrics.objects
+
+    # -- steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Forward, backward, and at the window's end the optimizers and the schedules that go by steps."""
+        given = self._given
+        if given.step is None:
+            result: dict[str, Any] = {"loss": given.calls.forward(self.model, batch).loss}
+        else:
+            result = values_of(given.step(self.model, batch), "step")
+        self.backward(result["loss"])
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizers, self._scheduled("step"))
+        return {name: value for name, value in result.items() if value is not None}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """The loss and the metrics."""
+        given = self._given
+        step = given.step if given.val_step is None else given.val_step
+        if step is not None:
+            return values_of(step(self.model, batch), "val_step" if given.val_step else "step")
+        loss, outputs, targets = given.calls.forward(self.model, batch)
+        result: dict[str, Any] = {"loss": loss}
+        if given.metrics:
+            found = self._measured(outputs, targets, batch)
+            if given.metrics.objects is not None:
+                self.metrics.update(found, targets)
+            result |= {name: metric(found, targets) for name, metric in given.metrics.functions.items()}
+        return result
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the model says."""
+        return self._given.calls.predict(self.model, batch)
+
+    def _measured(self, outputs: Any, targets: Any, batch: Any) -> Any:
+        found = scores(outputs)
+        if self._given.calls.returns_loss and isinstance(outputs, tuple | list) and len(outputs) > 1:
+            found = outputs[1]
+        if targets is None or (isinstance(found, Tensor) and found.dim() == 0):
+            raise HookError(
+                "metrics= need the model's outputs and a target, and "
+                f"{'the model returns its loss alone' if targets is not None else 'the batch has no target'}. Give "
+                "val_step=, a function of (model, batch) that returns a dict of values."
+            )
+        return found
+
+    # -- schedules
+
+    def _scheduled(self, unit: str) -> list[Any]:
+        schedule = self._given.schedule
+        if isinstance(schedule, ScheduleParameters):
+            own_unit: str = schedule.unit
+        else:
+            own_unit = "step" if isinstance(schedule, str) else self._given.schedule_unit
+        if own_unit != unit:
+            return []
+        return [scheduler for scheduler in self.schedulers if not isinstance(scheduler, ReduceLROnPlateau)]
+
+
+class StepsSchedules(Callback):
+    """Steps the schedules that go by epochs, and those that follow a metric."""
+
+    order = -100  # before what shows or keeps learning rates
+
+    def post_epoch(self, trainer: AbstractTrainer) -> None:
+        """An epoch is over."""
+        assert isinstance(trainer, ObjectsTrainer)  # nothing else makes this callback
+        for scheduler in trainer._scheduled("epoch"):
+            scheduler.step()
+
+    def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
+        """A validation is over."""
+        assert isinstance(trainer, ObjectsTrainer)
+        if trainer.is_evaluating or trainer.is_sanity_validation:
+            return
+        monitor = trainer._given.monitor
+        for scheduler in trainer.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if monitor not in metrics:
+                    raise ConfigError(
+                        f"the schedule follows {monitor!r}, which is not among the validation's metrics. Set monitor= "
+                        f"to one of {sorted(metrics)}."
+                    )
+                scheduler.step(metrics[monitor])

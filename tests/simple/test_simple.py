@@ -1,0 +1,397 @@
+"""A trainer from objects trains as the plain loop over the same objects: to the bit on one process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torchmetrics
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.simple import Trainer
+from tests.simple.loops import CLASSES, SAMPLES, WIDTH, adam, assert_same_bits, batches, classifier, plain_loop, samples
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make(model: nn.Module | None = None, **options: Any) -> Trainer:
+    """A classifier on the CPU, with what is not said by `options`."""
+    model = classifier() if model is None else model
+    if "step" not in options:
+        options.setdefault("loss", cross_entropy)
+    return Trainer(model, **{"train": batches(), "device": "cpu", "progress": False} | options)
+
+
+def test_objects_are_trained_as_by_the_plain_loop_bit_for_bit() -> None:
+    model, expected = classifier(), classifier()
+    optimizer, by_hand = adam(model), adam(expected)
+    options: dict[str, Any] = {"accumulate": 2, "clip": 100.0}
+    trainer = make(
+        model, optimizer=optimizer, schedule=StepLR(optimizer, 1, 0.5), schedule_unit="epoch", epochs=3, **options
+    )
+    history = trainer.fit()
+    means = plain_loop(expected, by_hand, batches(), epochs=3, schedule=StepLR(by_hand, 1, 0.5), **options)
+    assert_same_bits(model, expected)
+    assert trainer.model is model
+    assert trainer.dream.optimizers == [optimizer]
+    assert [row["train/loss"] for row in history] == pytest.approx(means, rel=1e-12)
+    assert [(row["epoch"], row["step"], row["lr"]) for row in history] == [
+        (0, 3, 0.005),
+        (1, 6, 0.0025),
+        (2, 9, 0.00125),
+    ]
+    trainer.close()
+
+
+def test_in_several_calls_of_fit_and_train_epoch_too() -> None:
+    model, expected = classifier(), classifier()
+    with make(model, optimizer=adam(model), val=batches(), epochs=1) as trainer:
+        trainer.fit()
+        row = trainer.train_epoch()
+        assert (trainer.epoch, row["epoch"]) == (2, 1)
+        trainer.fit(steps=14)  # ends inside of the third epoch
+        assert [(row["epoch"], row["step"]) for row in trainer.history] == [(0, 6), (1, 12), (2, 14)]
+        assert "val/loss" not in trainer.history[-1]
+        history = trainer.fit(epochs=4)
+        assert [(row["epoch"], row["step"]) for row in history] == [(0, 6), (1, 12), (2, 18), (3, 24)]
+    means = plain_loop(expected, adam(expected), batches(), epochs=4)
+    assert_same_bits(model, expected)
+    assert [row["train/loss"] for row in history] == pytest.approx(means, rel=1e-12)
+
+
+def hugging_face_model() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForSequenceClassification(BertConfig(vocab_size=16, num_labels=CLASSES, **sizes, **no_dropout))
+
+
+def test_a_model_that_returns_its_loss_needs_none() -> None:
+    from transformers import BatchEncoding
+
+    ids = torch.arange(48).view(12, 4) % 16
+    data = [BatchEncoding({"input_ids": ids[i : i + 4], "labels": ids[i : i + 4, 0] % 3}) for i in (0, 4, 8)]
+    model, expected = hugging_face_model(), hugging_face_model()
+    with Trainer(
+        model, optimizer=adam(model), train=data, val=data, metrics=["accuracy"], epochs=2, device="cpu", progress=False
+    ) as trainer:
+        history = trainer.fit()
+        predictions = trainer.predict([{"input_ids": ids}])
+    plain_loop(expected, adam(expected), data, epochs=2, loss=lambda model, batch: model(**batch).loss)
+    assert_same_bits(model, expected)
+    logits = expected.eval()(input_ids=ids).logits
+    torch.testing.assert_close(predictions, logits.detach(), rtol=0, atol=0)
+    assert history[-1]["val/accuracy"] == pytest.approx((logits.argmax(-1) == ids[:, 0] % 3).double().mean().item())
+
+
+class OwnLoss(nn.Module):
+    """Returns what it is told to, as models of several libraries do."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.inner, self.form = classifier(), form
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        outputs = self.inner(x)
+        loss = outputs.square().mean() if y is None else cross_entropy(outputs, y)
+        return {"tensor": loss, "tuple": (loss, outputs), "dict": {"loss": loss, "logits": outputs}}[self.form]
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_a_loss_is_found_in_what_models_return(form: str) -> None:
+    model, expected = OwnLoss(form), classifier()
+    with make(model, loss=None, optimizer=adam(model)) as trainer:
+        trainer.fit()
+    plain_loop(expected, adam(expected), batches(), epochs=1)
+    assert_same_bits(model, expected)
+
+
+def as_dicts() -> list[dict[str, Tensor]]:
+    return [{"input": x, "labels": y} for x, y in batches()]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.inner(left + right)
+
+
+def one_by_one() -> Iterator[Any]:
+    yield from batches()
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a DataLoader": (DataLoader(samples(), 4), {}),
+    "ours": (DistributedDataLoader(samples(), 4), {}),
+    "a dataset": (samples(), {"batch_size": 4, "shuffle": False}),
+    "a dataset with workers and a collate": (
+        samples(),
+        {"batch_size": 4, "shuffle": False, "collate": lambda rows: [torch.stack(part) for part in zip(*rows)]},  # noqa: B905
+    ),
+    "an iterable dataset": (Streamed(), {"batch_size": 4}),
+    "a list": (batches(), {}),
+    "a function": (one_by_one, {}),
+    "dicts": (as_dicts(), {}),
+    "dicts whose target is named": ([{"input": x, "y": y} for x, y in batches()], {"target": "y"}),
+    "dicts of one step": (
+        as_dicts(),
+        {"step": lambda model, batch: cross_entropy(model(batch["input"]), batch["labels"])},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_data_comes_in_every_form(form: str) -> None:
+    data, options = FORMS[form]
+    model, expected = classifier(), classifier()
+    with make(model, optimizer=adam(model), train=data, epochs=2, **options) as trainer:
+        trainer.fit()
+    plain_loop(expected, adam(expected), batches(), epochs=2)
+    assert_same_bits(model, expected)
+
+
+def test_several_inputs_go_to_the_model_in_order() -> None:
+    model, expected = Pair(), classifier()
+    with make(model, optimizer=adam(model), train=[(x / 2, x / 2, y) for x, y in batches()]) as trainer:
+        trainer.fit()
+    plain_loop(expected, adam(expected), batches(), epochs=1)
+    assert_same_bits(model, expected)
+
+
+def test_a_generator_trains_one_epoch_and_says_why_not_two() -> None:
+    with make(train=one_by_one()) as trainer:
+        assert len(trainer.fit()) == 1
+        with pytest.raises(DataError, match=r"train= is a generator.*Give the function that makes it: train=batches"):
+            trainer.fit(epochs=2)
+
+
+def test_a_dataset_of_hugging_face_is_one() -> None:
+    datasets = pytest.importorskip("datasets")
+    x, y = samples().tensors
+    data = datasets.Dataset.from_dict({"input": x.tolist(), "labels": y.tolist()}).with_format("torch")
+    with make(train=data, batch_size=5) as trainer:
+        assert trainer.fit()[0]["step"] == 5  # and no sample is left out
+        assert trainer.dream.samples_seen == SAMPLES
+
+
+def test_metrics_are_exact_by_name_by_function_and_by_torchmetrics() -> None:
+    x, y = samples().tensors
+    val = [(x[:13], y[:13]), (x[13:], y[13:])]
+    metrics = {
+        "accuracy": torchmetrics.Accuracy("multiclass", num_classes=CLASSES, average="micro"),
+        "f1": torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"),
+        "margin": lambda outputs, targets: outputs.max(1).values.mean(),
+    }
+    with (
+        make(val={"all": val, "half": val[:1]}, metrics=metrics) as trainer,
+        make(val=val, metrics=["accuracy"]) as named,
+    ):
+        trainer.fit()
+        found = trainer.evaluate()
+        by_name = named.evaluate()
+        model = trainer.model
+        assert trainer.predict(TensorDataset(x), batch_size=7).shape == (SAMPLES, CLASSES)
+        torch.testing.assert_close(trainer.predict(val), model(x).detach())
+    outputs = model(x).detach()
+    right = (outputs.argmax(1) == y).double()
+    assert found["val/all/accuracy"] == pytest.approx(right.mean().item())
+    assert found["val/half/accuracy"] == pytest.approx(right[:13].mean().item())
+    assert found["val/all/margin"] == pytest.approx(outputs.max(1).values.mean().item())
+    assert found["val/all/f1"] == pytest.approx(
+        torchmetrics.functional.f1_score(outputs, y, "multiclass", num_classes=CLASSES, average="macro").item()
+    )
+    untrained = classifier()(x).argmax(1) == y
+    assert by_name["val/accuracy"] == pytest.approx(untrained.double().mean().item())
+
+
+def test_values_of_a_step_of_ones_own_are_in_the_history() -> None:
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        outputs = model(batch[0])
+        return {"loss": cross_entropy(outputs, batch[1]), "largest": outputs.max()}
+
+    with make(step=step, val=batches()) as trainer:
+        (row,) = trainer.fit()
+    assert {"train/loss", "train/largest", "val/loss", "val/largest"} <= row.keys()
+
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "a class": ({"optimizer": torch.optim.SGD, "lr": 0.1}, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+    "a function": (
+        {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    ),
+    "a name": (
+        {"optimizer": "adamw", "lr": 0.02},
+        lambda m: dt.build_optimizer(dt.OptimizerParameters(name="adamw", lr=0.02), m),
+    ),
+    "parameters": (
+        {"optimizer": dt.OptimizerParameters(name="sgd", lr=0.1, momentum=0.5)},
+        lambda m: dt.build_optimizer(dt.OptimizerParameters(name="sgd", lr=0.1, momentum=0.5), m),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OPTIMIZERS)
+def test_an_optimizer_comes_in_every_form(form: str) -> None:
+    options, by_hand = OPTIMIZERS[form]
+    model, expected = classifier(), classifier()
+    with make(model, **options) as trainer:
+        trainer.fit()
+    plain_loop(expected, by_hand(expected), batches(), epochs=1)
+    assert_same_bits(model, expected)
+
+
+def test_schedules_go_by_name_by_steps_and_by_a_metric() -> None:
+    with make(lr=0.1, schedule="cosine", epochs=2) as trainer:
+        trainer.fit()
+        assert trainer.history[-1]["lr"] == pytest.approx(0.0)
+    with make(optimizer=torch.optim.SGD, lr=1.0, schedule=partial(StepLR, step_size=3, gamma=0.5), epochs=2) as trainer:
+        assert [row["lr"] for row in trainer.fit()] == [0.25, 0.0625]
+    plateau = partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)
+    with make(optimizer=torch.optim.SGD, lr=1.0, schedule=plateau, val=batches(), epochs=3) as trainer:
+        assert [row["lr"] for row in trainer.fit()] == [0.5, 0.25, 0.125]
+
+
+def test_functions_are_called_after_each_epoch_and_may_stop_the_run() -> None:
+    def watch(trainer: Trainer, epoch: int, metrics: dict[str, float]) -> None:
+        calls.append((epoch, trainer.epoch, sorted(metrics)))
+        if epoch == 1:
+            trainer.stop("the test says so")
+
+    calls: list[Any] = []
+    with make(val=batches(), epochs=5, callbacks=[watch]) as trainer:
+        trainer.fit()
+    assert calls == [(0, 1, ["train/loss", "val/loss"]), (1, 2, ["train/loss", "val/loss"])]
+
+
+def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
+    def run(name: str, **options: Any) -> Trainer:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9)
+        return make(model, optimizer=optimizer, val=batches(), name=name, epochs=2, **options)
+
+    with run("straight") as straight:
+        straight.fit()
+    with run("stopped") as trainer:
+        trainer.fit(steps=8)
+        assert [row["step"] for row in trainer.history] == [6, 8]
+    with run("stopped") as trainer:
+        trainer.fit()
+        assert_same_bits(trainer.model, straight.model)
+        without_time = [{k: v for k, v in row.items() if k != "seconds"} for row in straight.history]
+        assert [{k: v for k, v in row.items() if k != "seconds"} for row in trainer.history] == without_time
+        losses = [row["val/loss"] for row in trainer.history]
+        assert trainer.best == min(losses) != losses[-1]
+        trainer.load_best()
+        assert trainer.evaluate()["val/loss"] == trainer.best
+        assert {path.name for path in Path("runs/simple/simple/stopped").iterdir()} >= {"checkpoints", "metrics.jsonl"}
+        assert len(trainer.dream.checkpoints()) == 2
+
+
+def test_patience_ends_a_run() -> None:
+    with make(optimizer=torch.optim.SGD, lr=1e-30, val=batches(), patience=2, epochs=9) as trainer:
+        assert len(trainer.fit()) == 3
+
+
+def test_a_run_without_a_name_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, here = tmp_path / "tmp", tmp_path / "here"
+    scratch.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    trainer = make(val=batches(), epochs=2)
+    trainer.fit()
+    assert len([*scratch.iterdir()]) == 1
+    del trainer
+    gc.collect()
+    assert [*scratch.iterdir()] == [*here.iterdir()] == []
+
+
+def test_what_is_printed_is_a_line_for_each_epoch(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with make(val=batches(), metrics=["accuracy"], epochs=2, progress=True) as trainer:
+        trainer.evaluate()
+        trainer.fit()
+        trainer.fit()
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 1/2  step 6/12  train/loss 1.")
+    assert re.fullmatch(r"epoch 2/2 .* val/loss \S+  val/accuracy \S+  \d\.\d s", second)
+    assert third.startswith("nothing to train: 2 epochs and 12 steps are done.")
+    assert caplog.text == ""
+
+
+def test_weights_are_saved_whole() -> None:
+    with make() as trainer:
+        trainer.fit()
+        trainer.save("weights.pt")
+        state = torch.load("weights.pt", weights_only=True)
+        assert all(torch.equal(state[name], value) for name, value in trainer.model.state_dict().items())
+
+
+class Silent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "two losses": ({"step": lambda m, b: m(b), "loss": cross_entropy}, ConfigError, r"loss= and step= both"),
+    "metrics of a step": ({"step": lambda m, b: m(b), "metrics": ["mse"]}, ConfigError, r"metrics= with step="),
+    "an unknown metric": ({"metrics": ["f1"]}, ConfigError, r"metrics has 'f1'. Of names there are accuracy"),
+    "a metric without a name": ({"metrics": cross_entropy}, ConfigError, r"no name for it. Use a dict"),
+    "a logger without a name": ({"loggers": ("jsonl",)}, ConfigError, r"loggers= needs a run to keep it in"),
+    "a stranger's optimizer": ({"optimizer": adam(classifier())}, ConfigError, r"parameters that the model does not"),
+    "two rates": ({"optimizer": dt.OptimizerParameters(), "lr": 0.1}, ConfigError, r"lr=0.1 is given twice"),
+    "no optimizer": ({"optimizer": lambda p: p}, ConfigError, r"made a list. Give an optimizer, its class with lr="),
+    "no schedule": ({"schedule": lambda o: o}, ConfigError, r"made a AdamW. Give a schedule"),
+    "no validation to follow": ({"schedule": ReduceLROnPlateau}, ConfigError, r"there is none. Give val="),
+    "no target": (
+        {"train": [batches()[0][0]]},
+        DataError,
+        r"needs a target.*type Tensor. Yield \(inputs, target\)",
+    ),
+    "no loss": ({"loss": None, "model": Silent()}, HookError, r"Silent returned none for a batch of tuple of 2. Give"),
+    "no loss of a step": ({"step": lambda m, b: {"l": 1}}, HookError, r"step returned dict with 'l'. Return the loss"),
+    "no epoch function": ({"callbacks": [3]}, ConfigError, r"callbacks= has 3"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_what_to_do(mistake: str) -> None:
+    options, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        make(**options).fit()

@@ -1,0 +1,90 @@
+"""The same script under torchrun: on two ranks the weights, metrics and rows of one process, in float64."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.simple import Trainer
+from tests.simple.loops import adam, batches, classifier, plain_loop, samples
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+CASES = ("replicas", "shards", "stopped and resumed")
+
+
+def train(directory: str, case: str) -> dict[str, Any]:
+    os.chdir(directory)
+    data, val = samples(dtype=torch.float64), samples(7, dtype=torch.float64)
+    name = "run" if case == "stopped and resumed" else None
+    for limits in ({"steps": 4}, {"epochs": 2}) if name else ({},):
+        model = classifier(torch.float64)
+        if int(os.environ["RANK"]) == 1:
+            torch.nn.init.zeros_(model[1].weight)  # the first rank's weights count
+        trainer = Trainer(
+            model,
+            loss=cross_entropy,
+            optimizer=adam(model),
+            train=DataLoader(data, 4),
+            val=val,
+            val_batch_size=2,
+            metrics=["accuracy"],
+            epochs=2,
+            clip=0.1,
+            device="cpu",
+            shard=case == "shards",
+            name=name,
+            checkpoints=dt.CheckpointParameters() if name else None,
+            progress=False,
+        )
+        history = trainer.fit(**limits)
+        found = {
+            "weights": [full(p).detach() for p in model.parameters()],
+            "history": [{key: value for key, value in row.items() if key != "seconds"} for row in history],
+            "predictions": trainer.predict(val),
+            "is": (trainer.is_main, trainer.is_distributed),
+        }
+        trainer.close()
+    return found | {"files": sorted(os.listdir(directory))}
+
+
+def train_all(directory: str) -> dict[str, Any]:
+    return {case: train(directory, case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(train_all, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str, Any]], case: str) -> None:
+    expected = classifier(torch.float64)
+    means = plain_loop(expected, adam(expected), batches(8, torch.float64), epochs=2, clip=0.1)
+    x, y = samples(7, dtype=torch.float64).tensors
+    outputs = expected(x).detach()
+    for number, rank in enumerate(ranks):
+        found = rank[case]
+        for one, other in zip(found["weights"], expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
+        assert [row["train/loss"] for row in found["history"]] == pytest.approx(means, rel=1e-12)
+        assert [row["step"] for row in found["history"]] == [3, 6]
+        assert found["history"][-1]["val/loss"] == pytest.approx(cross_entropy(outputs, y).item(), rel=1e-12)
+        assert found["history"][-1]["val/accuracy"] == pytest.approx((outputs.argmax(1) == y).double().mean().item())
+        torch.testing.assert_close(found["predictions"], outputs, rtol=1e-12, atol=1e-12)
+        assert found["is"] == (number == 0, True)
+        assert found["files"] == (["runs"] if case == CASES[-1] else [])
+        assert found["history"] == ranks[0][case]["history"]
+
+
+def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]]) -> None:
+    import tempfile
+
+    assert [*Path(tempfile.gettempdir()).glob("dream_trainer_127.0.0.1_*")] == []
