@@ -60,6 +60,12 @@ def late_norms() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def works_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trainer writes down what it does, in `runs` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def environment_is_left_alone() -> Iterator[None]:
     """Fails a test that leaves environment variables changed, and puts them back."""
     before = dict(os.environ)

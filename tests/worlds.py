@@ -50,9 +50,12 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _entry(rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple, queue: Any) -> None:
+def _entry(
+    rank: int, environment: dict[str, str], directory: str, function: Callable[..., Any], args: tuple, queue: Any
+) -> None:
     os.environ.clear()  # the server's is that of the moment when it was started
     os.environ.update(environment)
+    os.chdir(directory)  # so is its working directory
     import torch
 
     torch.set_num_threads(1)
@@ -145,7 +148,14 @@ def _start(context: Any, world_size: int, function: Callable[..., Any], args: li
     processes = [
         context.Process(
             target=_entry,
-            args=(rank, os.environ | rank_environment(rank, world_size, port), function, args[rank], queue),
+            args=(
+                rank,
+                os.environ | rank_environment(rank, world_size, port),
+                os.getcwd(),
+                function,
+                args[rank],
+                queue,
+            ),
         )
         for rank in range(world_size)
     ]

@@ -53,6 +53,21 @@ def release(run_dir: Path) -> None:
         file.close()
 
 
+def is_claimed(run_dir: Path) -> bool | None:
+    """Whether a live job has the run directory, this process too; None if no job ever had it."""
+    path = run_dir / LOCK_NAME
+    if path.resolve() in _held:
+        return True
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _lock(run_dir: Path) -> str:
     """Takes the lock and returns the token written beside it."""
     run_dir.mkdir(parents=True, exist_ok=True)

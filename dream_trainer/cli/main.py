@@ -15,10 +15,17 @@ from typing import Any
 from dream_trainer.checks import spell
 from dream_trainer.cli.checkpoints import Checkpoints
 from dream_trainer.cli.data import Data
+from dream_trainer.cli.experiments import RunConfig, Runs
 from dream_trainer.cli.plot import Plot
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
-GROUPS: dict[str, Callable[..., Any]] = {"checkpoints": Checkpoints, "data": Data, "plot": Plot}
+GROUPS: dict[str, Callable[..., Any]] = {
+    "runs": Runs,
+    "config": RunConfig,
+    "checkpoints": Checkpoints,
+    "data": Data,
+    "plot": Plot,
+}
 DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
 
 

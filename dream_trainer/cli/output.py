@@ -60,7 +60,11 @@ def mesh_cell(mesh_shape: Mapping[str, int]) -> str:
 
 def age_cell(wall_time: float) -> str:
     """How long ago that was: `42 s`, `12 min`, `3.5 h`, `8.1 d`."""
-    seconds = max(0.0, time.time() - wall_time)
+    return seconds_cell(max(0.0, time.time() - wall_time))
+
+
+def seconds_cell(seconds: float) -> str:
+    """A span of time in the unit that fits: `42 s`, `12 min`, `3.5 h`, `8.1 d`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dream_trainer.distributed.pulse import Flags
+
 
 class Requests:
     """Asks for a stop, or a save.
@@ -45,6 +47,14 @@ class Requests:
         """Whether a save is owed; from now on it is not."""
         owed, self.save_is_owed = self.save_is_owed, False
         return owed
+
+    def why_stopped(self, flags: Flags) -> str:
+        """Why training ends before its limits, in words; `flags` are those of all ranks."""
+        if flags.terminate or flags.interrupt:
+            return "SIGTERM" if flags.terminate else "Ctrl-C"
+        if flags.stop:
+            return self.stop_reason or "requested on another rank"
+        return "max_time has passed"
 
     def forget_signals(self) -> None:
         """What signals asked for so far is done."""

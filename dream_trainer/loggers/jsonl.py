@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from dream_trainer.loggers.interface import Logger, Stamp
-from dream_trainer.loggers.line_files import LineFile, read_lines, replace_file
+from dream_trainer.loggers.line_files import LineFile, read_lines
 from dream_trainer.loggers.media import Histogram, Media, Table, Text
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JSONLLogger(Logger):
-    """Appends to `metrics.jsonl` in the run directory, and writes the configuration to `config.json` beside it.
+    """Appends to `metrics.jsonl` in the run directory.
 
     Each line is one object: `step`, `epoch`, `samples`, `time` (seconds since 1970), then the metrics by name. JSON has
     no NaN: what is not finite is one of the strings `"NaN"`, `"Infinity"`, `"-Infinity"`; `read_jsonl` gives floats
@@ -37,7 +36,6 @@ class JSONLLogger(Logger):
         """Prepares the files to append to."""
         self.close()
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         self._lines = LineFile(run_dir / self._filename, resumed_step)
         self._media = LineFile(run_dir / "media.jsonl", resumed_step)
 

@@ -39,7 +39,7 @@ class LineFile:
         try:
             line = _in_json(record)
         except ValueError:  # rare, and looking for it in each line costs as much as the line
-            line = _in_json(_plain(record))
+            line = _in_json(json_ready(record))
         self._file.write(line + "\n")
 
     def close(self) -> None:
@@ -81,11 +81,12 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _plain(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
+    """`value` with strings for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [json_ready(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -30,6 +30,7 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
+from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
@@ -123,6 +124,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._schedule = Schedule(config.training_parameters, self.progress)
         self._agreement = Agreement(self)
         self._session = Session(self)
+        self._recorder = RunRecorder(self)
         self._events = event_table(self, is_main=True)
         self._said_once: set[str] = set()
 

@@ -34,7 +34,9 @@ class Agreement:
     Attributes:
         requests: The requests made on this rank, to save or to stop.
         signals: The signals this process gets.
+        trains: Whether `fit` was called in this process.
         stopped: Whether all ranks stop here.
+        stopped_because: Why, in words.
         ended_by: The signal because of which they stop, if it is one.
         exchanges: Number of exchanges so far; grows as long as the run continues.
     """
@@ -44,7 +46,8 @@ class Agreement:
         self._schedule = trainer._schedule
         self.requests = Requests()
         self.signals = Signals(self.requests, self._another_rank_failed)
-        self.stopped = False
+        self.trains = self.stopped = False
+        self.stopped_because: str | None = None
         self.ended_by: signal.Signals | None = None
         self.exchanges = 0
 
@@ -62,7 +65,7 @@ class Agreement:
 
     def begin_training(self) -> None:
         """`fit` was called; what ended an earlier call does not count any more."""
-        self.stopped, self.ended_by = False, None
+        self.trains, self.stopped, self.ended_by = True, False, None
         self.requests.forget_signals()
 
     def callback_is_due(self, callback: TimedCallback) -> bool:
@@ -218,17 +221,10 @@ class Agreement:
 
     def _stop(self, flags: Flags) -> None:
         trainer = self._trainer
-        if not self.stopped and trainer.world.is_main:
-            logger.warning("stopping at step %d: %s", trainer.global_step, _reason(flags, self.requests.stop_reason))
+        if not self.stopped:
+            self.stopped_because = self.requests.why_stopped(flags)
+            if trainer.world.is_main:
+                logger.warning("stopping at step %d: %s", trainer.global_step, self.stopped_because)
         self.stopped = True
         if flags.terminate or flags.interrupt:
             self.ended_by = signal.SIGTERM if flags.terminate else signal.SIGINT
-
-
-def _reason(flags: Flags, requested: str | None) -> str:
-    """Why training ends before its limits, in words."""
-    if flags.terminate or flags.interrupt:
-        return "SIGTERM" if flags.terminate else "Ctrl-C"
-    if flags.stop:
-        return requested or "requested on another rank"
-    return "max_time has passed"

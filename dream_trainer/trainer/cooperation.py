@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import Tensor
 
 from dream_trainer.checkpoint.saving import Saving
+from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.trainer.log_options import refuse_unknown
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class Cooperation:
 
     def _metrics_of_training(self) -> dict[str, Any]:
         """The metrics that training has updated on this rank, by name; a checkpoint keeps their state."""
+        return {}
+
+    def _best_modes(self) -> dict[str, Mode]:
+        """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}
 
     def _save_was_lost(self) -> None:

@@ -62,7 +62,8 @@ def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Liste
 
 
 def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tuple[Listener, ...]]:
-    """For each event the methods to call on this rank: the trainer's own first, then callbacks by order and position.
+    """For each event the methods to call on this rank: the trainer's own first, then callbacks by order and
+    position, then the run's record of itself.
 
     Args:
         trainer: The trainer.
@@ -76,7 +77,7 @@ def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tupl
             for callback in listening_callbacks(trainer, event)
             if is_main or not callback.main_process_only
         ]
-        table[event] = tuple(listeners)
+        table[event] = (*listeners, *trainer._recorder.listeners(event, is_main=is_main))
     return table
 
 

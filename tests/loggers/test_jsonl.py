@@ -26,7 +26,6 @@ def test_a_line_has_the_stamp_and_the_metrics(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [
         {"step": 3, "epoch": 0, "samples": 96, "time": 1.5e9 + 3, "train/loss": 1 / 3}
     ]
-    assert json.loads((tmp_path / "deep" / "run" / "config.json").read_text()) == {"seed": 1}
 
 
 @pytest.mark.pitfall(36)
@@ -63,7 +62,7 @@ def test_a_killed_and_resumed_run_is_one_curve_with_every_step_once(tmp_path: Pa
     records = read_jsonl(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 13))
     assert [record["train/loss"] for record in records] == [1 / step for step in range(1, 13)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
 def test_a_run_from_nothing_keeps_the_earlier_file(tmp_path: Path) -> None:

@@ -1213,7 +1213,7 @@ def test_ranks_log_different_things_and_all_get_the_exact_values(tmp_path: Path)
     closed_form = float((first.mean(1) * first.sum(1)).sum() / first.sum())
     assert heard[0][1]["train/x"] == pytest.approx(closed_form, rel=1e-6)  # the batches' own means are float32
     run_dir = tmp_path / "runs/p/g/e"
-    names = ["config.json", "media", "media.jsonl", "metrics.jsonl"]
+    names = ["config.json", "media", "media.jsonl", "metrics.jsonl", "run.json"]
     assert sorted(path.name for path in run_dir.iterdir()) == names
     # Media of sharded tensors are whole, and written once.
     picture = Pillow.open(run_dir / "media/sharded/step_00000003.png")

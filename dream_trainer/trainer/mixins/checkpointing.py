@@ -28,7 +28,7 @@ from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
-from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters
+from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError
@@ -242,6 +242,11 @@ class CheckpointMixin(AbstractTrainer):
             self._saver.close()
 
     # -- state
+
+    def _best_modes(self) -> dict[str, Mode]:
+        parameters: CheckpointParameters = self.config.checkpoint_parameters
+        named = {} if parameters.best_metric is None else {parameters.best_metric: parameters.best_mode}
+        return named | super()._best_modes()  # the one by which checkpoints are kept is the first
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"checkpoint": self._saver.state()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from dream_trainer.best_value import is_better
+from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalParameters
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach, to_device
@@ -150,6 +151,9 @@ class EvalMixin(AbstractTrainer):
         for name, mode in parameters.best_metrics.items():
             if is_better(metrics.get(name), self.best.get(name), mode):
                 self.best[name] = metrics[name]
+
+    def _best_modes(self) -> dict[str, Mode]:
+        return super()._best_modes() | dict(self.config.eval_parameters.best_metrics)
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"evaluation": {"best": dict(self.best)}}

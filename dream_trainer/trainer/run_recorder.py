@@ -1,0 +1,154 @@
+"""RunRecorder: keeps `config.json` and `run.json` in the run's directory, whatever the trainer's mixins and loggers.
+
+It listens to the trainer's events on rank 0, after everybody else, and writes at moments that take longer anyway: when
+training starts and ends, after a validation, after a save. Nothing here is worth a run: what cannot be written is said
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dream_trainer.best_value import is_better
+from dream_trainer.checkpoint.run_directory import is_claimed
+from dream_trainer.cleanup import in_a_line
+from dream_trainer.config.serialize import to_dict
+from dream_trainer.errors import ConfigError
+from dream_trainer.loggers.line_files import replace_file
+from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record
+from dream_trainer.version import __version__
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+class RunRecorder:
+    """One trainer's record of its run.
+
+    Args:
+        trainer: Nothing is written for one that only evaluates, or under `fast_dev_run`.
+
+    Attributes:
+        parent: Of a branch, what it began from, as `RunRecord.parent`.
+    """
+
+    def __init__(self, trainer: AbstractTrainer) -> None:
+        self._trainer = trainer
+        self._record: RunRecord | None = None
+        self._made = time.time()
+        self._has_directory = False
+        self.parent: dict[str, Any] | None = None
+
+    def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
+        """What is called at `event` on this rank: of ranks other than 0 only their failures."""
+        if self._trainer.config.training_parameters.fast_dev_run:
+            return ()
+        if event == "on_exception":
+            return (self._failed,)
+        on_main: dict[str, Callable[..., None]] = {
+            "post_setup": self._is_set_up,
+            "pre_fit": self._starts,
+            "post_val_epoch": self._validated,
+            "on_save": self._saved,
+            "on_interrupt": self._ends,
+            "post_fit": self._ends,
+        }
+        return (on_main[event],) if is_main and event in on_main else ()
+
+    def _is_set_up(self) -> None:
+        self._has_directory = True  # claimed, if the trainer claims one
+        if self._trainer._agreement.trains:
+            self._write_config()
+
+    def _starts(self) -> None:
+        trainer, now = self._trainer, time.time()
+        self._write_config()
+        before = read_record(trainer.run_dir)
+        if before is None or (before.step > 0 and trainer.global_step == 0):
+            before = RunRecord(started=now, starts=0)
+        is_new_process = self._record is None
+        self._record = RunRecord(
+            started=before.started,
+            starts=before.starts + is_new_process,
+            metrics=before.metrics,
+            best={name: best for name, best in before.best.items() if best["step"] <= trainer.global_step},
+            parent=self.parent or before.parent,
+            argv=sys.argv,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            world_size=trainer.world.world_size,
+            versions={"torch": torch.__version__, "dream_trainer": __version__},
+        )
+        self._write("running")
+
+    def _validated(self, metrics: dict[str, float]) -> None:
+        trainer, record = self._trainer, self._record
+        if record is None or trainer.is_sanity_validation or trainer.is_evaluating:
+            return
+        record.metrics = dict(metrics)
+        for name, mode in trainer._best_modes().items():
+            before = record.best[name]["value"] if name in record.best else None
+            if is_better(metrics.get(name), before, mode):
+                record.best[name] = {"value": metrics[name], "step": trainer.global_step, "mode": mode}
+        self._write("running")
+
+    def _saved(self, path: Path) -> None:
+        if self._record is not None:
+            self._write(self._record.state, self._record.why)
+
+    def _ends(self) -> None:
+        agreement = self._trainer._agreement
+        if agreement.stopped:
+            self._write("stopped", agreement.stopped_because)
+        else:
+            self._write("finished")
+
+    def _failed(self, exc: BaseException) -> None:
+        """Any rank may fail, and rank 0 may not live to hear of it; the first failure is the one to tell."""
+        trainer = self._trainer
+        if trainer._world is None or not trainer._agreement.trains or isinstance(exc, SystemExit):
+            return
+        if not self._has_directory and is_claimed(trainer.run_dir):
+            return  # the run is another job's
+        found = read_record(trainer.run_dir)
+        if found is not None and found.state == "failed" and found.seen >= self._made:
+            return
+        self._record = self._record or found or RunRecord(started=time.time())
+        rank = f"rank {trainer.world.rank}: " if trainer.world.world_size > 1 else ""
+        if isinstance(exc, KeyboardInterrupt):
+            self._write("stopped", "Ctrl-C, without a save")
+        else:
+            self._write("failed", rank + in_a_line(exc))
+
+    def _write(self, state: RunState, why: str | None = None) -> None:
+        record, progress = self._record, self._trainer.progress
+        if record is None:
+            return
+        record.state, record.why, record.seen = state, why, time.time()
+        record.step, record.epoch, record.samples = progress.global_step, progress.current_epoch, progress.samples_seen
+        record.seconds = progress.elapsed_seconds
+        self._guarded(lambda: write_record(self._trainer.run_dir, record))
+
+    def _write_config(self) -> None:
+        def write() -> None:
+            path = self._trainer.run_dir / CONFIG_NAME
+            text = json.dumps(to_dict(self._trainer.config), indent=2, default=str) + "\n"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text)
+
+        self._guarded(write)
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ConfigError) as error:
+            self._trainer.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")

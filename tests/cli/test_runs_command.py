@@ -1,0 +1,112 @@
+"""`dream-trainer runs` and `config show | diff` as one types them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.cli.main import main
+from dream_trainer.trainer.run_record import RunRecord, write_record
+
+NOW = time.time()
+
+
+def make_run(name: str, *, lr: float, record: RunRecord | None, root: str = "runs", **more: Any) -> Path:
+    path = Path(root, "p", name)
+    path.mkdir(parents=True)
+    config = {"project": "p", "group": path.parent.name, "experiment": path.name, "optimizer": {"lr": lr}, "seed": 1}
+    (path / "config.json").write_text(json.dumps(config | more))
+    if record is not None:
+        write_record(path, record)
+    return path
+
+
+def best(value: float, mode: str = "min") -> dict[str, Any]:
+    return {"val/loss": {"value": value, "step": 7, "mode": mode}}
+
+
+@pytest.fixture
+def runs() -> None:
+    make_run("a/one", lr=0.1, record=RunRecord(state="finished", started=NOW - 90, step=10, best=best(2.125)))
+    failed = RunRecord(state="failed", why="ValueError: nan", started=NOW - 80, step=3, best=best(1.0), seconds=7200)
+    make_run("a/two", lr=0.2, record=failed, dropout=0.5)
+    dead = make_run("b/three", lr=0.1, record=RunRecord(state="running", started=NOW - 70, step=2))
+    (dead / "run.lock").write_text("")
+    line = {"step": 5, "time": NOW - 30}
+    (dead / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 9, "ti')
+    make_run("b/old", lr=0.3, record=None)
+    elsewhere = RunRecord(state="running", started=NOW - 60, host="another", best=best(float("nan")))
+    make_run("b/far", lr=0.1, record=elsewhere)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    return printed.err if code else printed.out
+
+
+@pytest.mark.usefixtures("runs")
+def test_runs_are_listed_with_state_step_best_and_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "runs").splitlines()
+    cells = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[2:]}
+    assert lines[0] == "runs"
+    assert list(cells) == ["p/b/old", "p/a/one", "p/a/two", "p/b/three", "p/b/far", "p/a/two:"]
+    assert cells["p/a/one"].startswith("finished 10 val/loss 2.125 at 7")
+    assert cells["p/a/one"].endswith("lr 0.1")
+    assert cells["p/a/two"].endswith("lr 0.2, dropout 0.5")
+    assert " 2.0 h " in cells["p/a/two"]
+    assert cells["p/b/three"].startswith("dead 5 ")  # the log is further than the record
+    assert cells["p/b/old"].startswith("- 0 ")
+    assert cells["p/b/far"].startswith("unknown 0 val/loss nan")
+    assert lines[-1] == "p/a/two: failed at step 3: ValueError: nan"
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*arguments: str) -> list[str]:
+        return [run["name"] for run in json.loads(said(capsys, "runs", *arguments, "--json"))]
+
+    assert names("--group", "a") == ["p/a/one", "p/a/two"]
+    assert names("runs/p/b", "--sort", "name") == ["far", "old", "three"]
+    assert names("--sort", "best")[:2] == ["p/a/two", "p/a/one"]
+    assert names("--sort", "step")[-1] == "p/a/one"
+    assert names("runs/p/a/one") == ["one"]
+    make_run("c/high", lr=1.0, record=RunRecord(best=best(5.0, "max")), root="more")
+    make_run("c/low", lr=1.0, record=RunRecord(best=best(3.0, "max")), root="more")
+    assert names("more", "--sort", "best") == ["p/c/high", "p/c/low"]
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_environment_says_where_runs_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("runs").rename("others")
+    assert "runs is not a directory" in said(capsys, "runs", code=2)
+    monkeypatch.setenv("DREAM_TRAINER_RUNS", "others")
+    assert "p/a/one" in said(capsys, "runs")
+    Path("empty").mkdir()
+    assert said(capsys, "runs", "empty") == "empty has no runs yet.\n"
+
+
+@pytest.mark.usefixtures("runs")
+def test_configs_are_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "optimizer.lr  0.1\n" in said(capsys, "config", "show", "runs/p/a/one")
+    assert json.loads(said(capsys, "config", "show", "runs/p/a/one/config.json", "--json"))["seed"] == 1
+    found = json.loads(said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", "--json"))
+    assert found == {"experiment": ["one", "two"], "optimizer.lr": [0.1, 0.2], "dropout": [None, 0.5]}
+    assert "optimizer.lr  0.1  0.2" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two")
+    assert "are the same" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/one")
+
+
+@pytest.mark.usefixtures("runs")
+def test_what_is_no_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "runs/p/none is not there. Give a run's directory" in said(capsys, "config", "show", "runs/p/none", code=2)
+    Path("bad.json").write_text("{")
+    assert "bad.json is not JSON" in said(capsys, "config", "show", "bad.json", code=2)
+    Path("list.json").write_text("[]")
+    assert "holds no config" in said(capsys, "config", "show", "list.json", code=2)

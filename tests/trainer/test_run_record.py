@@ -1,0 +1,164 @@
+"""What every run writes down about itself, whatever its mixins and loggers: its config, how far it is, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.trainer.run_record import RunRecord, is_alive, read_record
+from tests.trainer import small
+from tests.trainer.saves import Saves, fit, fit_scripted, make_config, run
+from tests.trainer.small import Alone, Batch, Spread, batches
+from tests.worlds import run_world
+
+RUN = Path("runs/tests/checkpoint/run")
+ALONE = Path("runs/tests/trainer/run")
+
+
+def record_of(run_dir: Path) -> RunRecord:
+    record = read_record(run_dir)
+    assert record is not None
+    return record
+
+
+def test_the_barest_trainer_keeps_its_config_and_its_record() -> None:
+    with Alone(small.make_config(max_steps=3, seed=7), batches(4)) as trainer:
+        assert not ALONE.exists()
+        trainer.fit()
+    assert json.loads((ALONE / "config.json").read_text())["seed"] == 7
+    record = record_of(ALONE)
+    assert (record.state, record.why, record.step, record.samples, record.starts) == ("finished", None, 3, 6, 1)
+    assert record.argv == sys.argv
+    assert record.pid == os.getpid()
+    assert {path.name for path in ALONE.iterdir()} == {"config.json", "run.json"}
+
+
+def test_nothing_is_written_by_a_trial_or_an_evaluation_or_where_nothing_can_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Alone(small.make_config(fast_dev_run=True), batches(4)) as trainer:
+        trainer.fit()
+    assert not Path("runs").exists()
+    with Saves(make_config()) as trainer:
+        trainer.evaluate()
+    assert {path.name for path in RUN.iterdir()} == {"run.lock"}
+    ALONE.parent.mkdir(parents=True)
+    ALONE.write_text("a file where the directory would be")
+    with Alone(small.make_config(max_steps=3), batches(4)) as trainer:
+        trainer.fit()
+    assert trainer.global_step == 3
+    assert caplog.text.count("the run's record of itself is not written") == 1
+
+
+def test_best_values_have_their_step_and_outlive_a_restart() -> None:
+    fit_scripted((0.5, -1.0, float("nan")))
+    record = record_of(RUN)
+    assert record.best["val/loss"] == {"value": -1.0, "step": 2, "mode": "min"}
+    assert str(record.metrics["val/loss"]) == "nan"
+    fit_scripted((0.5, -1.0, float("nan"), 3.0))
+    record = record_of(RUN)
+    assert record.best["val/loss"] == {"value": -1.0, "step": 2, "mode": "min"}
+    assert (record.step, record.starts, record.metrics) == (4, 2, {"val/loss": 3.0})
+    fit_scripted((2.5, 0.5), save_every_n_steps=1, experiment="back")
+    fit_scripted((2.5, 0.75), resume=1, experiment="back")  # of before the best
+    assert record_of(RUN.with_name("back")).best["val/loss"] == {"value": 0.75, "step": 2, "mode": "min"}
+
+
+def test_a_finished_run_that_is_started_again_stays_as_it_was() -> None:
+    run()
+    before = (RUN / "run.json").read_text()
+    run()
+    assert (RUN / "run.json").read_text() == before
+
+
+def test_a_run_that_was_asked_to_stop_says_why_and_one_that_failed_with_what() -> None:
+    fit_scripted((1.0, 1.0, 1.0, 1.0), stop_after=2)
+    record = record_of(RUN)
+    assert (record.state, record.why, record.step) == ("stopped", "the test says so", 2)
+
+    class Breaks(Saves):
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            if self.global_step == 4:
+                raise ValueError("no such luck\nmore")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="no such luck"):
+        fit(Breaks(make_config()))
+    record = record_of(RUN)
+    assert (record.state, record.why, record.step) == ("failed", "ValueError: no such luck", 4)
+
+    class CannotBegin(Saves):
+        def configure_models(self) -> None:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        fit(CannotBegin(make_config(experiment="other")))
+    assert record_of(RUN.with_name("other")).why == "RuntimeError: out of memory"
+
+
+def test_while_it_runs_it_is_alive_and_a_killed_one_is_not() -> None:
+    seen: list[Any] = []
+
+    class Looks(dt.Callback):
+        def post_train_step(self, trainer: Any) -> None:
+            record = record_of(trainer.run_dir)
+            seen.append((record.state, is_alive(trainer.run_dir, record)))
+
+    run(callbacks=[Looks()])
+    with Alone(small.make_config(max_steps=1, callbacks=[Looks()]), batches(2)) as trainer:
+        trainer.fit()
+    assert set(seen) == {("running", True)}
+    assert is_alive(RUN, record_of(RUN)) is False  # its lock is free
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = record_of(ALONE)
+    record.pid = child.pid
+    assert is_alive(ALONE, record) is True
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert is_alive(ALONE, record) is False
+    record.host = "another"
+    assert is_alive(ALONE, record) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"best": {"a": 3}}', '{"metrics": 3}'])
+def test_a_record_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert read_record(tmp_path) is None
+
+
+def test_a_record_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"state": "finished", "of the future": 1}')
+    record = read_record(tmp_path)
+    assert record == RunRecord(state="finished")
+
+
+class FailsOnOne(Spread):
+    """Rank 1 fails in its third step; rank 0 cannot know."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 2 and self.world.rank == 1:
+            raise ValueError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_one(directory: str) -> None:
+    os.chdir(directory)
+    data = DistributedDataLoader(small.Samples(16), 2)
+    with FailsOnOne(small.make_config(n_epochs=1), data) as trainer:
+        trainer.fit()
+
+
+def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run_world(fail_on_one, 2, str(tmp_path))
+    record = record_of(tmp_path / ALONE)
+    assert (record.state, record.why) == ("failed", "rank 1: ValueError: only here")
