@@ -59,6 +59,15 @@ def late_norms() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def leaves_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixtures of a module, too, work elsewhere."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(autouse=True)
 def works_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trainer writes down what it does, in `runs` of the working directory."""

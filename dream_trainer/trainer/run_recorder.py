@@ -143,7 +143,8 @@ class RunRecorder:
             path = self._trainer.run_dir / CONFIG_NAME
             text = json.dumps(to_dict(self._trainer.config), indent=2, default=str) + "\n"
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, text)
+            if not path.exists() or path.read_text() != text:
+                replace_file(path, text)
 
         self._guarded(write)
 
