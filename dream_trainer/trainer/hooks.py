@@ -117,11 +117,12 @@ class Hooks:
         """
         raise HookError(f"{type(self).__name__} does not override training_step.")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any] | tuple[dict[str, Any], Any]:
         """One validation batch, without gradients and in eval mode. Optional.
 
         Returns:
-            Values whose exact mean over all samples and ranks is logged under `val/`.
+            Values whose exact mean over all samples and ranks is logged under `val/`; or these and the weight of the
+            batch in that mean, such as its number of tokens: `return {"loss": loss}, tokens`.
         """
         raise HookError(f"{type(self).__name__} does not override validation_step.")
 

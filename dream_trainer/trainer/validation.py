@@ -1,7 +1,7 @@
 """The validation loop: exact means over ragged data, and training left exactly as it was.
 
-Batches are weighted by their size unless the step logs a weight of its own; a rank that ran out of batches while others
-still have some repeats its last one with weight 0, and only where the forward runs collectives.
+Batches are weighted by their size unless the step returns or logs a weight of its own; a rank that ran out of batches
+while others still have some repeats its last one with weight 0, and only where the forward runs collectives.
 """
 
 from __future__ import annotations
@@ -120,18 +120,27 @@ def _run_loader(
         for listener in before:
             listener(moved, batch_idx)
         trainer._validation.weight = trainer.batch_size(moved)
-        result = trainer._validation.validation_step(moved, batch_idx)
-        if not isinstance(result, dict):
-            raise HookError(
-                f"validation_step returned {type(result).__name__}. Return a dict of values to log; {{}} for none."
-            )
-        buffer.add_result(result, trainer._validation.weight)
+        result, weight = _result_and_weight(
+            trainer._validation.validation_step(moved, batch_idx), trainer._validation.weight
+        )
+        buffer.add_result(result, weight)
         if batch_idx == 0 and not after and not buffer.has_values():
             message = unlogged("validation_step", result)
             if message is not None:
                 trainer.warn_once("unlogged validation_step", message)
         for listener in after:
             listener(result, batch_idx)
+
+
+def _result_and_weight(returned: Any, batch_size: int) -> tuple[dict[str, Any], Any]:
+    """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
+    result, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, batch_size)
+    if not isinstance(result, dict):
+        raise HookError(
+            f"validation_step returned {type(returned).__name__}. Return a dict of values to log, {{}} for none; or "
+            "such a dict and the weight of its values."
+        )
+    return result, weight
 
 
 def _keep_company(

@@ -87,6 +87,24 @@ def test_a_plain_loaders_tail_is_validated_whatever_drop_last_says() -> None:
     assert trainer.metrics[0]["val/loss"] == pytest.approx(whole_loss(trainer.model, 7), rel=1e-12)
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_weight_that_is_returned_is_that_of_all_values_of_the_batch(as_tensor: bool) -> None:
+    class Tokens(Checked, dt.LoggerMixin):
+        def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Any], Any]:
+            tokens = (batch[2] % 3).sum()  # none in some batches
+            self.log("each", batch_idx)
+            return {"number": float(batch_idx), "part": {"same": batch_idx}}, tokens if as_tensor else int(tokens)
+
+    sizes = [2, 1, 3, 1, 2]
+    metrics = fit(Tokens(make_config(max_steps=1), batches(1), ragged(sizes))).metrics[-1]
+    tokens = [int((part % 3).sum()) for part in torch.arange(sum(sizes)).split(sizes)]
+    assert 0 in tokens
+    expected = sum(count * number for number, count in enumerate(tokens)) / sum(tokens)
+    assert metrics["val/number"] == metrics["val/part/same"] == pytest.approx(expected, rel=1e-12)
+    by_size = sum(size * number for number, size in enumerate(sizes)) / sum(sizes)
+    assert metrics["val/each"] == pytest.approx(by_size, rel=1e-12)
+
+
 def test_a_value_logged_with_a_weight_is_weighted_by_it() -> None:
     class Tokens(Checked, dt.LoggerMixin):
         def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
