@@ -15,6 +15,7 @@ from typing import Any
 from dream_trainer.checks import spell
 from dream_trainer.cli.checkpoints import Checkpoints
 from dream_trainer.cli.data import Data
+from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.experiments import RunConfig, Runs
 from dream_trainer.cli.plot import Plot
 from dream_trainer.errors import ConfigError, DreamTrainerError
@@ -25,6 +26,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
     "checkpoints": Checkpoints,
     "data": Data,
     "plot": Plot,
+    "env": Environment,
 }
 DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
 
