@@ -175,8 +175,40 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Push:
+    """Export a model's weights and upload them to the Hugging Face Hub, with a model card drawn from the checkpoint."""
+
+    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
+    """A checkpoint's directory; or a run's, whose newest whole checkpoint is meant."""
+    repo: Annotated[str, arg(metavar="OWNER/NAME")]
+    """The repository; created if there is none. Log in before: hf auth login."""
+    step: Count = None
+    """With a run's directory: the checkpoint of this step."""
+    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """Name of the model, if there are several."""
+    weights: Annotated[str, arg(metavar="WHICH")] = "model"
+    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
+    merge_adapters: Flag = False
+    """Of a model with peft's adapters: push the base with the adapters added, and not the adapters alone."""
+    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Where the frozen weights that the checkpoint left out are, if not where the run loaded them from."""
+    base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
+    """The base's name on the hub, for the card and the adapters' config."""
+    public: Flag = False
+    """Create a repository that everybody can read."""
+    as_json: Json = False
+    """Print JSON: the repository and the commit."""
+
+    def run(self) -> int:
+        """Pushes, and prints the commit's address."""
+        from dream_trainer.cli.push_command import push
+
+        return push(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """List, check, compare, prune and export a run's checkpoints."""
+    """List, check, compare, prune, export and push a run's checkpoints."""
 
     command: (
         Annotated[Ls, subcommand("ls")]
@@ -185,6 +217,7 @@ class Checkpoints:
         | Annotated[Diff, subcommand("diff")]
         | Annotated[Prune, subcommand("prune")]
         | Annotated[Export, subcommand("export")]
+        | Annotated[Push, subcommand("push")]
     )
 
     def run(self) -> int:
