@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dream_trainer.config.activation_checkpointing_parameters import (
         ActivationCheckpointingParameters as ActivationCheckpointingParameters,
     )
+    from dream_trainer.config.branch_parameters import BranchParameters as BranchParameters
     from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin as CheckpointConfigMixin
     from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
     from dream_trainer.config.compile_parameters import CompileConfigMixin as CompileConfigMixin
@@ -78,6 +79,7 @@ else:
             "ActivationCheckpointingParameters": "config.activation_checkpointing_parameters",
             "BaseTrainer": "trainer.base",
             "BaseTrainerConfig": "config.trainer_config",
+            "BranchParameters": "config.branch_parameters",
             "Callback": "events.callback",
             "CallbackCollection": "events.callback",
             "CheckpointConfigMixin": "config.checkpoint_parameters",

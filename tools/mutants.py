@@ -439,7 +439,7 @@ MUTANTS = [
     Mutant(
         "counters not restored",
         "dream_trainer/trainer/restored_state.py",
-        'trainer.progress.load_state_dict(shared["progress"])',
+        'trainer.progress.load_state_dict(_progress(shared["progress"], branch))',
         "pass",
         "tests/trainer/test_checkpoint_mixin.py",
     ),
@@ -449,6 +449,20 @@ MUTANTS = [
         'set_random_state(state["random"], tensors, world.device)',
         "pass",
         "tests/trainer/test_resume.py",
+    ),
+    Mutant(
+        "an extended schedule climbs back",
+        "dream_trainer/trainer/branched_rates.py",
+        "return lambda step: min(cap, form(step))",
+        "return form",
+        "tests/trainer/test_branching.py -k extended_cosine",
+    ),
+    Mutant(
+        "the checkpoint's learning rate silently wins in a branch",
+        "dream_trainer/checkpoint/optimizer_state.py",
+        "saved if with_options else {}",
+        "saved",
+        "tests/trainer/test_branching.py -k outlives",
     ),
     Mutant(
         "another seed resumes",

@@ -71,6 +71,8 @@ class Manifest:
     """Seconds since 1970, UTC, when it was written."""
     files: dict[str, FileEntry]
     """Every file but the manifest itself."""
+    parent: dict[str, Any] | None = None
+    """Of a run that began from another one's: the `checkpoint`, its `step`, and what went along. Not stored if None."""
     schema_version: int = SCHEMA_VERSION
     """Version of the directory's layout."""
 
@@ -111,6 +113,8 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's content on disk, with its own checksum as the last field."""
     body = {name: value for name, value in vars(manifest).items() if name != "path"}
+    if manifest.parent is None:
+        del body["parent"]  # readers of before branches had words know no such field
     body["files"] = {name: vars(entry) for name, entry in sorted(manifest.files.items())}
     return _sealed(body)
 
@@ -180,7 +184,7 @@ def _body(file: Path) -> dict[str, Any]:
 def _parse(path: Path, body: dict[str, Any]) -> Manifest:
     expected = {field.name for field in fields(Manifest)} - {"path"}
     try:
-        if set(body) != expected:
+        if set(body) | {"parent"} != expected:
             raise ValueError(f"its fields are not those of schema {SCHEMA_VERSION}: {sorted(set(body) ^ expected)}")
         files = {_plain_name(name): FileEntry(**entry) for name, entry in body["files"].items()}
         return Manifest(**{**body, "path": path, "files": files})

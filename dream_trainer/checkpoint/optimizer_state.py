@@ -21,6 +21,9 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 
+OPTIMIZER_PREFIX = "optimizers."
+"""Tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`."""
+
 # The parameters themselves; the names that an optimizer built from named parameters keeps for them; and which
 # implementation runs: that depends on the machine, and the state is the same under each.
 _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -80,7 +83,7 @@ def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tup
 
 
 def _tensor_name(name: str, fqn: str, key: str) -> str:
-    return f"optimizers.{name}.{fqn}.{key}"
+    return f"{OPTIMIZER_PREFIX}{name}.{fqn}.{key}"
 
 
 def _check(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
@@ -131,6 +134,8 @@ def prepare_optimizer_state(
     fqns: Mapping[Tensor, str],
     values: Mapping[str, Any],
     metadata: Mapping[str, tuple[torch.Size, torch.dtype]],
+    *,
+    with_options: bool = True,
 ) -> dict[str, Tensor]:
     """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
 
@@ -143,6 +148,7 @@ def prepare_optimizer_state(
         fqns: Names of its parameters.
         values: The second result of `optimizer_state`.
         metadata: From `tensor_metadata`.
+        with_options: Whether learning rate, decay and the like become those of the checkpoint.
 
     Returns:
         The allocated tensors by name, to be passed to `load_tensors`.
@@ -164,7 +170,7 @@ def prepare_optimizer_state(
     if absent:
         raise CheckpointError(f"The checkpoint has no tensors {', '.join(absent[:20])}, which its state names.")
     for group, saved in zip(optimizer.param_groups, options, strict=True):
-        _restore_options(group, saved)
+        _restore_options(group, saved if with_options else {})
     optimizer.state.clear()
     tensors: dict[str, Tensor] = {}
     for fqn, saved_state in values["state"].items():
@@ -217,6 +223,8 @@ def _options_by_group(
 
 @torch.no_grad()
 def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    if "lr" in saved and "initial_lr" not in saved:
+        group.pop("initial_lr", None)  # there was no scheduler, and this one's base is not the saved rate's
     for key, value in saved.items():
         current = group.get(key)
         if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:

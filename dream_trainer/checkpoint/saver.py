@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from dream_trainer.best_value import is_better
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.branch import leave_branch
-from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.checkpoint.snapshot import Snapshot
@@ -266,14 +265,14 @@ class Saver(Saving):
 
     # -- resuming
 
-    def goes_on_from(self, manifest: Manifest, *, has_pending_work: bool) -> None:
+    def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
         self.lacks_checkpoint = False
-        if manifest.path.parent.resolve() == self._writer.directory.resolve():
-            leave_branch(self._writer.directory, manifest.step, self._world)
-            self._saved, self._branched_at = Moment(manifest.step, has_pending_work), None
+        if is_own:
+            leave_branch(self._writer.directory, step, self._world)
+            self._saved, self._branched_at = Moment(step, has_pending_work), None
         else:
-            self._saved, self._branched_at = None, manifest.step
-        self._validation = manifest.step, dict(manifest.metrics)
+            self._saved, self._branched_at = None, step
+        self._validation = step, dict(metrics)
 
     def state(self) -> dict[str, Any]:
         return {"best_value": self._best_value}

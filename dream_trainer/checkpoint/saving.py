@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dream_trainer.errors import StepError
-
-if TYPE_CHECKING:
-    from dream_trainer.checkpoint.manifest import Manifest
 
 
 class Saving:
@@ -74,11 +71,13 @@ class Saving:
             CheckpointError: Some rank could not write; the same on every rank.
         """
 
-    def goes_on_from(self, manifest: Manifest, *, has_pending_work: bool) -> None:
+    def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
         """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves now; a collective.
 
         Args:
-            manifest: The checkpoint's.
+            step: Where the run goes on.
+            metrics: Of a validation at that step, if there was one.
+            is_own: Whether the checkpoint is this run's, and not another one's.
             has_pending_work: Whether something was still to be done after its last window.
         """
 

@@ -26,4 +26,4 @@ class Snapshot:
     """Plain tensors that only this rank has; also those whose value differs from rank 0's, under their name in
     `tensors`."""
     description: Mapping[str, Any]
-    """The fields `epoch`, `samples_seen`, `mesh_shape`, `config` and `metrics` of the manifest."""
+    """The fields `epoch`, `samples_seen`, `mesh_shape`, `config`, `metrics` and `parent` of the manifest."""

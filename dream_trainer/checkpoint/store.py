@@ -211,7 +211,7 @@ def _open(path: Path) -> tuple[Manifest, Metadata]:
 
 
 def load_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | None = None
+    path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
 ) -> None:
     """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
 
@@ -223,7 +223,7 @@ def load_tensors(
         tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
             the checkpoint and no other.
         world: The ranks.
-        optional_prefix: Names of the checkpoint that begin with it may be left out.
+        optional_prefix: Names of the checkpoint that begin with it, or with one of several, may be left out.
 
     Raises:
         DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
@@ -237,9 +237,7 @@ def load_tensors(
     manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
     unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
     # Under a pipeline no rank has all names: only what no rank asks for is left over.
-    left_over = {
-        name for name in set.intersection(*unused) if optional_prefix is None or not name.startswith(optional_prefix)
-    }
+    left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
     if left_over:
         raise CheckpointError(
             f"Could not {task}: it contains {_listed(left_over)}, which this run does not have. "

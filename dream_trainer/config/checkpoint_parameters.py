@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from dream_trainer.checks import check_boolean, check_choice, check_directory, check_integer, check_positive
+from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 
@@ -66,8 +67,10 @@ class CheckpointParameters:
 
     resume: int | str | None = "auto"
     """"auto": the newest complete checkpoint of this run if there is one; "latest": that one, an error if there is
-    none; "best": the best by `best_metric`; a step; a checkpoint's path; None: start from step 0, an error if the run
-    directory has checkpoints already."""
+    none; "best": the best by `best_metric`; a step; a path of a checkpoint, or of another run, for its newest; None:
+    start from step 0, an error if the run directory has checkpoints already."""
+    branch: BranchParameters = field(default_factory=BranchParameters)
+    """What goes along from the checkpoint of another run that `resume` names by its path."""
     init_from: str | None = None
     """Weights to start from if there is nothing to resume: whatever `load_weights` reads."""
     init_renames: Mapping[str, str] = field(default_factory=dict)
@@ -108,6 +111,10 @@ class CheckpointParameters:
                 raise ConfigError(
                     f'{name}={self._value(name)!r} does not say by which metric. Set best_metric, such as "val/loss".'
                 )
+        if not isinstance(self.branch, BranchParameters):
+            raise ConfigError(
+                f"branch={self.branch!r} is of type {type(self.branch).__name__}. Use BranchParameters(...)."
+            )
         is_step = isinstance(self.resume, int) and not isinstance(self.resume, bool) and self.resume >= 0
         if not (is_step or self.resume is None or (isinstance(self.resume, str) and self.resume)):
             raise ConfigError(

@@ -21,14 +21,17 @@ from dream_trainer.checkpoint.model_state import (
     model_tensors,
     parameter_fqns,
 )
-from dream_trainer.checkpoint.optimizer_state import prepare_optimizer_state
+from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, prepare_optimizer_state
 from dream_trainer.checkpoint.random_state import set_random_state
 from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
+from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
+from dream_trainer.trainer.branched_rates import branch_rates, refuse_branch, say_what_goes_on
+from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, numbered
 
@@ -38,19 +41,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dream_trainer")
 
 
-def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
+def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
     Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
     is seeded again from (seed, step, rank), with a warning.
 
+    Args:
+        trainer: Between two windows.
+        manifest: Of the checkpoint.
+        branch: What goes along; weights, callbacks and the user's own state always do.
+
     Raises:
         DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
-        CheckpointError: It is of another model, seed or global batch. Both the same on every rank.
+        CheckpointError: It is of another model, seed or global batch, or the words cannot work here. Both the same on
+            every rank.
     """
     path, world = manifest.path, trainer.world
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
-    _refuse_other_run(trainer, shared, path)
+    if branch.data == "keep":
+        _refuse_other_run(trainer, shared, path)
+    refuse_branch(trainer.named_schedulers(), branch)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
     left_out = shared.get("left_out", {})
@@ -61,23 +72,28 @@ def restore(trainer: AbstractTrainer, manifest: Manifest) -> None:
         tensors = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
         metadata = tensor_metadata(path)
         saved, optimizers = shared["optimizers"], trainer.named_optimizers()
-        if set(saved) != set(optimizers):
+        if branch.optimizer == "new":
+            optimizers = {}
+        elif set(saved) != set(optimizers):
             raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(optimizers)}.")
+        with_options = branch.optimizer == "keep"
         for name, optimizer in optimizers.items():
-            tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata)
+            tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata, with_options=with_options)
         for _, prefix, callback in numbered(trainer.callbacks):
             callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
             if any(name in metadata for name in callback_tensors):
                 tensors |= callback_tensors
         return tensors
 
-    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=CALLBACK_PREFIX)
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path)))
+    optional = (CALLBACK_PREFIX, *([OPTIMIZER_PREFIX] if branch.optimizer == "new" else []))
+    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=optional)
+    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), branch))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
     data = shared.get("data")
-    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, same_layout=same_layout))
-    on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
+    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, branch, same_layout=same_layout))
+    if branch.counters == "keep":
+        on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
 
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
@@ -91,24 +107,40 @@ def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Pa
         if shared[name] != value:
             raise CheckpointError(
                 f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
-                f"would no longer be the same. Set {name}={shared[name]}, or start another experiment."
+                f"would no longer be the same. Set {name}={shared[name]}, or begin another experiment from it, with "
+                'branch=BranchParameters(data="new").'
             )
 
 
-def _restore_shared(trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str]) -> None:
-    trainer.progress.load_state_dict(shared["progress"])
-    trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
+def _restore_shared(
+    trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str], branch: BranchParameters
+) -> None:
+    trainer.progress.load_state_dict(_progress(shared["progress"], branch))
+    if branch.optimizer != "new":
+        trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
     load_model_extra_state(trainer.named_models(), shared["extra_state"])
     schedulers = trainer.named_schedulers()
-    if set(schedulers) != set(shared["schedulers"]):
+    if branch.schedule != "new" and set(schedulers) != set(shared["schedulers"]):
         raise CheckpointError(
             f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}."
         )
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(shared["schedulers"][name])
+    branch_rates(schedulers, shared["schedulers"], shared.get("rate_caps", {}), branch)
+    if trainer.world.is_main:
+        say_what_goes_on(trainer.named_optimizers(), schedulers, shared, branch)
     _restore_callbacks(trainer, shared["callbacks"], names)
-    trainer._load_mixin_state(shared["mixins"])
+    if branch.counters == "keep":
+        trainer._load_mixin_state(shared["mixins"])
     trainer.load_state_dict(shared["user"])
+
+
+def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]:
+    """The counters to begin from; the position in the data is one of them, and has a word of its own."""
+    fresh = Counters().state_dict()
+    counters = saved if branch.counters == "keep" else fresh
+    position = saved if branch.data == "keep" else fresh
+    of_data = ("data", "is_pass_over", "loader_was_replaced")
+    of_epoch = ("batch_idx", "epoch_steps") if branch.data == "new" else ()  # its data begin anew, so it does
+    return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
 
 
 def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str]) -> None:
@@ -179,7 +211,12 @@ def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any
 
 
 def _restore_rank(
-    trainer: AbstractTrainer, manifest: Manifest, data: dict[str, Any] | None, *, same_layout: bool
+    trainer: AbstractTrainer,
+    manifest: Manifest,
+    data: dict[str, Any] | None,
+    branch: BranchParameters,
+    *,
+    same_layout: bool,
 ) -> None:
     world, progress, path = trainer.world, trainer.progress, manifest.path
     state: dict[str, Any] = {}
@@ -188,6 +225,8 @@ def _restore_rank(
         state, tensors = read_rank(path, world.rank)
         load_rank_buffers(trainer.named_models(), tensors)
         trainer.load_rank_state_dict(state["user"])
+    if branch.data == "new":
+        return  # the order and the generators are those of a run that starts
     same_device = f"random.{world.device.type}" in tensors
     if not same_device and world.is_main:
         logger.warning(

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from pathlib import Path
-
-import torch.nn as nn
+from typing import Any
 
 from dream_trainer.checkpoint.files import local_path, recover_replaced, step_directories
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
+from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from dream_trainer.weights.load import load_weights
 
 logger = logging.getLogger("dream_trainer")
 
-Load = Callable[[Manifest], None]
+Load = Callable[[Manifest, BranchParameters], None]
 
 
 def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Load) -> bool:
@@ -29,18 +29,27 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
         root: Directory of the run's checkpoints.
         parameters: `resume`, `best_metric` and `best_mode` count.
         world: The ranks.
-        load: Gives a checkpoint's state back to the trainer; a collective. Checksums of tensors are compared there.
+        load: Gives a checkpoint's state, or what goes along of it, back to the trainer; a collective. Checksums of
+            tensors are compared there.
 
     Returns:
         Whether there was something to resume.
 
     Raises:
         CheckpointError: What was asked for is not there, damaged, or of another run; the same on every rank.
-        ConfigError: `resume=None`, and the directory has checkpoints.
+        ConfigError: `resume=None`, and the directory has checkpoints; or `branch` has words, and nothing is branched.
     """
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
+    parent = world.broadcast_object(_parent_of_newest(root) if world.is_main else None)
+    if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
+        return _branch(asked, root, parameters.branch, parent, world, load)
+    if parameters.branch != ALL_KEPT and parent is None:
+        raise ConfigError(
+            f"branch={parameters.branch} says what goes along from another run's checkpoint, and resume={asked!r} "
+            "names none. Set resume=<its path>."
+        )
     if asked is None:
         _refuse_used_directory(root, world)
         return False
@@ -48,16 +57,47 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
         return _load_newest(root, world, load, is_required=asked == "latest")
     if asked == "best":
         path = _chosen(root, world, lambda checkpoints: _path_of_best(checkpoints, root, parameters))
-    elif isinstance(asked, int):
-        path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, asked))
     else:
-        path = local_path(asked)
-        if not world.broadcast_object(path.exists()):
-            raise CheckpointError(
-                f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
-            )
-    load(verify_all_but_shards(path, world=world))
+        path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, int(asked)))
+    load(verify_all_but_shards(path, world=world), ALL_KEPT)
     return True
+
+
+def _branch(
+    asked: str, root: Path, branch: BranchParameters, parent: dict[str, Any] | None, world: Ranks, load: Load
+) -> bool:
+    """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
+    place = Path(os.path.abspath(local_path(asked)))
+    if parent is not None and Path(parent["checkpoint"]).is_relative_to(place):
+        if parent["words"] != vars(branch):
+            raise ConfigError(
+                f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
+                "Use another experiment name."
+            )
+        return _load_newest(root, world, load, is_required=True)
+    if not world.broadcast_object(place.exists()):
+        raise CheckpointError(
+            f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
+        )
+    path = _chosen(place / "checkpoints", world, _newest) if (place / "checkpoints").is_dir() else place
+    if branch != ALL_KEPT and path.parent.resolve() == root.resolve():
+        raise ConfigError(
+            f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
+            "Use another experiment name."
+        )
+    load(verify_all_but_shards(path, world=world), branch)
+    return True
+
+
+def _newest(checkpoints: list[Manifest]) -> Path:
+    if not checkpoints:
+        raise CheckpointError("the run that resume names has no whole checkpoint.")
+    return checkpoints[-1].path
+
+
+def _parent_of_newest(root: Path) -> dict[str, Any] | None:
+    own = list_checkpoints(root)
+    return own[-1].parent if own else None
 
 
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
@@ -66,7 +106,7 @@ def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> 
     candidates = world.broadcast_object(paths)
     for path in reversed(candidates):
         try:
-            load(verify_all_but_shards(path, world=world))
+            load(verify_all_but_shards(path, world=world), ALL_KEPT)
         except DamagedCheckpointError as error:
             if world.is_main:
                 logger.warning("skipping a damaged checkpoint: %s", error)
@@ -114,30 +154,4 @@ def _refuse_used_directory(root: Path, world: Ranks) -> None:
         raise ConfigError(
             f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "
             'Use another experiment name, resume="auto", or move them away.'
-        )
-
-
-def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
-    """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
-
-    Raises:
-        ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
-        CheckpointError: The weights are not there, damaged, or do not fit.
-    """
-    if parameters.init_from is None:
-        return
-    path = local_path(parameters.init_from)
-    if len(models) > 1 and not (path / MANIFEST_NAME).exists():
-        raise ConfigError(
-            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
-            "Call load_weights for each in load_pretrained."
-        )
-    for name, model in models.items():
-        load_weights(
-            model,
-            path,
-            model_name=name if len(models) > 1 else None,
-            renames=parameters.init_renames,
-            strict=parameters.init_strict,
-            world=world,
         )

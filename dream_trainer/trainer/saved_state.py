@@ -32,6 +32,7 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.weights.adapters import adapters_of
 from dream_trainer.weights.origins import origin_of
@@ -79,6 +80,8 @@ def snapshot(
             "model_configs": model_configs(models),
             "adapters": {name: asdict(a) for name, model in models.items() if (a := adapters_of(model)) is not None},
             "loss_scale": trainer._accumulation.loss_scale_state(),
+            "rate_caps": rate_caps(trainer.named_schedulers()),
+            "configured_options": configured_options(trainer.named_optimizers()),
         } | _given_state(trainer)
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, unsaved = metric_state(trainer._metrics_of_training())
@@ -109,6 +112,7 @@ def snapshot(
             "mesh_shape": dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
             "config": to_dict(trainer.config),
             "metrics": dict(metrics),
+            "parent": trainer._recorder.parent,
         },
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest
 from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.saving import Saving
@@ -311,11 +311,15 @@ def test_after_an_exception_a_save_that_fails_is_only_said(tmp_path: Path) -> No
 # -- branches and retention
 
 
+def goes_on_from(saver: Saver, manifest: Manifest, *, is_own: bool) -> None:
+    saver.goes_on_from(manifest.step, manifest.metrics, is_own=is_own, has_pending_work=False)
+
+
 def test_what_a_run_leaves_by_going_back_is_set_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.saver.goes_on_from(list_checkpoints(tmp_path)[1], has_pending_work=False)
+        goes_on_from(run.saver, list_checkpoints(tmp_path)[1], is_own=True)
         assert run.on_disk == [1, 2]
         run.step = 2
         run.saver.save()  # it is there
@@ -332,7 +336,7 @@ def test_a_run_that_goes_on_from_another_runs_checkpoint_sets_its_own_aside_when
     theirs = read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.step = 2
-        run.saver.goes_on_from(theirs, has_pending_work=False)
+        goes_on_from(run.saver, theirs, is_own=False)
         assert run.on_disk == [1, 2, 3, 4]
         run.train()
         assert run.on_disk == [1, 3]
@@ -345,8 +349,8 @@ def test_a_run_that_comes_back_to_its_own_checkpoints_keeps_them(tmp_path: Path)
         save(own, step)
     theirs = read_manifest(save(other, 2))
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
-        run.saver.goes_on_from(theirs, has_pending_work=False)
-        run.saver.goes_on_from(list_checkpoints(own)[-1], has_pending_work=False)
+        goes_on_from(run.saver, theirs, is_own=False)
+        goes_on_from(run.saver, list_checkpoints(own)[-1], is_own=True)
         run.step = 4
         run.train()
     assert run.on_disk == [1, 2, 3, 4, 5]

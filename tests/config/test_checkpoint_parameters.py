@@ -37,6 +37,7 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
         "best_metric": None,
         "best_mode": "min",
         "resume": "auto",
+        "branch": dt.BranchParameters(),
         "init_from": None,
         "init_renames": {},
         "init_strict": True,

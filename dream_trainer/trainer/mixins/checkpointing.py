@@ -9,6 +9,7 @@ trainer/saved_state.py; what is resumed, in trainer/resume.py; how it is given b
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,7 @@ from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
+from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
 from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
@@ -35,13 +37,20 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.branched_rates import note_options
+from dream_trainer.trainer.initial_weights import load_initial_weights
 from dream_trainer.trainer.restored_state import restore
-from dream_trainer.trainer.resume import load_initial_weights, resume
+from dream_trainer.trainer.resume import resume
 
 logger = logging.getLogger("dream_trainer")
 
 # Fields that say where files lie and how this start begins: no difference between the runs.
-_OF_ONE_START = ("runs_dir:", "checkpoint_parameters.directory:", "checkpoint_parameters.resume:")
+_OF_ONE_START = (
+    "runs_dir:",
+    "checkpoint_parameters.directory:",
+    "checkpoint_parameters.resume:",
+    "checkpoint_parameters.branch.",
+)
 
 
 class CheckpointMixin(AbstractTrainer):
@@ -154,6 +163,7 @@ class CheckpointMixin(AbstractTrainer):
         writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
         is_dry = self.config.training_parameters.fast_dev_run
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
+        note_options(self.named_optimizers())
         saver = self._saver = Saver(
             parameters,
             self.world,
@@ -206,9 +216,17 @@ class CheckpointMixin(AbstractTrainer):
         with super()._validation_context():
             yield
 
-    def _load(self, manifest: Manifest) -> None:
-        restore(self, manifest)
-        self._saver.goes_on_from(manifest, has_pending_work=self.progress.owed is not None)
+    def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
+        restore(self, manifest, branch)
+        is_own = manifest.path.parent.resolve() == self.checkpoint_dir.resolve()
+        self._recorder.parent = manifest.parent
+        if not is_own:
+            path = os.path.abspath(manifest.path)
+            self._recorder.parent = {"checkpoint": path, "step": manifest.step, "words": dict(vars(branch))}
+        metrics = manifest.metrics if branch.counters == "keep" else {}
+        self._saver.goes_on_from(
+            self.global_step, metrics, is_own=is_own, has_pending_work=self.progress.owed is not None
+        )
         self._say_what_changed(manifest)
         self._notify("on_load", manifest.path)
 
@@ -222,7 +240,7 @@ class CheckpointMixin(AbstractTrainer):
         if changed:
             logger.warning(
                 "the config differs from the checkpoint's: %s. The new values apply, except where optimizers and "
-                "schedulers saved the old ones, such as learning rates: those go on.",
+                "schedulers saved the old ones, such as learning rates: those go on, unless `branch` says otherwise.",
                 "; ".join(changed),
             )
 

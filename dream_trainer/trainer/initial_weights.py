@@ -1,0 +1,40 @@
+"""The weights that a run starts from where it has nothing to resume: `init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn as nn
+
+from dream_trainer.checkpoint.files import local_path
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import ConfigError
+from dream_trainer.weights.load import load_weights
+
+
+def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
+    """Loads `parameters.init_from` into the models, if it is set; every rank calls it.
+
+    Raises:
+        ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
+        CheckpointError: The weights are not there, damaged, or do not fit.
+    """
+    if parameters.init_from is None:
+        return
+    path = local_path(parameters.init_from)
+    if len(models) > 1 and not (path / MANIFEST_NAME).exists():
+        raise ConfigError(
+            f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
+            "Call load_weights for each in load_pretrained."
+        )
+    for name, model in models.items():
+        load_weights(
+            model,
+            path,
+            model_name=name if len(models) > 1 else None,
+            renames=parameters.init_renames,
+            strict=parameters.init_strict,
+            world=world,
+        )

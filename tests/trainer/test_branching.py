@@ -1,0 +1,275 @@
+"""Runs that begin from another one's checkpoint: each word against the loop as one writes it by hand, on 1 and 2 ranks.
+
+In float64; AdamW, whose moments, steps and rate all leave a mark; warm-up and cosine, whose place does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import dream_trainer as dt
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.optim.learning_rates import rate_factor
+from dream_trainer.trainer.run_record import read_record
+from tests.trainer import saves, small
+from tests.trainer.small import Batch, Samples, assert_same_weights, fill, network, weights
+from tests.worlds import run_world
+
+SCHEDULE = dt.ScheduleParameters(name="cosine", warmup_steps=2, min_lr_ratio=0.1)
+STEPS, LONGER = 6, 14  # the parent's limit, and its branches'
+AT = 4  # where they begin
+BATCH = 4  # samples of a step, over all ranks
+LENGTH = 40
+OLD, NEW = 0.05, 0.01
+
+WORDS: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "moments": {"optimizer": "moments"},
+    "new optimizer": {"optimizer": "new"},
+    "extended": {"schedule": "extend"},
+    "extended, moments": {"schedule": "extend", "optimizer": "moments"},
+    "new schedule": {"schedule": "new"},
+    "new schedule, moments": {"schedule": "new", "optimizer": "moments"},
+    "new counters": {"counters": "new"},
+    "new data": {"data": "new"},
+    "new counters and data": {"counters": "new", "data": "new"},
+    "weights alone": {"optimizer": "new", "schedule": "new", "counters": "new", "data": "new"},
+}
+
+
+class Branches(saves.Saves):
+    """AdamW under a schedule; notes the samples of each step, on all ranks, and its rate."""
+
+    def __init__(self, config: saves.Config) -> None:
+        small.Spread.__init__(self, config, DistributedDataLoader(Samples(LENGTH), BATCH // ranks()))
+        self.saved, self.loaded, self.rates = [], [], []
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = adamw(self.model, self.config.learning_rate)
+
+    def configure_schedulers(self) -> None:
+        self.scheduler = dt.build_schedule(SCHEDULE, self.optimizer, total_steps=self.total_steps)
+
+    def post_fit(self) -> None:
+        self.end = weights(self.model)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.seen.append(batch[2].tolist())
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        self.step(self.model, self.optimizer, self.scheduler)
+        return {"loss": loss}
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1 if rate == OLD else 0.2)
+
+
+def make_config(experiment: str, rate: float, steps: int, **checkpoint: Any) -> saves.Config:
+    return saves.make_config(
+        experiment=experiment,
+        learning_rate=rate,
+        training={"max_steps": steps},
+        **{"save_every_n_steps": 2, "save_every_n_epochs": None} | checkpoint,
+    )
+
+
+def fit(trainer: Branches) -> Branches:
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def parent() -> str:
+    """The path of the checkpoint that runs begin from."""
+    trainer = fit(Branches(make_config("parent", OLD, STEPS)))
+    return str(trainer.checkpoint_dir / f"step_{AT:08d}")
+
+
+def branch(experiment: str, path: str, *, rate: float = NEW, steps: int = LONGER, **words: Any) -> Branches:
+    return fit(Branches(make_config(experiment, rate, steps, resume=path, branch=BranchParameters(**words))))
+
+
+def by_hand(word: dict[str, Any]) -> tuple[torch.nn.Module, list[float]]:
+    """What a branch should have come to, and the rate of each of its steps."""
+    data, model = Samples(LENGTH), network()
+    fill(model)
+    before, after = (rate_factor(SCHEDULE, total_steps=steps) for steps in (STEPS, LONGER))
+    optimizer = adamw(model, OLD)
+    place = 0
+
+    def step(rate: float) -> None:
+        nonlocal place
+        optimizer.param_groups[0]["lr"] = rate
+        numbers = [index % LENGTH for index in range(place, place + BATCH)]
+        mse_loss(model(data.x[numbers]), data.y[numbers]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        place += BATCH
+
+    for number in range(AT):
+        step(OLD * before(number))
+    of_config = word.get("optimizer", "keep") != "keep"
+    if word.get("optimizer") == "new":
+        optimizer = adamw(model, NEW)
+    elif of_config:
+        optimizer.param_groups[0]["weight_decay"] = 0.2
+    if word.get("data") == "new":
+        place = 0
+    base = NEW if of_config else OLD
+    rates = []
+    for number in range(LONGER if word.get("counters") == "new" else LONGER - AT):
+        position = number if word.get("schedule") == "new" else AT + number
+        factor = after(position)
+        if word.get("schedule") == "extend":
+            factor = min(factor, before(AT))
+        elif word.get("schedule", "keep") == "keep" and not of_config and number == 0:
+            factor = before(AT)  # what the last step of the parent has set
+        rates.append(base * factor)
+        step(rates[-1])
+    return model, rates
+
+
+def check(name: str, trainer: Branches, model: dict[str, torch.Tensor]) -> None:
+    expected, rates = by_hand(WORDS[name])
+    assert trainer.rates == pytest.approx(rates, rel=1e-12), name
+    assert_same_weights(model, expected)
+
+
+def each_word(directory: str, names: list[str]) -> dict[str, Any]:
+    """Every word in this world, and a restart in the middle of the branch."""
+    os.chdir(directory)
+    path, found = parent(), {}
+    for name in names:
+        trainer = branch(name, path, **WORDS[name])
+        check(name, trainer, trainer.end)
+        began = 0 if WORDS[name].get("counters") == "new" else AT
+        found[name] = (trainer.global_step - began, len(trainer.rates), trainer.checkpoints()[-1].parent)
+        # Killed after some steps, and the same command again: it goes on from the branch's own, not from the parent.
+        for checkpoint in trainer.checkpoints():
+            if checkpoint.step > 8 and trainer.world.is_main:
+                checkpoint.path.rename(checkpoint.path.with_name(f"gone_{checkpoint.step}"))
+        again = branch(name, path, **WORDS[name])
+        assert again.loaded == ["step_00000008"]
+        assert_same_weights(again.end, trainer.end)
+    return found
+
+
+def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) -> None:
+    found = each_word(str(tmp_path), list(WORDS))
+    for name, (steps, trained, born) in found.items():
+        assert steps == trained == LONGER - (0 if WORDS[name].get("counters") == "new" else AT)
+        words = {"optimizer": "keep", "schedule": "keep", "counters": "keep", "data": "keep"} | WORDS[name]
+        checkpoint = str(tmp_path / f"runs/tests/checkpoint/parent/checkpoints/step_{AT:08d}")
+        assert born == {"checkpoint": checkpoint, "step": AT, "words": words}
+        record = read_record(tmp_path / "runs/tests/checkpoint" / name)
+        assert record is not None
+        assert record.parent == born
+        assert record.starts == 2
+
+
+def test_each_word_is_the_loop_by_hand_on_two_ranks(tmp_path: Path) -> None:
+    names = ["moments", "extended", "new schedule", "new counters", "new data", "weights alone"]
+    for found in run_world(each_word, 2, str(tmp_path), names):
+        assert list(found) == names
+
+
+def test_an_extended_cosine_never_climbs_and_ends_where_the_longer_one_does() -> None:
+    path = str(Path(parent()).with_name(f"step_{STEPS:08d}"))
+    assert max(branch("climbs", path).rates[1:]) > 3 * OLD * 0.1
+    held = branch("held", path, schedule="extend")
+    assert held.rates == pytest.approx([OLD * 0.1] * (LONGER - STEPS))
+    rates = branch("early", str(Path(path).with_name("step_00000002")), schedule="extend").rates
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+
+
+def test_a_run_directory_means_its_newest_checkpoint() -> None:
+    parent()
+    trainer = branch("whole", "runs/tests/checkpoint/parent")
+    assert trainer.loaded == [f"step_{STEPS:08d}"]
+    assert branch("whole", "runs/tests/checkpoint/parent", steps=LONGER + 2).loaded == [f"step_{LONGER:08d}"]
+
+
+def test_a_branch_may_have_another_seed_batch_and_optimizer() -> None:
+    class Sgd(Branches):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=NEW)
+
+    path = parent()
+    config = make_config("sgd", NEW, LONGER, resume=path, branch=BranchParameters(optimizer="new", data="new"))
+    config.seed = 1
+    assert fit(Sgd(config)).global_step == LONGER
+    config = make_config("seed", NEW, LONGER, resume=path)
+    config.seed = 1
+    with pytest.raises(CheckpointError, match=r'seed=42, and this run has 1.*branch=BranchParameters\(data="new"\)'):
+        fit(Branches(config))
+
+
+def test_words_that_branch_nothing_are_an_error() -> None:
+    words = BranchParameters(optimizer="moments")
+    with pytest.raises(ConfigError, match=r"resume='auto' names none\. Set resume="):
+        fit(Branches(make_config("run", NEW, 4, branch=words)))
+    path = parent()
+    with pytest.raises(ConfigError, match="is this run's own. Use another experiment name"):
+        branch("parent", path, optimizer="moments")
+    branch("child", path, optimizer="moments")
+    with pytest.raises(ConfigError, match=r"this run began from .* with .*'moments'.*Use another experiment name"):
+        branch("child", path, optimizer="new", steps=LONGER + 2)
+    later = fit(Branches(make_config("child", NEW, LONGER + 2, branch=words)))  # with "auto" it goes on all the same
+    assert later.loaded == [f"step_{LONGER:08d}"]
+    with pytest.raises(ConfigError, match="branch.optimizer='kept' is not known"):
+        BranchParameters(optimizer="kept")  # type: ignore[arg-type]
+
+
+class Annealed(Branches):
+    def configure_schedulers(self) -> None:
+        self.scheduler = CosineAnnealingLR(self.optimizer, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"optimizer": "moments"}, "a CosineAnnealingLR computes each rate from the last"),
+        ({"schedule": "extend"}, "a CosineAnnealingLR, whose form is not known"),
+        ({"schedule": "new"}, "cannot begin anew from the checkpoint's learning rate"),
+    ],
+    ids=str,
+)
+def test_what_a_scheduler_cannot_do_is_refused_by_name(words: dict[str, Any], said: str) -> None:
+    trainer = fit(Annealed(make_config("parent", OLD, 4)))
+    path = str(trainer.checkpoint_dir / "step_00000002")
+    with pytest.raises(CheckpointError, match=said):
+        fit(Annealed(make_config("child", NEW, 4, resume=path, branch=BranchParameters(**words))))
+    both = BranchParameters(optimizer="moments", schedule="new")
+    assert fit(Annealed(make_config("other", NEW, 4, resume=path, branch=both))).rates[0] == NEW
+
+
+def test_a_plain_resume_says_which_rate_goes_on_and_how_a_schedule_changes(caplog: pytest.LogCaptureFixture) -> None:
+    def said(rate: float, steps: int) -> str:
+        caplog.clear()
+        fit(Branches(make_config("parent", rate, steps)))
+        return caplog.text
+
+    said(OLD, STEPS)
+    assert "goes on" not in said(OLD, STEPS)
+    text = said(NEW, LONGER)
+    assert f"optimizer: this config has lr={NEW}, and the checkpoint's {OLD} goes on" in text
+    assert "optimizer: this config has weight_decay=0.2, and the checkpoint's 0.1 goes on" in text
+    assert "at step 6 it multiplied the learning rate by 0.1, and the new form" in text
+    text = said(NEW, LONGER + 2)  # it is said as long as it is so
+    assert f"the checkpoint's {OLD} goes on" in text
