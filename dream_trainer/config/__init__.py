@@ -11,6 +11,7 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.config.command_line import parse as parse
+    from dream_trainer.config.config_files import load_config as load_config
     from dream_trainer.config.device_parameters import DeviceParameters as DeviceParameters
     from dream_trainer.config.device_parameters import MeshShape as MeshShape
     from dream_trainer.config.device_parameters import resolve_mesh as resolve_mesh
@@ -33,6 +34,7 @@ else:
             "check_config": "config.trainer_config",
             "difference": "config.serialize",
             "from_dict": "config.serialize",
+            "load_config": "config.config_files",
             "parse": "config.command_line",
             "resolve_mesh": "config.device_parameters",
             "to_dict": "config.serialize",

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import tyro
 
+from dream_trainer.config.config_files import load_config
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 
@@ -17,7 +18,9 @@ T = TypeVar("T", bound=BaseTrainerConfig)
 def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
     """Builds a config from command-line arguments; `--help` lists every field with its meaning and default.
 
-    Callbacks are code and not on the command line: they stay as the given instance, or the class's default, has them.
+    `--config FILE`, given once or several times, is read first, as by `load_config`; other arguments change what the
+    files set. Callbacks are code and not on the command line: they stay as the given instance, or the class's default,
+    has them.
 
     Args:
         config: an instance, whose values are the defaults, or a class, whose fields without default are then required.
@@ -29,6 +32,9 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
     """
     hide_what_has_no_text = (tyro.conf.SuppressFixed,)
     try:
+        files, args = _take_files(sys.argv[1:] if args is None else args)
+        if files:
+            config = _from_files(config, files, args)
         if isinstance(config, type):
             return tyro.cli(config, args=args, config=hide_what_has_no_text)
         parsed = tyro.cli(type(config), args=args, default=config, config=hide_what_has_no_text)
@@ -37,3 +43,33 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
         raise SystemExit(2) from None
     parsed.callbacks = config.callbacks  # tyro would build an empty collection of its own
     return parsed
+
+
+def _take_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of `--config`, and the other arguments."""
+    files: list[str] = []
+    others: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word == "--config":
+            file = next(words, None)
+            if file is None or file.startswith("--"):
+                raise ConfigError("--config names no file. Use --config run.yaml.")
+            files.append(file)
+        elif word.startswith("--config="):
+            files.append(word.removeprefix("--config="))
+        else:
+            others.append(word)
+    return files, others
+
+
+def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
+    """The names that a class has no default for may come as flags, which are read after the files."""
+    if not isinstance(config, type):
+        return load_config(config, *files)
+    names = {}
+    for name in ("project", "group", "experiment"):
+        flag = f"--{name}"
+        if flag in args[:-1]:
+            names[name] = args[args.index(flag) + 1]
+    return load_config(config, *files, **names)

@@ -1,0 +1,135 @@
+"""Configs from files: merged in order, flags last; what is wrong is named with its place, file and the nearest name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import dream_trainer as dt
+from dream_trainer.config import load_config, parse, to_dict
+from dream_trainer.errors import ConfigError
+from dream_trainer.events.callback import Callback, CallbackCollection
+
+COSINE = dt.ScheduleParameters(name="cosine")
+
+
+@dataclass
+class FileConfig(dt.DreamTrainerConfig):
+    learning_rate: float = 0.1
+    schedule: dt.ScheduleParameters = COSINE
+    weights: Mapping[str, float] = field(default_factory=lambda: {"a": 1.0})
+
+
+NAMES = {"project": "p", "group": "g", "experiment": "e"}
+
+
+def given() -> FileConfig:
+    return FileConfig(**NAMES, callbacks=CallbackCollection([Callback()]))  # type: ignore[arg-type]
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def files() -> list[str]:
+    return [
+        write("base.yaml", "learning_rate: 1e-3\ntraining_parameters:\n  n_epochs: 3\n  max_time: 90\n"),
+        write("more.toml", "weights = { b = 2.0 }\n[training_parameters]\ntrain_batch_size = 8\n"),
+        write("last.json", '{"schedule": {"warmup_steps": 5}, "training_parameters": {"n_epochs": 7}}'),
+    ]
+
+
+def test_files_are_merged_in_order_field_by_field_and_the_last_word_counts() -> None:
+    before = given()
+    config = load_config(before, *files())
+    assert (config.learning_rate, config.weights) == (1e-3, {"b": 2.0})
+    assert config.schedule == dt.ScheduleParameters(name="cosine", warmup_steps=5)
+    training = config.training_parameters
+    assert (training.n_epochs, training.train_batch_size, training.max_time) == (7, 8, timedelta(seconds=90))
+    assert config.callbacks is before.callbacks
+    assert before.learning_rate == 0.1
+    assert load_config(before, write("empty.yaml", "")).learning_rate == 0.1
+
+
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_on_the_command_line_flags_count_over_files_wherever_they_stand(form: str) -> None:
+    words = " ".join(form.format(file) for file in files()).split()
+    config = parse(given(), ["--learning-rate", "0.5", *words, "--training-parameters.n-epochs", "9"])
+    assert (config.learning_rate, config.training_parameters.n_epochs) == (0.5, 9)
+    assert config.training_parameters.train_batch_size == 8
+    config = parse(FileConfig, [*words, "--project", "a", "--group", "b", "--experiment", "c"])
+    assert (config.project, config.learning_rate) == ("a", 1e-3)
+    assert parse(FileConfig, ["--config", write("names.json", json.dumps(NAMES))]).experiment == "e"
+
+
+def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name() -> None:
+    theirs = FileConfig(
+        project="theirs",
+        group="old",
+        experiment="first",
+        learning_rate=0.7,
+        runs_dir="there",
+        callbacks=CallbackCollection([Callback()]),
+        checkpoint_parameters=dt.CheckpointParameters(resume=4, keep_last=2),
+    )
+    theirs.run_dir.mkdir(parents=True)
+    write(str(theirs.run_dir / "config.json"), json.dumps(to_dict(theirs)))
+    for path in (theirs.run_dir, theirs.run_dir / "config.json"):
+        config = load_config(given(), path, write("names.yaml", "experiment: second"))
+        assert (config.project, config.experiment, config.runs_dir) == ("p", "second", None)
+        assert (config.learning_rate, config.checkpoint_parameters.keep_last) == (0.7, 2)
+        assert config.checkpoint_parameters.resume == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.yaml",
+            "learning_rte: 1",
+            r"a\.yaml sets learning_rte, .*no field learning_rte\. Did you mean learning_rate",
+        ),
+        (
+            "a.toml",
+            "[training_parameters]\nn_epoch = 3",
+            r"a\.toml sets training_parameters\.n_epoch, .*Did you mean training_parameters\.n_epochs\?",
+        ),
+        ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
+        ("a.yaml", "learning_rate: fast", "'fast' is of type str, not float"),
+        ("a.yaml", "training_parameters: {train_batch_size: 0}", "train_batch_size=0 is too small"),
+        ("a.yaml", "callbacks: []", "sets callbacks, which are code"),
+        ("a.yaml", "- 1", "holds a list"),
+        ("a.yaml", "a: [", "a.yaml is not valid"),
+        ("a.json", "{", "a.json is not valid"),
+        ("a.toml", "=", "a.toml is not valid"),
+        ("a.txt", "x", "ends in '.txt'. Use .yaml"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(
+    name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(given(), write(name, text))
+    with pytest.raises(SystemExit) as raised:
+        parse(given(), ["--config", name])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("arguments", [["--config"], ["--config", "--seed", "3"], ["--config", "none.yaml"]])
+def test_a_file_that_is_not_there_is_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(given(), arguments)
+    assert raised.value.code == 2
+    assert "names no file" in (said := capsys.readouterr().err) or "none.yaml cannot be read: No such file" in said
+
+
+def test_a_class_wants_its_names_from_somewhere() -> None:
+    with pytest.raises(ConfigError, match="no file sets group, experiment, which FileConfig has no default for"):
+        load_config(FileConfig, write("a.yaml", "project: p"))
