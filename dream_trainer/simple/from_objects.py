@@ -203,9 +203,10 @@ class Trainer:
         if epochs is not None or steps is not None:
             limits: Limits = {"n_epochs": epochs, "max_steps": steps}
             self.dream.set_limits(**limits)
-        before = self.step
+        before = self.dream.local_batches
         self.dream.fit()
-        if self.step == before and self.is_main and self._rows.prints:
+        is_finished = self.dream.local_batches == before and not self.dream._agreement.stopped
+        if is_finished and self.is_main and self._rows.prints:
             print(f"nothing to train: {self.epoch} epochs and {self.step} steps are done. Raise fit(epochs=) or steps=")
         return self.history
 

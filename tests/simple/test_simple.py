@@ -351,6 +351,13 @@ def test_what_is_printed_is_a_line_for_each_epoch(
     assert caplog.text == ""
 
 
+def test_a_run_that_was_finished_says_so_when_it_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with make(name="run", progress=True) as trainer:
+            trainer.fit()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("nothing to train: 1 epochs and 6 steps are done.")
+
+
 def test_weights_are_saved_whole() -> None:
     with make() as trainer:
         trainer.fit()
