@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
 from dream_trainer.config.config_files import load_config
+from dream_trainer.config.short_help import short_help
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
 
@@ -16,7 +18,8 @@ T = TypeVar("T", bound=BaseTrainerConfig)
 
 
 def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
-    """Builds a config from command-line arguments; `--help` lists every field with its meaning and default.
+    """Builds a config from command-line arguments; `--help` shows the user's own fields and those that most runs set,
+    `--help-all` every one.
 
     `--config FILE`, given once or several times, is read first, as by `load_config`; other arguments change what the
     files set. Callbacks are code and not on the command line: they stay as the given instance, or the class's default,
@@ -28,13 +31,17 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
 
     Raises:
         SystemExit: with code 2 after a message on stderr, if an argument is unknown or a value cannot work; with code 0
-            after `--help`.
+            after `--help` or `--help-all`.
     """
     hide_what_has_no_text = (tyro.conf.SuppressFixed,)
     try:
         files, args = _take_files(sys.argv[1:] if args is None else args)
         if files:
             config = _from_files(config, files, args)
+        if "--help" in args or "-h" in args:
+            print(short_help(config, Path(sys.argv[0]).name))
+            raise SystemExit(0)
+        args = ["--help" if word == "--help-all" else word for word in args]
         if isinstance(config, type):
             return tyro.cli(config, args=args, config=hide_what_has_no_text)
         parsed = tyro.cli(type(config), args=args, default=config, config=hide_what_has_no_text)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 examples/llama/train.py --model debug --model.n-layers 8
 
 `--model` is a preset (tiny, debug, 1b, 8b) or the directory of a Llama from Hugging Face, whose shape and weights it
-then starts from; `--model.n-layers` and the like change a part. `--help` lists everything else. The file stays as it is
+then starts from; `--model.n-layers` and the like change a part. `--help-all` lists all. The file stays as it is
 from one CPU to many GPUs: how ranks divide the work is in `--device-parameters`, and what is learned does not depend on
 it.
 """

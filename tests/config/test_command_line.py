@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
+import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
 from dream_trainer.config.command_line import parse
+from dream_trainer.config.short_help import OF_MOST_RUNS
 from dream_trainer.events.callback import Callback, CallbackCollection
 
 
@@ -77,12 +80,42 @@ def test_a_wrong_argument_ends_with_code_2_and_says_why(
     assert message in capsys.readouterr().err
 
 
-def test_help_shows_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as raised:
-        parse(given(), ["--help"])
+        parse(config, [flag])
     assert raised.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return capsys.readouterr().out
+
+
+def test_help_all_shows_each_fields_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(helped("--help-all", given(), capsys).replace("│", " ").split())
     assert "Peak learning rate." in text
     assert "Optimizer steps over the whole run; None sets no limit." in text
     assert "(default: 8)" in text
     assert "--callbacks" not in text
+
+
+@dataclass
+class WholeConfig(dt.DreamTrainerConfig):
+    optimizer: dt.OptimizerParameters = field(default_factory=dt.OptimizerParameters)
+    """How the weights are changed. More of this is in the pages."""
+    width: int = 3
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"project": "p", "group": "g", "experiment": "e"}
+    text = helped(flag, WholeConfig(**names, width=4), capsys)  # type: ignore[arg-type]
+    assert len(text.splitlines()) < 100
+    assert len(text) < 6000
+    words = " ".join(text.split())
+    assert "--optimizer.* How the weights are changed. Its fields: name, lr," in words
+    assert "--width [4]" in words
+    assert "--training-parameters.n-epochs Passes over the training data;" in words
+    assert words.endswith("--help-all: every field.")
+    for section, shown in OF_MOST_RUNS.items():
+        for name in shown:
+            assert f"--{section}.{name}".replace("_", "-") in text, f"{section} has no field {name}"
+    required = helped(flag, WholeConfig, capsys)
+    assert "[required]" in required
+    assert "--learning-rate" in helped(flag, given(), capsys)
