@@ -263,7 +263,9 @@ class CheckpointMixin(AbstractTrainer):
 
     def _best_modes(self) -> dict[str, Mode]:
         parameters: CheckpointParameters = self.config.checkpoint_parameters
-        named = {} if parameters.best_metric is None else {parameters.best_metric: parameters.best_mode}
+        named: dict[str, Mode] = (
+            {} if parameters.best_metric is None else {parameters.best_metric: parameters.best_mode}
+        )
         return named | super()._best_modes()  # the one by which checkpoints are kept is the first
 
     def _mixin_state(self) -> dict[str, Any]:
