@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lora import LENGTH, pretrained, prose
+from lora import LENGTH, pretrain, prose
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dream_trainer as dt
@@ -33,10 +33,11 @@ PROMPT = LENGTH // 2  # bytes of a row that both answers follow
 class Config(dt.DreamTrainerConfig):
     """A run of this example."""
 
-    base: Path | None = None
-    """Directory of a causal language model in Hugging Face's layout that reads bytes. None trains a small one first."""
+    base: Path = Path("base")
+    """Directory of a causal language model in Hugging Face's layout that reads bytes. A small one is trained first if
+    none is there."""
     pretraining_steps: int = 150
-    """Steps that the small base is trained for, where none is given."""
+    """Steps that the small base is trained for."""
     beta: float = 0.1
     """How dear it is to move away from the reference."""
 
@@ -75,8 +76,8 @@ class Prefer(dt.DreamTrainer):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         sizes, rows = self.config.training_parameters, pairs()
         return (
-            DataLoader(rows[64:], sizes.train_batch_size, shuffle=True, drop_last=True),
-            DataLoader(rows[:64], sizes.val_batch_size),
+            DataLoader(TensorDataset(rows[64:]), sizes.train_batch_size, shuffle=True, drop_last=True),
+            DataLoader(TensorDataset(rows[:64]), sizes.val_batch_size),
         )
 
     def margins(self, batch: Tensor) -> Tensor:
@@ -87,15 +88,15 @@ class Prefer(dt.DreamTrainer):
         gained = (log_probability(self.policy, rows) - before).view(-1, 2)
         return self.config.beta * (gained[:, 0] - gained[:, 1])
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        loss = -logsigmoid(self.margins(batch)).mean()
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = -logsigmoid(self.margins(batch[0])).mean()
         self.backward(loss)
         if not self.is_accumulating_gradients:
             self.step(self.policy, self.optimizer)
         return {"loss": loss}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        margins = self.margins(batch)
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        margins = self.margins(batch[0])
         return {"loss": -logsigmoid(margins).mean(), "accuracy": (margins > 0).float().mean()}
 
 
@@ -127,7 +128,7 @@ def draw(curve: list[tuple[int, float]], file: str) -> None:
 def main() -> None:
     """Trains the base if need be, then the policy, and exports it."""
     config = parse(default_config())
-    config.base = config.base or pretrained(Path("base"), config.pretraining_steps)
+    pretrain(config.base, config.pretraining_steps)
     with Prefer(config) as trainer:
         trainer.fit()
         trainer.export("policy", model="policy", overwrite=True)

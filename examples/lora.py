@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
@@ -50,10 +50,11 @@ def prose() -> Tensor:
 class Config(dt.DreamTrainerConfig):
     """A run of this example."""
 
-    base: Path | None = None
-    """Directory of a causal language model in Hugging Face's layout that reads bytes. None trains a small one first."""
+    base: Path = Path("base")
+    """Directory of a causal language model in Hugging Face's layout that reads bytes. A small one is trained first if
+    none is there."""
     pretraining_steps: int = 150
-    """Steps that the small base is trained for, where none is given."""
+    """Steps that the small base is trained for."""
     rank: int = 2
     """Inner width of the adapters."""
 
@@ -65,8 +66,10 @@ class Language(dt.DreamTrainer):
     read = staticmethod(code)
 
     def configure_models(self) -> None:
-        sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
-        self.model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128, max_position_embeddings=256, **sizes))
+        sizes = LlamaConfig(
+            vocab_size=128, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
+        )
+        self.model = AutoModelForCausalLM.from_config(sizes)
 
     def configure_optimizers(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -76,19 +79,19 @@ class Language(dt.DreamTrainer):
         rows, sizes = self.read(), self.config.training_parameters
         rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
         return (
-            DataLoader(rows[64:], sizes.train_batch_size, shuffle=True, drop_last=True),
-            DataLoader(rows[:64], sizes.val_batch_size),
+            DataLoader(TensorDataset(rows[64:]), sizes.train_batch_size, shuffle=True, drop_last=True),
+            DataLoader(TensorDataset(rows[:64]), sizes.val_batch_size),
         )
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        loss = self.model(input_ids=batch, labels=batch).loss
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
         self.backward(loss)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizer)
         return {"loss": loss}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> tuple[dict[str, Tensor], int]:
-        return {"loss": self.model(input_ids=batch, labels=batch).loss}, batch[:, 1:].numel()
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> tuple[dict[str, Tensor], int]:
+        return {"loss": self.model(input_ids=batch[0], labels=batch[0]).loss}, batch[0][:, 1:].numel()
 
 
 class Adapt(Language):
@@ -124,13 +127,12 @@ def settings(experiment: str, steps: int, **more: Any) -> Config:
     )
 
 
-def pretrained(directory: Path, steps: int) -> Path:
-    """A small base, trained and exported to `directory` if it is not there yet; called by every rank."""
+def pretrain(directory: Path, steps: int) -> None:
+    """Trains a small base and exports it to `directory`, if nothing is there yet; called by every rank."""
     if not (directory / "model.safetensors").exists():
         with Language(settings("base", steps)) as trainer:
             trainer.fit()
             trainer.export(directory, overwrite=True)
-    return directory
 
 
 def draw(history: list[tuple[int, float]], before: float, file: str) -> None:
@@ -149,7 +151,7 @@ def main() -> None:
     """Trains the base if need be, then the adapters, and writes them alone and merged."""
     checkpoints = dt.CheckpointParameters(save_frozen=False)
     config = parse(settings("adapters", 120, checkpoint_parameters=checkpoints))
-    config.base = config.base or pretrained(Path("base"), config.pretraining_steps)
+    pretrain(config.base, config.pretraining_steps)
     with Adapt(config) as trainer:
         before = trainer.evaluate()["val/loss"]
         trainer.fit()

@@ -48,9 +48,13 @@ class Adapters:
 
 
 def peft_model(model: nn.Module) -> PeftModel | None:
-    """`model`, if it is one of peft's. peft is not imported for that."""
-    peft = sys.modules.get("peft")
-    return model if peft is not None and isinstance(model, peft.PeftModel) else None
+    """`model`, if peft has put adapters into its layers: not one with prompts alone. peft is not imported for that."""
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return model if isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner) else None
 
 
 def base_names(model: PeftModel, names: Iterable[str]) -> dict[str, str]:
@@ -60,11 +64,11 @@ def base_names(model: PeftModel, names: Iterable[str]) -> dict[str, str]:
         model: The wrapped model.
         names: Those of its `state_dict()`.
     """
-    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     wrapped = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)}
-    prefix = "base_model.model." if isinstance(model.base_model, BaseTuner) else "base_model."
+    prefix = "base_model.model."
     found = {}
     for name in names:
         kept: list[str] = []
@@ -105,13 +109,15 @@ def describe_adapters(
     """
     from peft import get_peft_model_state_dict
 
-    names, adapter = list(names), model.active_adapter
+    names, active = list(names), model.active_adapter
+    adapter = active if isinstance(active, str) else active[0]
     # peft renames what it is given, whatever it is: so names are given, and no tensor is gathered.
-    own = get_peft_model_state_dict(
-        model, state_dict={name: name for name in names}, adapter_name=adapter, save_embedding_layers=False
-    )
+    given: dict[str, Any] = {name: name for name in names}
+    own: Any = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter, save_embedding_layers=False)
     base = base_names(model, names)
     low_rank, copies, reason = _mergeable(model, adapter, base)
+    if not isinstance(active, str):
+        reason = f"{active} are active at once"
     return Adapters(_config(model.peft_config[adapter], base_class, base_path), own, base | copies, low_rank, reason)
 
 

@@ -138,17 +138,21 @@ def run_all(directory: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def all_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path, before = tmp_path_factory.mktemp(f"{request.param}-ranks"), os.getcwd()
     save_file(base_values(), path / "base.safetensors")
     changed = {name: value + (name == "0.0.0.weight") * 1e-9 for name, value in base_values().items()}
     save_file(changed, path / "other.safetensors")
     found = [run_all(str(path))] if request.param == 1 else run_world(run_all, 2, str(path))
-    os.chdir(path)
-    try:
-        yield found
-    finally:
-        os.chdir(before)
+    os.chdir(before)
+    return path, found
+
+
+@pytest.fixture
+def directory(all_runs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What each rank's runs came to, in the directory where they were."""
+    monkeypatch.chdir(all_runs[0])
+    return all_runs[1]
 
 
 @pytest.mark.parametrize("kind", STORED)

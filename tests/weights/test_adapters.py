@@ -37,15 +37,22 @@ Runs = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Runs]]:
     directory, before = tmp_path_factory.mktemp("adapters"), os.getcwd()
     prepare(directory)
     os.chdir(directory)
     try:
         ranks = run_world(train_layouts, 2, str(directory))
-        yield {"alone": {"straight": train("alone", 6), "cut": train("alone-cut", 3)}} | ranks[0]
+        yield directory, {"alone": {"straight": train("alone", 6), "cut": train("alone-cut", 3)}} | ranks[0]
     finally:
         os.chdir(before)
+
+
+@pytest.fixture
+def runs(all_runs: tuple[Path, Runs], monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """What the runs came to, in the directory where they were."""
+    monkeypatch.chdir(all_runs[0])
+    return all_runs[1]
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
