@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dream_trainer.cli.project import LAUNCH, SOURCES
+
 ROOT = Path(__file__).parent.parent
 NOT_PUBLISHED = {".ci", ".gitattributes"}
 
@@ -53,7 +55,7 @@ def test_two_builds_are_equal_bit_for_bit(archives: Path, tmp_path: Path) -> Non
     assert sorted(name.rpartition(".")[2] for name in first) == ["gz", "whl"]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(archives: Path) -> None:
+def test_the_wheel_holds_the_package_and_the_examples_that_projects_begin_from(archives: Path) -> None:
     (wheel,) = archives.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -61,8 +63,20 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: Path) -> None:
         assert "dream-trainer = dream_trainer.cli.main:main" in archive.read(entry_points).decode()
     package = ROOT / "dream_trainer"
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert packed == {path.relative_to(ROOT).as_posix() for path in files}
+    examples = {name for source in SOURCES.values() for name in (source.program, *source.beside)} | {*LAUNCH}
+    own = {path.relative_to(ROOT).as_posix() for path in files}
+    assert packed == own | {f"dream_trainer/examples/{name}" for name in examples}
     assert "dream_trainer/py.typed" in packed
+
+
+def test_an_installed_wheel_begins_projects(archives: Path, tmp_path: Path) -> None:
+    (wheel,) = archives.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    command = [sys.executable, "-m", "dream_trainer", "new", "mine", "--from", "gpt"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert (tmp_path / "mine/model.py").read_text() == (ROOT / "examples/gpt/model.py").read_text()
 
 
 def test_the_source_archive_has_what_its_tests_need(archives: Path) -> None:

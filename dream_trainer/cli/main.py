@@ -17,10 +17,12 @@ from dream_trainer.cli.checkpoints import Checkpoints
 from dream_trainer.cli.data import Data
 from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.experiments import RunConfig, Runs
+from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
+    "new": New,
     "runs": Runs,
     "config": RunConfig,
     "checkpoints": Checkpoints,

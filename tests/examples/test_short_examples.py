@@ -1,0 +1,127 @@
+"""The examples that people start from, as programs: they learn, draw their picture, and do not depend on the ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import sklearn.datasets  # noqa: F401  # sets an environment variable, which an example's import would do inside a test
+
+from tests.examples.launch import ROOT, run_script
+from tests.worlds import run_world
+
+EXAMPLES = ROOT / "examples"
+
+
+class Example(NamedTuple):
+    """How an example is run in a few seconds, and what it has to reach."""
+
+    name: str
+    steps: int
+    arguments: str
+    metric: str
+    reaches: tuple[float, float]
+    loss: str = "train/loss"
+    stops_at: int | None = None
+
+    @property
+    def every(self) -> list[str]:
+        shared = "--logger-parameters.log-every-n-steps 1 --device-parameters.device cpu"
+        return [*shared.split(), *self.arguments.split()]
+
+
+SHORT = [
+    # A schedule that knows the end has no shorter run that goes on as the longer one: no `stops_at`.
+    Example("image_classification", 40, "--width 16 --depth 1", "val/accuracy", (0.7, 1.0)),
+    Example(
+        "text_classification",
+        60,
+        "--training-parameters.val-every-n-steps 60 --training-parameters.val-steps-per-epoch 4",
+        "val/accuracy",
+        (0.3, 1.0),
+    ),
+    Example("gan", 112, "--width 16 --learning-rate 2e-3", "energy_distance", (0.0, 1.0), "train/distance", 28),
+    Example("diffusion", 100, "--width 64 --depth 1", "val/loss", (0.0, 0.6), stops_at=50),
+    Example("ppo", 10, "--learning-rate 5e-3", "val/return", (60, 200), "train/return", 5),
+]
+BY_NAME = {example.name: example for example in SHORT}
+
+
+def run_here(directory: Path, example: Example, max_steps: int) -> None:
+    """Runs an example as `python examples/<name>.py` does, in this process."""
+    os.chdir(directory)
+    sys.argv = [example.name, *example.every, "--training-parameters.max-steps", str(max_steps)]
+    runpy.run_path(str(EXAMPLES / f"{example.name}.py"), run_name="__main__")
+
+
+def run_all(directory: Path) -> None:
+    for example in SHORT:
+        run_here(directory, example, example.steps)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of them have run on two ranks, straight."""
+    directory = tmp_path_factory.mktemp("two")
+    run_world(run_all, 2, directory)
+    return directory
+
+
+def metric(directory: Path, name: str, key: str) -> dict[int, float]:
+    """By step, of the only run of an example in `directory`."""
+    (lines,) = (directory / "runs" / "examples" / name).glob("*/metrics.jsonl")
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    return {line["step"]: line[key] for line in found if key in line}
+
+
+def picture(directory: Path, name: str) -> bytes:
+    (path,) = (directory / "runs" / "examples" / name).glob("*/*.png")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
+    name: str, two_ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = BY_NAME[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    for max_steps in (example.stops_at, example.steps):
+        if max_steps is not None:
+            run_here(tmp_path, example, max_steps)
+    lowest, highest = example.reaches
+    for directory in (tmp_path, two_ranks):
+        found = metric(directory, name, example.metric)
+        assert lowest <= found[max(found)] <= highest
+        assert picture(directory, name).startswith(b"\x89PNG")
+    # Rounding differs, and grows from step to step.
+    alone, both = (list(metric(directory, name, example.loss).values()) for directory in (tmp_path, two_ranks))
+    assert len(alone) == len(both) == example.steps
+    after = (example.stops_at or 0) + 5
+    assert alone[:after] == pytest.approx(both[:after], rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "key", "better_than"),
+    [
+        ("image_classification", "val/accuracy", 0.95),
+        ("text_classification", "val/accuracy", 0.6),
+        ("gan", "energy_distance", -0.2),
+        ("diffusion", "val/loss", -0.32),
+        ("ppo", "val/return", 190),
+    ],
+)
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_its_defaults_reach_what_the_gallery_shows(
+    name: str, key: str, better_than: float, n_processes: int, tmp_path: Path
+) -> None:
+    run_script(EXAMPLES / f"{name}.py", cwd=tmp_path, n_processes=n_processes, timeout=250)
+    found = list(metric(tmp_path, name, key).values())[-1]
+    assert math.copysign(1, better_than) * found > better_than
