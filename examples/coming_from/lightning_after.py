@@ -1,0 +1,92 @@
+"""`lightning_before.py` as a trainer.
+
+    python examples/coming_from/lightning_after.py
+    torchrun --nproc-per-node=2 examples/coming_from/lightning_after.py
+
+From the weights that `lightning_before.py` started from, its losses:
+
+    python examples/coming_from/lightning_after.py --checkpoint-parameters.init-from initial.pt
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from digits import Net, digits
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from dream_trainer import (
+    CallbackCollection,
+    CheckpointParameters,
+    DreamTrainer,
+    DreamTrainerConfig,
+    LoggerParameters,
+    TrainingParameters,
+)
+from dream_trainer.callbacks import EarlyStopping, LearningRate, Progress
+from dream_trainer.config.command_line import parse
+
+
+@dataclass(kw_only=True)
+class DigitsConfig(DreamTrainerConfig):
+    learning_rate: float = 5e-3
+
+
+class Digits(DreamTrainer):
+    config: DigitsConfig
+
+    def configure_models(self):
+        self.net = Net()
+
+    def configure_metrics(self):
+        self.accuracy = MulticlassAccuracy(10, average="micro")
+
+    def configure_dataloaders(self):
+        sizes = self.config.training_parameters
+        return DataLoader(digits("train"), sizes.train_batch_size), DataLoader(digits("val"), sizes.val_batch_size)
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=self.config.learning_rate, weight_decay=0.05)
+
+    def configure_schedulers(self):
+        self.scheduler = OneCycleLR(self.optimizer, max_lr=self.config.learning_rate, total_steps=self.total_steps)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images), labels)
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.net, self.optimizer, self.scheduler)
+        return {"loss": loss}
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        logits = self.net(images)
+        self.accuracy.update(logits, labels)
+        return {"loss": F.cross_entropy(logits, labels)}
+
+
+def main(arguments=None):
+    config = DigitsConfig(
+        project="examples",
+        group="coming_from",
+        experiment="lightning",
+        training_parameters=TrainingParameters(
+            n_epochs=2, train_batch_size=32, global_batch_size=64, val_batch_size=64, gradient_clip_val=1.0
+        ),
+        checkpoint_parameters=CheckpointParameters(
+            keep_last=1, keep_best=1, best_metric="val/accuracy", best_mode="max"
+        ),
+        logger_parameters=LoggerParameters(loggers=("csv",), log_every_n_steps=1),
+        callbacks=CallbackCollection([EarlyStopping("val/loss", patience=3), LearningRate(), Progress()]),
+    )
+    with Digits(parse(config, arguments)) as trainer:
+        trainer.fit()
+    names = ("train/loss", "val/loss", "val/accuracy")
+    return {name: [value for _, value in trainer.history_of(name)] for name in names}
+
+
+if __name__ == "__main__":
+    main()
