@@ -84,6 +84,15 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
     gather(gathered, own, group=group)
 
 
+def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
+    """Fills `own` with the sum over ranks of this one's part of `every`, whose parts lie one after the other."""
+    import torch.distributed as dist
+
+    # The first is new in 2.13, which warns of the other.
+    scatter = dist.reduce_scatter_single if torch.__version__ >= "2.13" else dist.reduce_scatter_tensor
+    scatter(own, every, op=dist.ReduceOp.SUM, group=group)
+
+
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """(sharded, gathered) pairs of the parameters that `fully_shard(module)` manages, as far as a forward made them.
 

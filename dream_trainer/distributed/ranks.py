@@ -134,7 +134,17 @@ class Ranks:
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective."""
+        """CPU tensors of one shape `[n]` from every rank as `[world_size, n]`, in one collective.
+
+        Raises:
+            ValueError: They are not on the CPU, or need gradients, which would be lost on the way.
+        """
+        if values.device.type != "cpu" or (values.requires_grad and torch.is_grad_enabled()):
+            raise ValueError(
+                f"all_gather was given values on {values.device}{', with gradients' if values.requires_grad else ''}: "
+                "it takes CPU tensors, and gradients do not go through it. For what a loss needs of all ranks write "
+                "world.all_gather_with_gradient(values); for numbers give values.detach().cpu()."
+            )
         if not self._may_communicate():
             return values.unsqueeze(0)
         import torch.distributed as dist

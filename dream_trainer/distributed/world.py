@@ -20,12 +20,14 @@ from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job
+from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_all
 from dream_trainer.distributed.lost_ranks import announce
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.compat.stores import Store
@@ -154,6 +156,28 @@ class World(Ranks):
         import torch.distributed as dist
 
         return self.data_group or dist.group.WORLD
+
+    def all_gather_with_gradient(self, values: Tensor) -> Tensor:
+        """The rows of all data-parallel ranks, with gradients: for losses that compare samples, as contrastive ones do.
+
+        Backward, each rank gets the sum over ranks of the gradients of its rows, so where every rank's loss is the mean
+        over its own samples, the step's mean over ranks is the gradient of the mean over all (docs/collectives.md).
+        Called by every rank as often, and so is the backward.
+
+        Args:
+            values: `[n, ...]` on `device`; n may differ between ranks.
+
+        Returns:
+            `[sum of n, ...]`, in the order of `dp_rank`; `values` itself on one data-parallel rank.
+
+        Raises:
+            ValueError: `values` has no rows to gather: it is 0-dim, or a DTensor.
+            RanksDifferError: Other sizes than n, or dtypes, differ.
+        """
+        self.refuse_if_forbidden()
+        group = self.averaging_group()
+        refuse_what_has_no_rows(values)
+        return values if group is None else rows_of_all(values, group, self)
 
     def _join(self) -> None:
         global _group_users, _launches, _owns_group

@@ -395,11 +395,11 @@ def test_the_stores_that_checkers_see_are_those_of_torch_distributed() -> None:
     assert (stores.Store, stores.PrefixStore, stores.TCPStore) == (dist.Store, dist.PrefixStore, dist.TCPStore)
 
 
-def gathered_flat() -> tuple[list[float], list[float]]:
+def gathered_flat() -> tuple[list[float], list[float], list[float]]:
     import torch
     import torch.distributed as dist
 
-    from dream_trainer.compat.pytorch import all_gather_flat
+    from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
 
     dist.init_process_group("gloo")
     apart, inside = torch.zeros(4), torch.zeros(4)
@@ -408,12 +408,15 @@ def gathered_flat() -> tuple[list[float], list[float]]:
     assert group is not None
     all_gather_flat(apart, own.clone(), group)
     all_gather_flat(inside, own, group)
+    summed = torch.zeros(2)
+    sum_scatter_flat(summed, torch.tensor([1.0, 2, 3, 4]) * (dist.get_rank() + 1), group)
     dist.destroy_process_group()
-    return apart.tolist(), inside.tolist()
+    return apart.tolist(), inside.tolist(), summed.tolist()
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_flat_tensors_are_gathered_also_in_place() -> None:
+def test_flat_tensors_are_gathered_also_in_place_and_summed_back() -> None:
     from tests.worlds import run_world
 
-    assert run_world(gathered_flat, 2) == [([1, 1, 2, 2], [1, 1, 2, 2])] * 2
+    gathered = [1, 1, 2, 2]
+    assert run_world(gathered_flat, 2) == [(gathered, gathered, [3, 6]), (gathered, gathered, [9, 12])]
