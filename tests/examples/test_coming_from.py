@@ -28,7 +28,7 @@ INITIAL = {
     "accelerate": "initial.pt",
     "hf_trainer": "initial",
 }
-PAGES = {name: ROOT / "docs" / "coming-from" / f"{name.replace('_', '-')}.md" for name in ["pytorch"]}
+PAGES = {name: ROOT / "docs" / "coming-from" / f"{name.replace('_', '-')}.md" for name in INITIAL}
 Numbers = dict[str, list[float]]
 
 
