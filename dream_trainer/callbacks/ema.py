@@ -6,13 +6,15 @@ Approximation by Averaging"). How they are kept, saved and used is in weight_ave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from dream_trainer.callbacks.host_average import HostAverage
+from dream_trainer.callbacks.model_average import ModelAverage
 from dream_trainer.callbacks.weight_average import WeightAverage
-from dream_trainer.checks import check_between, check_boolean, check_integer
+from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -37,6 +39,8 @@ class EMA(WeightAverage):
             `ExponentialMovingAverage` does with `num_updates`, so that the first weights are soon forgotten.
         validate: Whether validations, `evaluate` and `predict` see the averages instead of the weights, so that
             `val/*` metrics are theirs. They need memory for the weights meanwhile.
+        device: "cpu" keeps the averages in the host's memory; None beside the weights. Each update then copies the
+            weights to the host, without waiting for it, and the host computes the average while the device goes on.
 
     Raises:
         ConfigError: A value cannot work; when setup ends, also if `models` names none that is trained, or if two
@@ -62,14 +66,18 @@ class EMA(WeightAverage):
         every_n_steps: int = 1,
         warm_up: bool = True,
         validate: bool = True,
+        device: Literal["cpu"] | None = None,
     ) -> None:
         super().__init__(models, validate=validate)
         check_between("decay", decay, 0.0, 1.0, below=True)
         check_integer("every_n_steps", every_n_steps, minimum=1)
         check_boolean("warm_up", warm_up)
+        if device is not None:
+            check_choice("device", device, ("cpu",))
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.warm_up = warm_up
+        self.device = device
 
     def share(self, updates: Any) -> Any:
         """`1 - decay`, and more in the warm-up."""
@@ -77,6 +85,9 @@ class EMA(WeightAverage):
             return 1.0 - self.decay
         keep = (1 + updates) / (10 + updates)
         return 1.0 - (keep.clamp(max=self.decay) if isinstance(keep, Tensor) else min(keep, self.decay))
+
+    def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
+        return HostAverage(parameters) if self.device == "cpu" else ModelAverage(parameters)
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """After every `every_n_steps`-th optimizer step."""

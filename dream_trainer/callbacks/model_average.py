@@ -31,7 +31,7 @@ class ModelAverage:
     def __init__(self, parameters: Mapping[str, Tensor], averages: Mapping[str, Tensor] | None = None) -> None:
         self._parameters = parameters
         if averages is None:
-            averages = {name: torch.empty_like(p.detach(), dtype=_wide(p.dtype)) for name, p in parameters.items()}
+            averages = {name: torch.empty_like(p.detach(), dtype=wide(p.dtype)) for name, p in parameters.items()}
         self.averages = dict(averages)
         self.has_stepped = False
         self._updates = 0
@@ -85,7 +85,13 @@ class ModelAverage:
         else:
             amount = self._share_on_device(share)
         self._updates += 1
-        _move_towards(self.locals(), self._weights(), amount)
+        self._move(amount)
+
+    def settle(self) -> None:
+        """Brings the averages to where the last update left them, if that is still under way."""
+
+    def _move(self, amount: float | Tensor) -> None:
+        move_towards(self.locals(), self._weights(), amount)
 
     def _share_on_device(self, share: Share) -> Tensor:
         """What `update` moves by, or 0 if the device left the step out; never read on the host."""
@@ -127,7 +133,7 @@ def trained_parameters(name: str, model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
+def move_towards(averages: list[Tensor], weights: list[Tensor], share: float | Tensor) -> None:
     """`average += share * (weight - average)`, in place."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(averages, weights, strict=True):
@@ -144,5 +150,6 @@ def _move_towards(averages: list[Tensor], weights: list[Tensor], share: float | 
             foreach_lerp_(same_averages, same_weights, share)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that weights of this type are averaged in."""
     return torch.float32 if dtype.itemsize < 4 else dtype

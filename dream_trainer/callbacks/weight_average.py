@@ -13,7 +13,7 @@ Checkpoints keep averages as tensors of their own, never in place of the model's
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,10 @@ class WeightAverage(AveragingCallback):
     @abstractmethod
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """Whether the averages move after the window just completed."""
+
+    def _new_average(self, parameters: Mapping[str, Tensor]) -> ModelAverage:
+        """Where the averages of one model are kept."""
+        return ModelAverage(parameters)
 
     def _is_waiting(self, average: ModelAverage) -> bool:
         """Whether the averages are still the weights of now, since their time has not come."""
@@ -162,7 +166,7 @@ class WeightAverage(AveragingCallback):
                 f"{type(self).__name__}(models={self.models}): no optimizer trains "
                 f"{', '.join(map(repr, lacking)) or 'any model'}. Trained are {list(trained)}."
             )
-        self._averages = {name: ModelAverage(trained[name]) for name in chosen}
+        self._averages = {name: self._new_average(trained[name]) for name in chosen}
         self._owned = {}
         self._has_started = self._was_given_back = False
         self._refuse_two_validating(trainer)
@@ -186,7 +190,7 @@ class WeightAverage(AveragingCallback):
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """Moves the averages of the models that have stepped."""
         if self.is_due(trainer):
-            self._catch_up()
+            self._move_those_due()
 
     def validation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None]:
         """The averages stand in for the weights, except in models whose averages somebody chose by hand."""
@@ -250,6 +254,11 @@ class WeightAverage(AveragingCallback):
 
     def _catch_up(self) -> None:
         """Brings the averages to where training is: a checkpoint may be asked for before `post_train_step` comes."""
+        self._move_those_due()
+        for average in self._averages.values():
+            average.settle()
+
+    def _move_those_due(self) -> None:
         trainer = self._set_up_trainer()
         may_move = not trainer.accumulation_window.is_open and self.is_due(trainer)
         for average in self._averages.values():

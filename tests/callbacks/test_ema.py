@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer.callbacks.ema import EMA
+from dream_trainer.callbacks.host_average import HostAverage
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
@@ -103,7 +104,13 @@ def in_windows(data: Sequence[Batch], size: int) -> Windows:
 @pytest.mark.parametrize("accumulation", [1, 2], ids=["1 micro-batch", "2 micro-batches"])
 @pytest.mark.parametrize(
     "options",
-    [{"decay": 0.999}, {"decay": 0.5}, {"decay": 0.9, "warm_up": False}, {"decay": 0.9, "every_n_steps": 2}],
+    [
+        {"decay": 0.999},
+        {"decay": 0.5},
+        {"decay": 0.9, "warm_up": False},
+        {"decay": 0.9, "every_n_steps": 2},
+        {"decay": 0.9, "every_n_steps": 2, "device": "cpu"},
+    ],
     ids=str,
 )
 def test_the_average_is_the_one_kept_by_hand(options: dict[str, Any], accumulation: int) -> None:
@@ -111,9 +118,23 @@ def test_the_average_is_the_one_kept_by_hand(options: dict[str, Any], accumulati
     config = make_config(n_epochs=1, callbacks=[ema], gradient_accumulation_steps=accumulation)
     trainer = fit(Alone(config, data))
     windows = in_windows(data, accumulation)
-    truth = {name: value for name, value in options.items() if name != "every_n_steps"}
+    truth = {name: value for name, value in options.items() if name not in ("every_n_steps", "device")}
     assert_same_weights(averaged(ema), by_hand_averaged(windows, every=options.get("every_n_steps", 1), **truth))
     assert_same_weights(weights(trainer.model), by_hand(windows))
+
+
+def test_an_average_on_the_host_has_the_weights_of_its_update_however_late_it_moves() -> None:
+    weight = torch.ones(3, dtype=torch.float64)
+    average = HostAverage({"weight": weight})
+    average.start()
+    for value in (2.0, 3.0):
+        weight.fill_(value)
+        average.note_step(None)
+        average.update(lambda _: 0.5)
+        weight.fill_(100.0)
+    average.settle()
+    average.settle()
+    assert average.averages["weight"].tolist() == [2.25] * 3
 
 
 def test_several_averages_run_beside_each_other() -> None:
@@ -213,14 +234,16 @@ class Poisoned(Alone):
 @pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw], ids=["skipped by the host", "skipped on the device"])
 @pytest.mark.parametrize("what", ["poison", "empty"])
 def test_a_skipped_step_does_not_move_the_average(make_optimizer: Any, what: str) -> None:
-    ema, data = EMA(0.9), batches(8)
-    trainer = Poisoned(make_config(n_epochs=1, callbacks=[ema], nonfinite="skip"), data, make_optimizer=make_optimizer)
+    ema, on_host, data = EMA(0.9), EMA(0.9, validate=False, device="cpu"), batches(8)
+    config = make_config(n_epochs=1, callbacks=[ema, on_host], nonfinite="skip")
+    trainer = Poisoned(config, data, make_optimizer=make_optimizer)
     setattr(trainer, what, (1, 4, 5))
     fit(trainer)
     assert trainer.skipped_steps == 3
     truth = by_hand_averaged(in_windows(data, 1), decay=0.9, skipped=(1, 4, 5), make_optimizer=make_optimizer)
     assert_same_weights(averaged(ema), truth)
-    assert ema.state_dict()["updates"] == {"model": 5}
+    assert_equal(averaged(on_host), averaged(ema))
+    assert ema.state_dict()["updates"] == on_host.state_dict()["updates"] == {"model": 5}
 
 
 def test_a_window_that_is_run_again_moves_the_average_once() -> None:
@@ -374,7 +397,14 @@ def test_what_cannot_work_ends_the_setup_with_an_error(callbacks: list[EMA], mes
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"decay": 1.0}, {"decay": -0.1}, {"decay": float("nan")}, {"every_n_steps": 0}, {"models": "model"}],
+    [
+        {"decay": 1.0},
+        {"decay": -0.1},
+        {"decay": float("nan")},
+        {"every_n_steps": 0},
+        {"models": "model"},
+        {"device": "cuda"},
+    ],
     ids=str,
 )
 def test_a_value_that_cannot_work_is_an_error_at_once(arguments: dict[str, Any]) -> None:
@@ -540,7 +570,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.pitfall(35)
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("stop", [1, 3, 6])
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2}, {"warm_up": False}, {"device": "cpu"}], ids=str)
 def test_stopped_and_resumed_is_the_straight_run_bit_for_bit(options: dict[str, Any], stop: int) -> None:
     for steps in (stop, 8):
         ema, second = EMA(0.9, **options), EMA(0.5, validate=False)
@@ -714,8 +744,8 @@ def two_ranks(directory: str) -> dict[str, Any]:
     """Sharded with a checkpoint, sharded with accumulation, replicated."""
     os.chdir(directory)
     found: dict[str, Any] = {}
-    ema, sees = RecordsMoves(0.9), Sees()
-    with Saved(saved_config(4, ema, sees, val_every_n_steps=2)) as trainer:
+    ema, on_host, sees = RecordsMoves(0.9), EMA(0.9, validate=False, device="cpu"), Sees()
+    with Saved(saved_config(4, ema, on_host, sees, val_every_n_steps=2)) as trainer:
         trainer.fit()
         averages = ema.averaged("model")
         found["sharded alike"] = all(
@@ -723,7 +753,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
             for name, p in trainer.model.named_parameters()
         )
         found["moves"] = ema.moves
-        found["saved"] = averaged(ema)
+        found["saved"], found["on the host"] = averaged(ema), averaged(on_host)
         found["seen"] = {event: sees.seen[event] for event in ("train", "start", "batch", "end")}
         found["evaluated"] = trainer.evaluate()["val/loss"]
         found["weights"] = weights(trainer.model)
@@ -753,6 +783,7 @@ def test_two_ranks_average_their_own_shards(at_two: tuple[Path, list[dict[str, A
         assert rank["moves"] == [["_foreach_lerp_"]] * 4  # and no collective
         truth = by_hand_averaged(SAVED_WINDOWS[:4], decay=0.9)
         assert_same_weights(rank["saved"], truth)
+        assert_equal(rank["on the host"], rank["saved"])
         assert_same_weights(rank["replicated"], truth)
         windows = in_windows(batches(3, 8) * 2, 1)
         assert_same_weights(rank["accumulated"], by_hand_averaged(windows, decay=0.9))
@@ -795,9 +826,10 @@ def test_one_rank_resumes_the_averages_of_two_bit_for_bit(
 ) -> None:
     directory, ranks = at_two
     monkeypatch.chdir(directory)
-    ema = RecordsMoves(0.9)
-    fit(Saved(saved_config(4, ema)))
+    ema, from_host = RecordsMoves(0.9), EMA(0.9, validate=False)
+    fit(Saved(saved_config(4, ema, from_host)))
     assert_equal(averaged(ema), ranks[0]["saved"])
+    assert_equal(averaged(from_host), ranks[0]["saved"])
     assert_equal(averaged(ema), ranks[1]["saved"])
     ema = RecordsMoves(0.9)
     fit(Saved(saved_config(8, ema)))
