@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-Template = Literal["image", "text", "gan", "diffusion", "ppo", "gpt"]
+Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ SOURCES: dict[Template, Source] = {
         metric="train/return",
         rises=True,
     ),
+    "contrastive": Source("contrastive.py", "--width 16 --training-parameters.max-steps 20"),
     "gpt": Source(
         "gpt/train.py",
         "--model.n-layers 2 --model.n-heads 2 --model.dim 16 --model.window 32 --sample-bytes 8 --warmup-steps 2 "

@@ -49,6 +49,7 @@ SHORT = [
     Example("gan", 112, "--width 16 --learning-rate 2e-3", "energy_distance", (0.0, 1.0), "train/distance", 28),
     Example("diffusion", 100, "--width 64 --depth 1", "val/loss", (0.0, 0.6), stops_at=50),
     Example("ppo", 10, "--learning-rate 5e-3", "val/return", (60, 200), "train/return", 5),
+    Example("contrastive", 20, "--width 16", "val/accuracy", (0.6, 1.0), stops_at=10),
 ]
 BY_NAME = {example.name: example for example in SHORT}
 
@@ -113,9 +114,10 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
     [
         ("image_classification", "val/accuracy", 0.95),
         ("text_classification", "val/accuracy", 0.6),
-        ("gan", "energy_distance", -0.2),
+        ("gan", "energy_distance", -0.5),
         ("diffusion", "val/loss", -0.32),
         ("ppo", "val/return", 190),
+        ("contrastive", "val/accuracy", 0.82),
     ],
 )
 @pytest.mark.parametrize("n_processes", [1, 2])
