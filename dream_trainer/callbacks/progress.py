@@ -1,4 +1,5 @@
-"""Progress: how far the run is, how fast it goes and when it ends; a live bar in a terminal, plain lines elsewhere."""
+"""Progress: how far the run is, how fast it goes and when it ends; a live bar in a terminal or a notebook, and
+plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
+from dream_trainer.callbacks.progress_bars import ProgressBar, live_bar
 from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
@@ -16,9 +18,6 @@ from dream_trainer.loggers.formatting import format_count, format_duration, form
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
 
     from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -101,9 +100,10 @@ class Progress(Callback):
 
     Where training waits for data for a tenth of its time or more, the share is shown.
 
-    In a terminal it is a live bar; into pipes, files and CI logs go plain lines without control codes. Metrics appear
-    as LoggerMixin flushes them: this callback never waits for the device. A step costs it a look at the clock. The
-    console logger would show the metrics once more: leave it out of `loggers`.
+    In a terminal it is a live bar, in a notebook one output of the cell that is replaced in place; into pipes, files
+    and CI logs go plain lines without control codes. Metrics appear as LoggerMixin flushes them: this callback never
+    waits for the device. A step costs it a look at the clock. The console logger would show the metrics once more:
+    leave it out of `loggers`.
 
     Args:
         metrics: Names of metrics to show, as the loggers know them; those that were not logged are left out.
@@ -111,7 +111,7 @@ class Progress(Callback):
             Those that the trainer counts (`batch_tokens`) are shown without it.
         refresh_seconds: Least time between two refreshes of the live bar.
         line_seconds: Least time between two plain lines.
-        file: Where to; None is standard output as it is when training starts.
+        file: Where to; None is the notebook, or standard output as it is when training starts.
         clock: Seconds from any origin; tests pass their own.
 
     Raises:
@@ -148,8 +148,7 @@ class Progress(Callback):
         # and the seconds of those that are over.
         self._running: dict[str, float] = {}
         self._validating = 0.0
-        self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
+        self._bar: ProgressBar | None = None
 
     # -- events
 
@@ -196,8 +195,8 @@ class Progress(Callback):
         """Notes that training pauses."""
         # It is there if a signal interrupted a validation, which then started again after a save.
         self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description="validating", refresh=True)
+        if self._bar is not None:
+            self._bar.describe("validating")
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Shows a validation's result, or an evaluation's."""
@@ -256,19 +255,12 @@ class Progress(Callback):
     def _show(self, trainer: AbstractTrainer, now: float) -> None:
         self._look(trainer, now)
         status = self.status(trainer, now)
-        if self._bar is None or self._task is None:
+        if self._bar is None:
             self._due = now + self.line_seconds
             self._print(f"epoch {trainer.current_epoch} | {status}")
             return
         self._due = now + self.refresh_seconds
-        self._bar.update(
-            self._task,
-            description=f"epoch {trainer.current_epoch}",
-            completed=trainer.global_step,
-            total=trainer.total_steps,
-            status=status,
-            refresh=True,
-        )
+        self._bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, status)
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
         waiting = trainer.seconds_waiting_for_data
@@ -283,40 +275,20 @@ class Progress(Callback):
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
-            # Not folded at the terminal's width, so that paths can be copied.
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._bar.print(line)
         else:
             print(line, file=self._file or sys.stdout, flush=True)
 
     def _start_bar(self, trainer: AbstractTrainer) -> None:
-        from rich.console import Console
-
         self._stop_bar()
-        console = Console(file=self._file or sys.stdout)
-        if not console.is_interactive:
-            return
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-        from rich.table import Column
-
-        self._bar = RichProgress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=10)),
-            BarColumn(bar_width=12, table_column=Column(no_wrap=True, min_width=12)),
-            # In a narrow terminal the numbers take a second line rather than lose their end.
-            TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=False)),
-            console=console,
-            # Refreshed from the steps: no thread beside the training.
-            auto_refresh=False,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task(
-            f"epoch {trainer.current_epoch}", total=trainer.total_steps, completed=trainer.global_step, status=""
-        )
+        self._bar = live_bar(self._file)
+        if self._bar is not None:
+            self._bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, "")
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            self._bar = self._task = None
+            self._bar = None
 
 
 def _kind(trainer: AbstractTrainer) -> str:

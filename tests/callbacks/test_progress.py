@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
+import sys
 import time
 import timeit
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +136,58 @@ def test_a_terminal_gets_a_live_bar_and_gets_its_cursor_back(tmp_path: Path, mon
     assert "validation | step 12 | val/loss" in text
 
 
+class FakeIPython:
+    """What IPython documents of `get_ipython`, `display` and `DisplayHandle`, which is not installed here.
+
+    `outputs` has the contents of each output of the cell, in the order in which they replaced each other.
+    """
+
+    def __init__(self, shell_config: dict[str, Any] | None) -> None:
+        self.outputs: list[list[dict[str, str]]] = []
+        shell = None if shell_config is None else SimpleNamespace(config=shell_config)
+        package, display = ModuleType("IPython"), ModuleType("IPython.display")
+        vars(package).update(get_ipython=lambda: shell, display=display)
+        vars(display).update(display=self._display)
+        self.modules = {"IPython": package, "IPython.display": display}
+
+    def _display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert raw
+        assert display_id
+        output = [data]
+        self.outputs.append(output)
+        return SimpleNamespace(update=lambda data, *, raw: output.append(data) if raw else None)
+
+
+def test_a_notebook_gets_one_output_that_is_replaced_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ipython = FakeIPython({"IPKernelApp": {"connection_file": "kernel.json"}})
+    for name, module in ipython.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fit(Progress(("train/loss", "<b>"), refresh_seconds=0.0), tmp_path, monkeypatch, n_epochs=1)
+    (output,) = ipython.outputs
+    assert any("validating" in shown["text/plain"] for shown in output)
+    assert 'max="12" value="12"' in output[-1]["text/html"]
+    assert "step 12/12 | train/loss" in output[-1]["text/plain"]
+    assert html.escape(output[-1]["text/plain"]) in output[-1]["text/html"]
+    printed = capsys.readouterr().out
+    assert "validation | step 12 | val/loss" in printed
+    assert "\x1b" not in printed
+    assert "epoch 0 | step" not in printed
+
+
+@pytest.mark.parametrize("config", [None, {"TerminalIPythonApp": {}}], ids=["no shell", "IPython in a terminal"])
+def test_what_is_no_notebook_gets_lines(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ipython = FakeIPython(config)
+    for name, module in ipython.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fit(Progress(), tmp_path, monkeypatch, n_epochs=1)
+    assert not ipython.outputs
+    assert "epoch 0 | step" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_no_number_is_cut_off_in_a_narrow_terminal(
     columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,8 +203,6 @@ def test_no_number_is_cut_off_in_a_narrow_terminal(
 
 
 def test_a_failed_run_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setenv("TERM", "xterm")
     before = sys.stdout
     file = Terminal()
