@@ -19,6 +19,7 @@ from dream_trainer.cli.environment import Environment
 from dream_trainer.cli.experiments import RunConfig, Runs
 from dream_trainer.cli.new import New
 from dream_trainer.cli.plot import Plot
+from dream_trainer.cli.trainer_description import DescribeTrainer
 from dream_trainer.errors import ConfigError, DreamTrainerError
 
 GROUPS: dict[str, Callable[..., Any]] = {
@@ -28,6 +29,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
     "checkpoints": Checkpoints,
     "data": Data,
     "plot": Plot,
+    "describe": DescribeTrainer,
     "env": Environment,
 }
 DESCRIPTION = "Dream Trainer's tools. They need no accelerator and no other process."
