@@ -41,7 +41,8 @@ class Trainer:
     one that docs/simple.md lists. Without a `name` the run keeps no files.
 
     Args:
-        model: The model, with its weights. It is moved to the device and trained in place.
+        model: The model, with its weights. It is moved to the device and trained in place; one in eval mode, as
+            `from_pretrained` gives it, is set to train mode as a whole.
         loss: Function of `(outputs, targets)` that returns a scalar; None: the model returns its loss itself, as those
             of Hugging Face do with "labels" in the batch.
         optimizer: An optimizer over `model.parameters()`, its class or a function of the parameters (with `lr`, if that

@@ -93,6 +93,11 @@ def build_given_schedules(
     if given is None:
         return []
     if isinstance(given, LRScheduler | ReduceLROnPlateau):
+        if given.optimizer not in optimizers:
+            raise ConfigError(
+                f"schedule={given!r} is of an optimizer that does not train. Make it of the one that is given as "
+                "optimizer=, or give a function of the optimizer, or a name."
+            )
         return [given]
     if isinstance(given, str | ScheduleParameters):
         parameters = (

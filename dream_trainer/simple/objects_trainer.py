@@ -77,8 +77,10 @@ class ObjectsTrainer(DreamTrainer):
     # -- what it is made of
 
     def configure_models(self) -> None:
-        """The model is there already."""
+        """The model is there already. One in eval mode, as `from_pretrained` gives it, would train without dropout."""
         self.model = self._given.model
+        if not self.model.training:
+            self.model.train()
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         """The loaders are there already."""
@@ -160,13 +162,19 @@ class ObjectsTrainer(DreamTrainer):
 
 
 class StepsSchedules(Callback):
-    """Steps the schedules that go by epochs, and those that follow a metric."""
+    """Steps the schedules that go by epochs, and those that follow a metric; the optimizers begin without gradients."""
 
     order = -100  # before what shows or keeps learning rates
 
+    def pre_fit(self, trainer: AbstractTrainer) -> None:
+        """Gradients of before, from a look at the loss for instance, are not part of the first step."""
+        assert isinstance(trainer, ObjectsTrainer)  # nothing else makes this callback
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+
     def post_epoch(self, trainer: AbstractTrainer) -> None:
         """An epoch is over."""
-        assert isinstance(trainer, ObjectsTrainer)  # nothing else makes this callback
+        assert isinstance(trainer, ObjectsTrainer)
         for scheduler in trainer._scheduled("epoch"):
             scheduler.step()
 

@@ -61,6 +61,28 @@ def test_objects_are_trained_as_by_the_plain_loop_bit_for_bit() -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("is_frozen_part", [False, True])
+def test_a_model_given_in_eval_mode_trains_with_dropout_and_parts_keep_their_mode(is_frozen_part: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), classifier(), nn.Dropout(0.5))
+    if is_frozen_part:
+        model[2].eval()
+    else:
+        model.eval()
+    modes: list[tuple[bool, bool]] = []
+    model.register_forward_pre_hook(lambda *_: modes.append((model[0].training, model[2].training)))
+    make(model).fit()
+    assert set(modes) == {(True, not is_frozen_part)}
+
+
+def test_gradients_from_before_are_not_part_of_the_first_step() -> None:
+    model, expected = classifier(), classifier()
+    inputs, targets = batches()[0]
+    cross_entropy(model(inputs), targets).backward()
+    make(model, optimizer=adam(model)).fit()
+    plain_loop(expected, adam(expected), batches(), epochs=1)
+    assert_same_bits(model, expected)
+
+
 def test_in_several_calls_of_fit_and_train_epoch_too() -> None:
     model, expected = classifier(), classifier()
     with make(model, optimizer=adam(model), val=batches(), epochs=1) as trainer:
@@ -383,6 +405,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a logger without a name": ({"loggers": ("jsonl",)}, ConfigError, r"loggers= needs a run to keep it in"),
     "a stranger's optimizer": ({"optimizer": adam(classifier())}, ConfigError, r"parameters that the model does not"),
     "two rates": ({"optimizer": dt.OptimizerParameters(), "lr": 0.1}, ConfigError, r"lr=0.1 is given twice"),
+    "a schedule of a stranger": (
+        {"schedule": StepLR(adam(classifier()), 1)},
+        ConfigError,
+        r"of an optimizer that does not train",
+    ),
     "no optimizer": ({"optimizer": lambda p: p}, ConfigError, r"made a list. Give an optimizer, its class with lr="),
     "no schedule": ({"schedule": lambda o: o}, ConfigError, r"made a AdamW. Give a schedule"),
     "no validation to follow": ({"schedule": ReduceLROnPlateau}, ConfigError, r"there is none. Give val="),
