@@ -42,15 +42,16 @@ def trainer_of(target: str, config: str) -> Any:
     if not program or not name:
         raise ConfigError(f"{target!r} names no trainer. Write PROGRAM:TRAINER, such as train.py:Trainer.")
     module = _loaded(program)
-    found = vars(module).get(name)
+    found: Any = vars(module).get(name)
     if isinstance(found, type) and issubclass(found, AbstractTrainer):
-        make_config = vars(module).get(config)
+        make_config: Any = vars(module).get(config)
         if not callable(make_config):
             raise ConfigError(
                 f"{program} has no function {config!r} that returns the config of {name}. Write one, or name another "
                 "by --config; or give a function that returns a trainer."
             )
-        trainer: Any = found(make_config())
+        its_config: Any = make_config()
+        trainer: Any = found(its_config)
     else:
         trainer = found() if callable(found) and not isinstance(found, type) else None
     if not isinstance(trainer, AbstractTrainer):
