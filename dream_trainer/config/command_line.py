@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
-from dream_trainer.config.config_files import load_config
+from dream_trainer.config.config_files import field_types, load_config, required_fields
 from dream_trainer.config.short_help import short_help
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError
@@ -71,12 +72,13 @@ def _take_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
-    """The names that a class has no default for may come as flags, which are read after the files."""
+    """What a class has no default for may come as flags, which count over the files."""
     if not isinstance(config, type):
         return load_config(config, *files)
-    names = {}
-    for name in ("project", "group", "experiment"):
-        flag = f"--{name}"
-        if flag in args[:-1]:
-            names[name] = args[args.index(flag) + 1]
-    return load_config(config, *files, **names)
+    flags = {word.partition("=")[0].replace("_", "-") for word in args}
+    types = field_types(config)
+    named = [(name, types[name]) for name in required_fields(config) if f"--{name.replace('_', '-')}" in flags]
+    words = [word for word in args if word not in ("-h", "--help", "--help-all")]
+    required: type[Any] = make_dataclass("Required", named)
+    found, _ = tyro.cli(required, args=words, return_unknown_args=True)
+    return load_config(config, *files, **vars(found))

@@ -49,15 +49,24 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     """
     if issubclass(cls, BaseTrainerConfig):
         data = {key: value for key, value in data.items() if key != "callbacks"}
+    return cast(T, structure(data, cls, cls.__name__))
+
+
+def structure(data: Any, annotation: Any, place: str) -> Any:
+    """Builds a value of the type `annotation` from its plain form; `place` is what an error calls it.
+
+    Raises:
+        ConfigError: as `from_dict`.
+    """
     try:
-        return _converter().structure(data, cls)
+        return _converter().structure(data, annotation)
     except ConfigError:
         raise
     except Exception as error:
         from cattrs import transform_error
 
-        problems = "; ".join(transform_error(error, path=cls.__name__, format_exception=_describe))
-        raise ConfigError(f"The data does not fit {cls.__name__}: {problems}.") from error
+        problems = "; ".join(transform_error(error, path=place, format_exception=_describe))
+        raise ConfigError(f"The data does not fit {place}: {problems}.") from error
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

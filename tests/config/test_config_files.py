@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,10 @@ def test_on_the_command_line_flags_count_over_files_wherever_they_stand(form: st
     assert parse(FileConfig, ["--config", write("names.json", json.dumps(NAMES))]).experiment == "e"
 
 
-def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name() -> None:
+def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="dream_trainer")
     theirs = FileConfig(
         project="theirs",
         group="old",
@@ -80,11 +84,97 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
     )
     theirs.run_dir.mkdir(parents=True)
     write(str(theirs.run_dir / "config.json"), json.dumps(to_dict(theirs)))
+    write(str(theirs.run_dir / "run.json"), "{}")
     for path in (theirs.run_dir, theirs.run_dir / "config.json"):
         config = load_config(given(), path, write("names.yaml", "experiment: second"))
         assert (config.project, config.experiment, config.runs_dir) == ("p", "second", None)
         assert (config.learning_rate, config.checkpoint_parameters.keep_last) == (0.7, 2)
         assert config.checkpoint_parameters.resume == "auto"
+    assert "left out: project, group, experiment, runs_dir, callbacks, checkpoint_parameters.resume" in caplog.text
+
+
+def test_a_file_of_the_users_own_that_is_called_config_json_counts_whole() -> None:
+    text = '{"experiment": "mine", "runs_dir": "there", "checkpoint_parameters": {"resume": 4}}'
+    config = load_config(given(), write("config.json", text))
+    assert (config.experiment, config.runs_dir, config.checkpoint_parameters.resume) == ("mine", "there", 4)
+
+
+@dataclass(frozen=True)
+class Inner:
+    a: int = 1
+    b: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
+class Wider(Inner):
+    c: int = 5
+
+
+@dataclass
+class NestedConfig(dt.DreamTrainerConfig):
+    optimizer: dt.OptimizerParameters = field(default_factory=lambda: dt.OptimizerParameters(lr=3e-4))
+    maybe: Inner | None = None
+    inner: Inner = field(default_factory=Inner)
+    activation: Callable[..., Any] = abs
+
+
+def nested(**values: Any) -> NestedConfig:
+    return NestedConfig(**NAMES, **values)  # type: ignore[arg-type]
+
+
+def test_what_a_file_does_not_name_in_a_section_stays_as_the_default_or_the_instance_has_it() -> None:
+    names, decay = write("names.json", json.dumps(NAMES)), write("decay.yaml", "optimizer: {weight_decay: 0.1}")
+    lr = write("lr.yaml", "optimizer: {lr: 0.9}")
+    assert load_config(NestedConfig, names, decay).optimizer == dt.OptimizerParameters(lr=3e-4, weight_decay=0.1)
+    assert load_config(NestedConfig, names, lr, decay).optimizer == dt.OptimizerParameters(lr=0.9, weight_decay=0.1)
+    chosen = nested(optimizer=dt.OptimizerParameters(lr=0.5))
+    assert load_config(chosen, decay).optimizer == dt.OptimizerParameters(lr=0.5, weight_decay=0.1)
+
+
+def test_a_section_that_may_be_none_is_changed_field_by_field() -> None:
+    a, b = write("a.yaml", "maybe: {a: 4}"), write("b.yaml", "maybe: {b: [7]}")
+    assert load_config(nested(), a, b).maybe == Inner(a=4, b=(7,))
+    assert load_config(nested(maybe=Inner(a=9, b=(3,))), b).maybe == Inner(a=9, b=(7,))
+    assert load_config(nested(maybe=Inner()), write("none.yaml", "maybe:")).maybe is None
+    with pytest.raises(ConfigError, match=r"sets maybe\.bb, and Inner has no field bb"):
+        load_config(nested(), write("wrong.yaml", "maybe: {bb: 1}"))
+
+
+def test_a_section_with_nothing_under_it_changes_nothing() -> None:
+    config = load_config(nested(inner=Inner(a=3)), write("a.yaml", "training_parameters:\n  # n_epochs: 3\ninner:\n"))
+    assert (config.inner, config.training_parameters) == (Inner(a=3), nested().training_parameters)
+
+
+def test_what_no_file_names_is_not_touched_whatever_it_is() -> None:
+    before = nested(activation=len, inner=Wider(c=7))
+    config = load_config(before, write("a.yaml", "inner: {a: 2}"))
+    assert (config.activation, config.inner, before.inner) == (len, Wider(a=2, c=7), Wider(c=7))
+
+
+def test_a_value_where_a_section_belongs_is_named() -> None:
+    five, section = write("five.yaml", "inner: 5"), write("section.yaml", "inner: {a: 2}")
+    with pytest.raises(ConfigError, match=r"five\.yaml sets inner to 5, which is no Inner"):
+        load_config(nested(), five, section)
+
+
+def test_a_file_that_is_not_utf_8_is_named() -> None:
+    Path("a.yaml").write_bytes("experiment: gr\xfcn\n".encode("latin1"))
+    with pytest.raises(ConfigError, match=r"a\.yaml is not UTF-8"):
+        load_config(given(), "a.yaml")
+    Path("a.yaml").write_text("experiment: gr\xfcn\n", encoding="utf-8")
+    assert load_config(given(), "a.yaml").experiment == "gr\xfcn"
+
+
+@dataclass
+class RequiringConfig(dt.DreamTrainerConfig):
+    data_parts: int = field(kw_only=True)
+
+
+def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
+    file = write("a.yaml", "project: p\ngroup: g\nseed: 3\n")
+    for words in (["--experiment=x", "--data-parts=4"], ["--data_parts", "4", "--experiment", "x"]):
+        config = parse(RequiringConfig, ["--config", file, *words])
+        assert (config.experiment, config.data_parts, config.seed) == ("x", 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +192,12 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
         ),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "'fast' is of type str, not float"),
-        ("a.yaml", "training_parameters: {train_batch_size: 0}", "train_batch_size=0 is too small"),
+        (
+            "a.yaml",
+            "training_parameters: {train_batch_size: 0}",
+            "training_parameters: train_batch_size=0 is too small",
+        ),
+        ("a.yaml", "training_parameters: {max_steps: 1e4}", r"fit training_parameters\.max_steps: 10000\.0 is of type"),
         ("a.yaml", "callbacks: []", "sets callbacks, which are code"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "a: [", "a.yaml is not valid"),
