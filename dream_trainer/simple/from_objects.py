@@ -77,7 +77,8 @@ class Trainer:
         seed: Of the order of a dataset's samples, and of random layers.
         patience: Validations without an improvement of `monitor` that end the run; None does not stop early.
         monitor: Metric that `patience`, `best` and the best checkpoint go by.
-        mode: Whether lower ("min") or higher ("max") is better.
+        mode: Whether lower ("min") or higher ("max") is better; None asks the metric: losses and errors are better
+            low, an accuracy high, and torchmetrics' objects know it themselves.
         callbacks: Functions `(trainer, epoch, metrics)`, called after each epoch, numbered from 0, on every rank; and
             `dream_trainer.Callback`s.
         name: Of the run, which then keeps its checkpoints (the newest and the best), its config and its log under
@@ -131,7 +132,7 @@ class Trainer:
         seed: int = 42,
         patience: int | None = None,
         monitor: str = "val/loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         callbacks: Sequence[EpochFunction | Callback] = (),
         name: str | None = None,
         project: str = "simple",
@@ -145,6 +146,8 @@ class Trainer:
         _refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
         options = LoaderOptions(batch_size, shuffle, workers, collate)
         options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
+        measured = GivenMetrics(metrics)
+        mode = measured.better(monitor) if mode is None and val is not None else mode or "min"
         given = Given(
             model=model,
             optimizer=OptimizerPlan(optimizer, lr, model),
@@ -156,7 +159,7 @@ class Trainer:
             calls=ModelCalls(loss, target),
             step=step,
             val_step=val_step,
-            metrics=GivenMetrics(metrics),
+            metrics=measured,
             monitor=monitor,
         )
         me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -35,6 +35,7 @@ def mae(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.l1_loss(outputs, targets)
 
 
+_BETTER: dict[str, Literal["min", "max"]] = {"loss": "min", "accuracy": "max", "mse": "min", "mae": "min"}
 NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"accuracy": accuracy, "mse": mse, "mae": mae}
 
 
@@ -71,6 +72,24 @@ class GivenMetrics:
                 raise ConfigError(f"metrics[{name!r}]={metric!r} is no metric. Give a function of (outputs, targets).")
             if name not in objects:
                 self.functions[name] = metric
+
+    def better(self, monitor: str) -> Literal["min", "max"]:
+        """Whether lower or higher values of a validation's metric, such as "val/accuracy", are better.
+
+        Raises:
+            ConfigError: Nobody knows.
+        """
+        name = monitor.rpartition("/")[2]
+        known: bool | None = None
+        if self.objects is not None and name in self.objects:
+            known = self.objects[name].higher_is_better
+        if known is not None:
+            return "max" if known else "min"
+        if name in _BETTER:
+            return _BETTER[name]
+        raise ConfigError(
+            f'monitor={monitor!r} does not say whether lower or higher values are better. Set mode="min" or "max".'
+        )
 
     def __bool__(self) -> bool:
         return bool(self.functions) or self.objects is not None

@@ -339,6 +339,21 @@ def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
         assert len(trainer.dream.checkpoints()) == 2
 
 
+@pytest.mark.parametrize("by", ["name", "torchmetrics", "mode"])
+def test_the_best_accuracy_is_the_highest(by: str) -> None:
+    values = iter([0.2, 0.9, 0.5])
+    measured: Any = {
+        "name": ["accuracy"],
+        "torchmetrics": {"right": torchmetrics.Accuracy("multiclass", num_classes=CLASSES)},
+        "mode": {"score": lambda outputs, targets: torch.tensor(next(values))},
+    }[by]
+    monitor = {"name": "val/accuracy", "torchmetrics": "val/right", "mode": "val/score"}[by]
+    options: dict[str, Any] = {"mode": "max"} if by == "mode" else {}
+    with make(val=batches()[:1], metrics=measured, monitor=monitor, epochs=3, lr=0.05, **options) as trainer:
+        history = trainer.fit()
+    assert trainer.best == max(row[monitor] for row in history)
+
+
 def test_patience_ends_a_run() -> None:
     with make(optimizer=torch.optim.SGD, lr=1e-30, val=batches(), patience=2, epochs=9) as trainer:
         assert len(trainer.fit()) == 3
@@ -409,6 +424,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"schedule": StepLR(adam(classifier()), 1)},
         ConfigError,
         r"of an optimizer that does not train",
+    ),
+    "a metric of no direction": (
+        {"val": batches(), "metrics": {"cer": cross_entropy}, "monitor": "val/cer"},
+        ConfigError,
+        r"monitor='val/cer' does not say whether lower or higher",
     ),
     "no optimizer": ({"optimizer": lambda p: p}, ConfigError, r"made a list. Give an optimizer, its class with lr="),
     "no schedule": ({"schedule": lambda o: o}, ConfigError, r"made a AdamW. Give a schedule"),
