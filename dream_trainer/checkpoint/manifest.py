@@ -72,7 +72,7 @@ class Manifest:
     files: dict[str, FileEntry]
     """Every file but the manifest itself."""
     parent: dict[str, Any] | None = None
-    """Of a run that began from another one's: the `checkpoint`, its `step`, and what went along. Not stored if None."""
+    """Of a branch: the `checkpoint` it began from, whose `run` and `step`, and the `words`. Not stored if None."""
     schema_version: int = SCHEMA_VERSION
     """Version of the directory's layout."""
 

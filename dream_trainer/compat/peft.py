@@ -109,14 +109,14 @@ def describe_adapters(
     """
     from peft import get_peft_model_state_dict
 
-    names, active = list(names), model.active_adapter
-    adapter = active if isinstance(active, str) else active[0]
+    names, active = list(names), model.active_adapters
+    adapter = active[0]
     # peft renames what it is given, whatever it is: so names are given, and no tensor is gathered.
     given: dict[str, Any] = {name: name for name in names}
     own: Any = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter, save_embedding_layers=False)
     base = base_names(model, names)
     low_rank, copies, reason = _mergeable(model, adapter, base)
-    if not isinstance(active, str):
+    if len(active) > 1:
         reason = f"{active} are active at once"
     return Adapters(_config(model.peft_config[adapter], base_class, base_path), own, base | copies, low_rank, reason)
 
@@ -146,6 +146,9 @@ def _mergeable(
     low_rank: dict[str, LowRank] = {}
     copies: dict[str, str] = {}
     authors = {name: author for author, name in base.items()}
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             for inner, _ in module.original_module.named_parameters():
@@ -160,6 +163,9 @@ def _mergeable(
                 return {}, {}, f"{name} is more than a product added to a weight (such as DoRA, or a bias)"
             if weight not in authors or not model.get_parameter(weight).is_floating_point():
                 return {}, {}, f"{name} is added to a weight that is tied or quantized"
+            tied = [other for other in names_of[model.get_parameter(weight)] if other != weight]
+            if tied and adapter in module.scaling:
+                return {}, {}, f"{name} is added to a weight that is also {tied[0]}, which would change with it"
             if adapter in module.scaling:
                 is_embedding = isinstance(module, Embedding)
                 down, up = (

@@ -95,9 +95,9 @@ def branch_rates(
         if not isinstance(scheduler, LambdaLR):
             continue
         if name in caps:
-            _cap(scheduler, caps[name])
+            cap_rates(scheduler, caps[name])
         if branch.schedule == "extend":
-            _cap(scheduler, _factors_of(saved[name]))
+            _cap_where_it_climbs(scheduler, _factors_of(saved[name]))
         if branch.optimizer != "keep":
             _rebase(scheduler, bases)
 
@@ -115,16 +115,20 @@ def _factors_of(state: Mapping[str, Any]) -> list[float]:
     ]
 
 
-def _cap(scheduler: LambdaLR, caps: Sequence[float]) -> None:
-    """From now on no factor is above its cap, unless the form has it there now anyway: it then rises by itself."""
+def cap_rates(scheduler: LambdaLR, caps: Sequence[float]) -> None:
+    """From now on no group's factor is above its cap, nor above one that it has already."""
+    kept = [min(pair) for pair in zip(caps, _caps.get(scheduler, caps), strict=True)]
+    _caps[scheduler] = kept
+    scheduler.lr_lambdas = [_at_most(form, cap) for form, cap in zip(scheduler.lr_lambdas, kept, strict=True)]
+
+
+def _cap_where_it_climbs(scheduler: LambdaLR, caps: Sequence[float]) -> None:
+    """Caps the groups whose form is above now: that of others rises by itself."""
     step = scheduler.last_epoch
     now = [form(step) for form in scheduler.lr_lambdas]
     climbs = [found > cap and not math.isclose(found, cap, rel_tol=1e-9) for found, cap in zip(now, caps, strict=True)]
-    if not any(climbs):
-        return
-    kept = [cap if climb else math.inf for cap, climb in zip(caps, climbs, strict=True)]
-    _caps[scheduler] = kept
-    scheduler.lr_lambdas = [_at_most(form, cap) for form, cap in zip(scheduler.lr_lambdas, kept, strict=True)]
+    if any(climbs):
+        cap_rates(scheduler, [cap if climb else math.inf for cap, climb in zip(caps, climbs, strict=True)])
 
 
 def _at_most(form: Callable[[int], float], cap: float) -> Callable[[int], float]:
@@ -156,7 +160,8 @@ def say_what_goes_on(
     shared: Mapping[str, Any],
     branch: BranchParameters,
 ) -> None:
-    """Warns of options that this config sets otherwise than the checkpoint's, which go on, and of a stretched schedule.
+    """Warns of options that this config sets otherwise than the checkpoint's, which go on, of a stretched schedule, and
+    of one that is held at zero.
 
     Args:
         optimizers: As restored.
@@ -172,6 +177,19 @@ def say_what_goes_on(
         for name, scheduler in schedulers.items():
             if isinstance(scheduler, LambdaLR):
                 _say_if_stretched(name, scheduler, _factors_of(shared["schedulers"][name]))
+    if branch.schedule == "extend":
+        for name, scheduler in schedulers.items():
+            if isinstance(scheduler, LambdaLR):
+                _say_if_held_at_zero(name, scheduler)
+
+
+def _say_if_held_at_zero(name: str, scheduler: LambdaLR) -> None:
+    if min(_caps.get(scheduler, [math.inf])) < 1e-12:
+        logger.warning(
+            '%s: the learning rate was 0 at step %d, and branch.schedule="extend" keeps it there, so that nothing will '
+            'be learnt. Use branch.schedule="new", or begin from an earlier checkpoint.',
+            *(name, scheduler.last_epoch),
+        )
 
 
 def _say_which_options(name: str, ours: Options, in_force: Options) -> None:

@@ -9,9 +9,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import HookError, StepError
+from dream_trainer.trainer.branched_rates import cap_rates, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
 
 if TYPE_CHECKING:
@@ -85,6 +88,7 @@ def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
 def _build_schedulers_again(trainer: AbstractTrainer, before: int | None) -> None:
     """Their form follows `total_steps`; where they are in it, and the rates of this moment, are kept."""
     states = {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()}
+    caps = rate_caps(trainer.named_schedulers())
     groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     for group in groups:
@@ -98,6 +102,8 @@ def _build_schedulers_again(trainer: AbstractTrainer, before: int | None) -> Non
         )
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(states[name])
+        if name in caps and isinstance(scheduler, LambdaLR):
+            cap_rates(scheduler, caps[name])
     for group, kept in zip(groups, options, strict=True):
         group.update(kept)
     if trainer.world.is_main:

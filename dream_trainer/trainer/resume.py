@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.checkpoint.files import local_path, recover_replaced, step_directories
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
@@ -37,14 +37,16 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
     Raises:
         CheckpointError: What was asked for is not there, damaged, or of another run; the same on every rank.
-        ConfigError: `resume=None`, and the directory has checkpoints; or `branch` has words, and nothing is branched.
+        ConfigError: `resume=None`, and the directory has checkpoints; or `branch` has words, and nothing is branched;
+            or `resume` is another run's checkpoint, and the directory has checkpoints that did not begin there.
     """
     if world.is_main:
         recover_replaced(root)
     asked = parameters.resume
-    parent = world.broadcast_object(_parent_of_newest(root) if world.is_main else None)
+    newest = world.broadcast_object(_newest_of(root) if world.is_main else None)
     if isinstance(asked, str) and asked not in ("auto", "latest", "best"):
-        return _branch(asked, root, parameters.branch, parent, world, load)
+        return _branch(asked, root, parameters.branch, newest, world, load)
+    parent = newest.parent if newest else None
     if parameters.branch != ALL_KEPT and parent is None:
         raise ConfigError(
             f"branch={parameters.branch} says what goes along from another run's checkpoint, and resume={asked!r} "
@@ -64,11 +66,12 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
 
 def _branch(
-    asked: str, root: Path, branch: BranchParameters, parent: dict[str, Any] | None, world: Ranks, load: Load
+    asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
 ) -> bool:
     """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
     place = Path(os.path.abspath(local_path(asked)))
-    if parent is not None and Path(parent["checkpoint"]).is_relative_to(place):
+    parent = newest.parent if newest else None
+    if parent is not None and world.broadcast_object(_is_at(parent, place) if world.is_main else None):
         if parent["words"] != vars(branch):
             raise ConfigError(
                 f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
@@ -79,8 +82,19 @@ def _branch(
         raise CheckpointError(
             f'resume={asked!r} is neither "auto", "latest", "best" nor a step, and there is no such path.'
         )
-    path = _chosen(place / "checkpoints", world, _newest) if (place / "checkpoints").is_dir() else place
-    if branch != ALL_KEPT and path.parent.resolve() == root.resolve():
+    path = (
+        _chosen(place / "checkpoints", world, lambda found: _newest(found).path)
+        if (place / "checkpoints").is_dir()
+        else place
+    )
+    is_own = path.parent.resolve() == root.resolve()
+    if newest is not None and not is_own:
+        raise ConfigError(
+            f"resume={asked!r} is another run's, and {root} has checkpoints up to step {newest.step}, and began "
+            f"{'from ' + parent['checkpoint'] if parent else 'at step 0'}. Use another experiment name, or "
+            'resume="auto" to go on with this one.'
+        )
+    if branch != ALL_KEPT and is_own:
         raise ConfigError(
             f"branch={branch} is for a run that begins from another one's checkpoint, and {path} is this run's own. "
             "Use another experiment name."
@@ -89,15 +103,35 @@ def _branch(
     return True
 
 
-def _newest(checkpoints: list[Manifest]) -> Path:
+def _newest(checkpoints: list[Manifest]) -> Manifest:
     if not checkpoints:
         raise CheckpointError("the run that resume names has no whole checkpoint.")
-    return checkpoints[-1].path
+    return checkpoints[-1]
 
 
-def _parent_of_newest(root: Path) -> dict[str, Any] | None:
+def _newest_of(root: Path) -> Manifest | None:
     own = list_checkpoints(root)
-    return own[-1].parent if own else None
+    return own[-1] if own else None
+
+
+def run_name(manifest: Manifest) -> str:
+    """Project, group and experiment of the run that wrote a checkpoint, wherever it lies now."""
+    return "/".join(str(manifest.config.get(name)) for name in ("project", "group", "experiment"))
+
+
+def _is_at(parent: dict[str, Any], place: Path) -> bool:
+    """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
+    if Path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
+        return True
+    try:
+        if is_run := (place / "checkpoints").is_dir():
+            found = _newest(list_checkpoints(place / "checkpoints"))
+        else:
+            found = read_manifest(place)
+    except CheckpointError:
+        return False
+    # A branch of before this name was kept has none.
+    return parent.get("run") == run_name(found) and (is_run or parent["step"] == found.step)
 
 
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:

@@ -131,7 +131,7 @@ def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable
     if adapters.cannot_merge:
         raise CheckpointError(
             f"these adapters cannot be merged one tensor at a time: {adapters.cannot_merge}. Export the adapters "
-            "alone, and merge them with peft: PeftModel.from_pretrained(base, path).merge_and_unload()."
+            "alone. What peft can merge, PeftModel.from_pretrained(base, path).merge_and_unload() does."
         )
 
     def merged(author_name: str) -> Tensor:

@@ -123,7 +123,8 @@ def test_a_checkpoint_of_another_run_sets_nothing_of_this_one_aside() -> None:
     other = fit(make_config(experiment="other", max_steps=5))
     mine = fit(make_config(max_steps=10))
     before = names(mine)
-    with Saves(make_config(max_steps=10, resume=str(other.checkpoint_dir / "step_00000005"))) as trainer:
+    with Saves(make_config(max_steps=10)) as trainer:
+        trainer.load_checkpoint(other.checkpoint_dir / "step_00000005")
         trainer.evaluate()
     assert names(trainer) == before == ["step_00000005", "step_00000010"]
 

@@ -6,6 +6,7 @@ In float64; AdamW, whose moments, steps and rate all leave a mark; warm-up and c
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import dream_trainer as dt
 from dream_trainer.config.branch_parameters import BranchParameters
@@ -176,7 +177,7 @@ def test_each_word_is_the_loop_by_hand_and_outlives_a_restart(tmp_path: Path) ->
         assert steps == trained == LONGER - (0 if WORDS[name].get("counters") == "new" else AT)
         words = {"optimizer": "keep", "schedule": "keep", "counters": "keep", "data": "keep"} | WORDS[name]
         checkpoint = str(tmp_path / f"runs/tests/checkpoint/parent/checkpoints/step_{AT:08d}")
-        assert born == {"checkpoint": checkpoint, "step": AT, "words": words}
+        assert born == {"checkpoint": checkpoint, "run": "tests/checkpoint/parent", "step": AT, "words": words}
         record = read_record(tmp_path / "runs/tests/checkpoint" / name)
         assert record is not None
         assert record.parent == born
@@ -198,11 +199,89 @@ def test_an_extended_cosine_never_climbs_and_ends_where_the_longer_one_does() ->
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
+class Swings(Branches):
+    """Its form swings between 1 and 0, in a longer run twice as fast."""
+
+    def configure_schedulers(self) -> None:
+        period = 12 if self.total_steps == STEPS else 6
+        self.scheduler = LambdaLR(self.optimizer, lambda step: (1 + math.cos(2 * math.pi * step / period)) / 2)
+
+
+def test_the_cap_of_an_extended_schedule_stays_where_it_goes_on_below_it() -> None:
+    first = fit(Swings(make_config("parent", OLD, STEPS, save_every_n_steps=5)))
+    path = str(first.checkpoint_dir / "step_00000005")
+    cap = OLD * (1 - math.cos(math.pi / 6)) / 2
+    extend = BranchParameters(schedule="extend")
+
+    def swing(name: str, steps: int) -> Swings:
+        return Swings(make_config(name, OLD, steps, resume=path, branch=extend))
+
+    straight = fit(swing("straight", 20)).rates
+    assert max(straight) == pytest.approx(cap)
+    cut = fit(swing("cut", 9)).rates + fit(swing("cut", 20)).rates  # the form is at 0 where it is cut
+    assert cut == pytest.approx(straight, rel=1e-12, abs=1e-12)
+    with swing("limits", 9) as trainer:
+        trainer.fit()
+        trainer.set_limits(max_steps=13)
+        trainer.fit()
+        trainer.set_limits(max_steps=20)
+        trainer.fit()
+        assert trainer.rates == pytest.approx(straight, rel=1e-12, abs=1e-12)
+    again = fit(swing("limits", 26)).rates
+    assert max(again) == pytest.approx(cap)
+
+
+def test_extending_a_schedule_that_has_ended_at_zero_is_said_to_learn_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    path = str(fit(Swings(make_config("parent", OLD, STEPS))).checkpoint_dir / f"step_{STEPS:08d}")
+    config = make_config("zero", OLD, LONGER, resume=path, branch=BranchParameters(schedule="extend"))
+    assert max(fit(Swings(config)).rates) == 0
+    assert 'scheduler: the learning rate was 0 at step 6, and branch.schedule="extend" keeps it there' in caplog.text
+    assert 'schedule="new"' in caplog.text
+
+
 def test_a_run_directory_means_its_newest_checkpoint() -> None:
     parent()
     trainer = branch("whole", "runs/tests/checkpoint/parent")
     assert trainer.loaded == [f"step_{STEPS:08d}"]
     assert branch("whole", "runs/tests/checkpoint/parent", steps=LONGER + 2).loaded == [f"step_{LONGER:08d}"]
+
+
+@pytest.mark.parametrize("tail", ["", f"checkpoints/step_{AT:08d}"], ids=["run", "checkpoint"])
+def test_the_same_command_again_goes_on_however_the_path_is_spelt(tail: str, tmp_path: Path) -> None:
+    config = make_config("parent", OLD, STEPS, directory="disk")
+    fit(Branches(config))
+    words = {"optimizer": "moments"}
+    branch("child", f"runs/tests/checkpoint/parent/{tail}", **words)
+    Path("link").symlink_to("runs")
+    again = branch("child", f"link/tests/checkpoint/parent/{tail}", steps=LONGER + 2, **words)
+    assert again.loaded == [f"step_{LONGER:08d}"]
+    on_disk = f"disk/tests/checkpoint/parent/{Path(tail).name}"
+    again = branch("child", on_disk, steps=LONGER + 4, **words)
+    assert again.loaded == [f"step_{LONGER + 2:08d}"]
+    Path("runs").rename("moved")
+    Path("disk").rename("other")
+    link = Path("moved/tests/checkpoint/parent/checkpoints")
+    link.unlink()
+    link.symlink_to(tmp_path / "other/tests/checkpoint/parent")
+    path = f"moved/tests/checkpoint/parent/{tail}"
+    config = make_config("child", NEW, LONGER + 6, resume=path, branch=BranchParameters(optimizer="moments"))
+    config.runs_dir = "moved"
+    again = fit(Branches(config))
+    assert again.loaded == [f"step_{LONGER + 4:08d}"]
+    assert not list(again.checkpoint_dir.glob(".aside*"))
+
+
+def test_a_run_with_checkpoints_of_its_own_never_begins_again_from_another_one() -> None:
+    path = parent()
+    mine = fit(Branches(make_config("mine", NEW, STEPS)))
+    before = sorted(mine.checkpoint_dir.iterdir())
+    with pytest.raises(ConfigError, match="up to step 6, and began at step 0.* Use another experiment name"):
+        branch("mine", path)
+    assert sorted(mine.checkpoint_dir.iterdir()) == before
+    branch("child", path)
+    for other in (Path(path).with_name("step_00000002"), mine.run_dir):
+        with pytest.raises(ConfigError, match="and began from .*step_00000004.* Use another experiment name"):
+            branch("child", str(other))
 
 
 def test_a_branch_may_have_another_seed_batch_and_optimizer() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -25,6 +25,7 @@ from tests.weights.adapted import (
     Net,
     base_values,
     by_hand,
+    lora,
     make,
     prepare,
     token_rows,
@@ -98,7 +99,7 @@ def test_a_checkpoint_holds_the_adapters_and_not_the_base(layout: str, runs: Run
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_in_another_layout(layout: str, runs: Runs) -> None:
-    found = train("alone", 6, resume=str(checkpoint(f"{layout}-cut", 3)))
+    found = train(f"{layout} alone", 6, resume=str(checkpoint(f"{layout}-cut", 3)))
     assert found["losses"] == pytest.approx(runs["alone"]["straight"]["losses"][3:], rel=1e-12)
     assert_close(found["weights"], runs["alone"]["straight"]["weights"])
 
@@ -163,6 +164,47 @@ def test_what_cannot_be_merged_is_named(runs: Runs) -> None:
         trainer.export("dora")
         adapted = PeftModel.from_pretrained(their_base(), "dora")
         torch.testing.assert_close(predictions(adapted), predictions(trainer.model), rtol=0, atol=1e-11)
+
+
+def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Runs, tmp_path: Path) -> None:
+    class Tied(Adapted):
+        changes = {"target_modules": ["embed", "up"], "modules_to_save": None}
+
+        def configure_models(self) -> None:
+            base = Net().double()
+            base.head.weight = base.embed.weight
+            self.model = get_peft_model(base, lora(**self.changes))
+
+        def load_pretrained(self) -> None:
+            pass
+
+    class Untouched(Tied):
+        changes = {"target_modules": ["up"], "modules_to_save": None}
+
+    class Two(Adapted):
+        changes = {"target_modules": ["up"], "modules_to_save": None}
+
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.add_adapter("second", lora(**self.changes))
+            self.model.base_model.set_adapter(["default", "second"])
+            self.model.double()
+
+    for kind, said in (
+        (Tied, r"model.embed is added to a weight that is also base_model.model.head.weight"),
+        (Two, r"\['default', 'second'\] are active at once"),
+    ):
+        with make(kind.__name__, 1, kind=kind, resume=None) as trainer:
+            trainer.fit()
+            with pytest.raises(CheckpointError, match=said):
+                trainer.export(tmp_path / "merged", merge_adapters=True)
+    with make("untouched", 1, kind=Untouched, resume=None) as trainer:
+        trainer.fit()
+        trainer.export(tmp_path / "merged", merge_adapters=True)
+        merged = Net().double()
+        merged.head.weight = merged.embed.weight
+        merged.load_state_dict(load_file(tmp_path / "merged/model.safetensors"), strict=False)
+        torch.testing.assert_close(predictions(merged), predictions(trainer.model), rtol=0, atol=1e-11)
 
 
 def test_a_model_without_adapters_is_refused() -> None:

@@ -40,7 +40,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.initial_weights import load_initial_weights
 from dream_trainer.trainer.restored_state import restore
-from dream_trainer.trainer.resume import resume
+from dream_trainer.trainer.resume import resume, run_name
 
 logger = logging.getLogger("dream_trainer")
 
@@ -222,7 +222,8 @@ class CheckpointMixin(AbstractTrainer):
         self._recorder.parent = manifest.parent
         if not is_own:
             path = os.path.abspath(manifest.path)
-            self._recorder.parent = {"checkpoint": path, "step": manifest.step, "words": dict(vars(branch))}
+            run, words = run_name(manifest), dict(vars(branch))
+            self._recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
         self._saver.goes_on_from(
             self.global_step, metrics, is_own=is_own, has_pending_work=self.progress.owed is not None
