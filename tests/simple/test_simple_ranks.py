@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,19 @@ def train(directory: str, case: str) -> dict[str, Any]:
     return found | {"files": sorted(os.listdir(directory))}
 
 
-def train_all(directory: str) -> dict[str, Any]:
+def train_all(directory: str, for_unnamed: str) -> dict[str, Any]:
+    tempfile.tempdir = for_unnamed  # of this world alone
     return {case: train(directory, case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(train_all, 2, str(tmp_path_factory.mktemp("two")))
+def for_unnamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unnamed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, for_unnamed: Path) -> list[dict[str, Any]]:
+    return run_world(train_all, 2, str(tmp_path_factory.mktemp("two")), str(for_unnamed))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +91,6 @@ def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str,
         assert found["history"] == ranks[0][case]["history"]
 
 
-def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]]) -> None:
-    import tempfile
-
-    assert [*Path(tempfile.gettempdir()).glob("dream_trainer_127.0.0.1_*")] == []
+def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]], for_unnamed: Path) -> None:
+    assert len(ranks) == 2
+    assert [*for_unnamed.iterdir()] == []
