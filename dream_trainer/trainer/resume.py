@@ -6,16 +6,16 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dream_trainer.checkpoint.files import local_path, recover_replaced, step_directories
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest, verify_all_but_shards
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.trainer.branch_parent import began_at
 
 logger = logging.getLogger("dream_trainer")
 
@@ -71,7 +71,7 @@ def _branch(
     """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
     place = Path(os.path.abspath(local_path(asked)))
     parent = newest.parent if newest else None
-    if parent is not None and world.broadcast_object(_is_at(parent, place) if world.is_main else None):
+    if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
         if parent["words"] != vars(branch):
             raise ConfigError(
                 f"this run began from {parent['checkpoint']} with {parent['words']}, and branch is {vars(branch)} now. "
@@ -112,26 +112,6 @@ def _newest(checkpoints: list[Manifest]) -> Manifest:
 def _newest_of(root: Path) -> Manifest | None:
     own = list_checkpoints(root)
     return own[-1] if own else None
-
-
-def run_name(manifest: Manifest) -> str:
-    """Project, group and experiment of the run that wrote a checkpoint, wherever it lies now."""
-    return "/".join(str(manifest.config.get(name)) for name in ("project", "group", "experiment"))
-
-
-def _is_at(parent: dict[str, Any], place: Path) -> bool:
-    """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
-    if Path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
-        return True
-    try:
-        if is_run := (place / "checkpoints").is_dir():
-            found = _newest(list_checkpoints(place / "checkpoints"))
-        else:
-            found = read_manifest(place)
-    except CheckpointError:
-        return False
-    # A branch of before this name was kept has none.
-    return parent.get("run") == run_name(found) and (is_run or parent["step"] == found.step)
 
 
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:

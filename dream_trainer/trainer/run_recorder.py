@@ -66,8 +66,8 @@ class RunRecorder:
 
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
-        if self._trainer._agreement.trains:
-            self._write_config()
+        if self._trainer._agreement.trains and read_record(self._trainer.run_dir) is None:
+            self._write_config()  # of a run that was there before, only once it has resumed
 
     def _starts(self) -> None:
         trainer, now = self._trainer, time.time()
@@ -122,6 +122,8 @@ class RunRecorder:
         found = read_record(trainer.run_dir)
         if found is not None and found.state == "failed" and found.seen >= self._made:
             return
+        if found is not None and self._record is None and found.seen < self._made:
+            return  # a start that is refused says nothing of the run that was there before
         self._record = self._record or found or RunRecord(started=time.time())
         rank = f"rank {trainer.world.rank}: " if trainer.world.world_size > 1 else ""
         if isinstance(exc, KeyboardInterrupt):

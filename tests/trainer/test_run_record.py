@@ -14,6 +14,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.run_record import RunRecord, is_alive, read_record
 from tests.trainer import small
 from tests.trainer.saves import Saves, fit, fit_scripted, make_config, run
@@ -78,6 +79,14 @@ def test_a_finished_run_that_is_started_again_stays_as_it_was() -> None:
     before = (RUN / "run.json").read_text()
     run()
     assert (RUN / "run.json").read_text() == before
+
+
+def test_a_start_that_is_refused_leaves_what_a_run_says_of_itself() -> None:
+    run()
+    before = {name: (RUN / name).read_text() for name in ("config.json", "run.json")}
+    with pytest.raises(CheckpointError, match="seed"):
+        run(training={"n_epochs": 2}, seed=7)
+    assert {name: (RUN / name).read_text() for name in before} == before
 
 
 def test_a_run_that_was_asked_to_stop_says_why_and_one_that_failed_with_what() -> None:

@@ -37,10 +37,11 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.initial_weights import load_initial_weights
 from dream_trainer.trainer.restored_state import restore
-from dream_trainer.trainer.resume import resume, run_name
+from dream_trainer.trainer.resume import resume
 
 logger = logging.getLogger("dream_trainer")
 
