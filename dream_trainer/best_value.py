@@ -1,10 +1,82 @@
-"""Which of two values of a metric is better."""
+"""Which of two values of a metric is better, and whether that is the lower or the higher one."""
 
 from __future__ import annotations
 
 import math
+import re
+from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
+
+from dream_trainer.errors import ConfigError
+
+# Words in names of metrics; of two words in a row also both in one, as in "cross_entropy".
+_LOWER = frozenset(
+    "loss losses error errors err perplexity ppl nll mse rmse mae mape wer cer eer ece fid bpb bpc bits "
+    "crossentropy".split()
+)
+_HIGHER = frozenset(
+    "accuracy acc top f1 f2 auc auroc auprc precision recall sensitivity specificity map miou iou dice jaccard bleu "
+    "rouge rougel meteor psnr ssim reward rewards return returns success win ndcg mrr r2 kappa mcc correlation pearson "
+    "spearman exactmatch".split()
+)
+_TURNS_IT_ROUND = frozenset(("neg", "negative", "minus", "inverse", "inv"))
+
+
+def mode_of(
+    metric: str,
+    mode: Literal["min", "max"] | None,
+    *,
+    higher_is_better: bool | None = None,
+    named_by: str,
+    set_by: str,
+) -> Literal["min", "max"]:
+    """Whether the lowest ("min") or the highest ("max") value of a metric is best.
+
+    Args:
+        metric: Its name, such as "val/accuracy".
+        mode: What was said; None asks the metric.
+        higher_is_better: What a torchmetrics object says of itself, which counts over its name; None if nothing does.
+        named_by: The field or argument that names the metric, for the error.
+        set_by: The one that would say it.
+
+    Raises:
+        ConfigError: Nobody knows.
+    """
+    if mode is not None:
+        return mode
+    if higher_is_better is not None:
+        return "max" if higher_is_better else "min"
+    known = mode_by_name(metric)
+    if known is None:
+        raise ConfigError(
+            f"{named_by}={metric!r} does not say whether lower or higher values are better. "
+            f'Set {set_by}="min" or "max".'
+        )
+    return known
+
+
+def mode_by_name(metric: str) -> Literal["min", "max"] | None:
+    """What the words in the last part of a name say: the last word alone, or all that are known; None if they do not.
+
+    "val/token_accuracy" and "val/top5" are better high, "val/accuracy_loss" and "val/word_error_rate" low; of
+    "val/score" or "val/negative_loss" nobody knows.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", metric.rpartition("/")[2])]
+    if _TURNS_IT_ROUND.intersection(words):
+        return None
+    joined = [*words, *(first + second for first, second in pairwise(words))]
+    of_words = [mode for word in joined if (mode := _mode_of_word(word)) is not None]
+    if words and (of_last := _mode_of_word(words[-1])) is not None:
+        return of_last
+    return of_words[0] if len(set(of_words)) == 1 else None
+
+
+def _mode_of_word(word: str) -> Literal["min", "max"] | None:
+    names = {word, word.rstrip("0123456789")}
+    if names & _LOWER:
+        return "min"
+    return "max" if names & _HIGHER else None
 
 
 def is_better(value: Any, best: float | None, mode: Literal["min", "max"]) -> bool:

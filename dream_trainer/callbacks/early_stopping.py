@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+from dream_trainer.best_value import mode_of
 from dream_trainer.checks import check_between, check_choice, check_integer, check_name
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_number
+from dream_trainer.modules.metrics import higher_is_better
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -23,7 +25,8 @@ class EarlyStopping(Callback):
 
     Args:
         metric: Name of a validation metric, as it is logged.
-        mode: Whether lower ("min") or higher ("max") is better.
+        mode: Whether lower ("min") or higher ("max") is better; None asks the metric: its torchmetrics object, else its
+            name, such as "val/loss" or "val/accuracy".
         patience: Validations without an improvement that end the run; at least 1.
         min_delta: What a value must be better by; not negative, in the metric's unit.
 
@@ -32,25 +35,27 @@ class EarlyStopping(Callback):
         validations_without_improvement: Since then.
 
     Raises:
-        ConfigError: A value cannot work; in training, if there is no validation, or `metric` is not among its metrics.
+        ConfigError: A value cannot work; before training, if there is no validation, or nothing says which values of
+            `metric` are better; in training, if `metric` is not among the validation's.
     """
 
     def __init__(
         self,
         metric: str = "val/loss",
         *,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
         check_name("metric", metric, example="val/loss")
-        check_choice("mode", mode, ("min", "max"))
+        check_choice("mode", mode, ("min", "max", None))
         check_integer("patience", patience, minimum=1)
         check_between("min_delta", min_delta, 0.0, math.inf)
         self.metric = metric
         self.mode = mode
         self.patience = patience
         self.min_delta = min_delta
+        self._known_mode = mode
         self.best: float | None = None
         self.validations_without_improvement = 0
 
@@ -62,11 +67,18 @@ class EarlyStopping(Callback):
         """Stops at once where an earlier process already ran out of patience.
 
         Raises:
-            ConfigError: The run never validates.
+            ConfigError: The run never validates, or nobody knows which values are better.
         """
         lacking = _what_validation_lacks(trainer)
         if lacking is not None:
             raise ConfigError(f"EarlyStopping({self.metric!r}) has no validation to go by: {lacking}")
+        self._known_mode = mode_of(
+            self.metric,
+            self.mode,
+            higher_is_better=higher_is_better(trainer.named_metrics(), self.metric),
+            named_by="EarlyStopping's metric",
+            set_by="mode",
+        )
         self._stop_if_due(trainer)
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
@@ -99,7 +111,7 @@ class EarlyStopping(Callback):
     def _is_improvement(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:
             return not math.isnan(value)
-        return value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+        return value < self.best - self.min_delta if self._known_mode == "min" else value > self.best + self.min_delta
 
     def _stop_if_due(self, trainer: AbstractTrainer) -> None:
         if self.validations_without_improvement >= self.patience:

@@ -59,7 +59,7 @@ class Retention:
             keep_every_n_steps=parameters.keep_every_n_steps,
             keep_best=parameters.keep_best,
             metric=parameters.best_metric,
-            mode=parameters.best_mode,
+            mode=parameters.known_best_mode(),
         )
 
     @property

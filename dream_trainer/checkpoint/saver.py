@@ -139,7 +139,7 @@ class Saver(Saving):
                 "best_metric", f"best_metric={name!r} is not among the validation's metrics: {sorted(metrics)}."
             )
         value = metrics.get(name)
-        if is_better(value, self._best_value, self._parameters.best_mode):
+        if is_better(value, self._best_value, self._parameters.known_best_mode()):
             self._best_value, self._is_best = value, self._parameters.save_on_best
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:

@@ -101,8 +101,8 @@ class Prune:
     """Number of best checkpoints by --metric to keep."""
     metric: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Name of a validation metric, such as val/loss."""
-    mode: Literal["min", "max"] = "min"
-    """Whether its smallest or its largest value is best."""
+    mode: Annotated[Literal["min", "max"] | None, arg(help_behavior_hint="")] = None
+    """Whether its smallest or its largest value is best; by default as the run and the name say."""
     damaged: Flag = False
     """Also remove checkpoints that are damaged, and what killed jobs left unfinished."""
     aside: Flag = False
@@ -115,14 +115,14 @@ class Prune:
     def run(self) -> int:
         """Removes, and prints what was removed."""
         from dream_trainer.checkpoint.retention import Retention
-        from dream_trainer.cli.prune import prune
+        from dream_trainer.cli.prune import mode_of_run, prune
 
         retention = Retention(
             keep_last=self.keep_last,
             keep_every_n_steps=self.keep_every_n_steps,
             keep_best=self.keep_best,
             metric=self.metric,
-            mode=self.mode,
+            mode=mode_of_run(self.run_path, self.metric, self.mode),
         )
         return prune(
             self.run_path,

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+from dream_trainer.best_value import mode_by_name
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.files import discard
 from dream_trainer.checkpoint.retention import Retention, kept
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.cli.output import metrics_cell, print_json
 from dream_trainer.cli.runs import Entry, checkpoints_root, entries
+from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_bytes
 
@@ -57,6 +59,26 @@ def prune(run: Path, retention: Retention, *, damaged: bool, aside: bool, dry_ru
         return 0
     _print(root, checkpoints, going, left, sizes, dry_run=dry_run)
     return 0
+
+
+def mode_of_run(run: Path, metric: str | None, mode: Mode | None) -> Mode:
+    """Whether the smallest or the largest value of a metric is best: as asked, or as the run and the name have it.
+
+    Raises:
+        ConfigError: Neither says, or one says the other than the other.
+    """
+    if mode is not None or metric is None:
+        return mode or "min"
+    manifests = [entry.manifest for entry in entries(checkpoints_root(run)) if entry.manifest]
+    of_run = manifests[-1].config.get("checkpoint_parameters", {}) if manifests else {}
+    by_run = of_run.get("best_mode") if of_run.get("best_metric") == metric else None
+    by_name = mode_by_name(metric)
+    if by_run and by_name and by_run != by_name:  # before it asked the metric, "min" was the default for all
+        raise ConfigError(f"the run took {by_run} for best of {metric}, and its name says {by_name}. Set --mode.")
+    known: Mode | None = by_run or by_name
+    if known is None:
+        raise ConfigError(f"--metric {metric} does not say whether lower or higher values are better. Set --mode.")
+    return known
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from dream_trainer.best_value import mode_of
 from dream_trainer.checks import check_boolean, check_choice, check_directory, check_integer, check_positive
 from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.config.parameter_class import parameters
@@ -62,8 +63,9 @@ class CheckpointParameters:
     """Best checkpoints to keep, by `best_metric`."""
     best_metric: str | None = None
     """Name of a validation metric, such as "val/loss". NaN is never best."""
-    best_mode: Mode = "min"
-    """Whether the smallest or the largest value is best."""
+    best_mode: Mode | None = None
+    """Whether the smallest ("min") or the largest ("max") value is best. None asks the metric: its torchmetrics object,
+    else its name, such as "val/loss" or "val/accuracy"; where neither says, the run does not begin."""
 
     resume: int | str | None = "auto"
     """"auto": the newest complete checkpoint of this run if there is one; "latest": that one, an error if there is
@@ -101,7 +103,7 @@ class CheckpointParameters:
             check_positive("save_every_n_minutes", self.save_every_n_minutes)
         check_choice("when_busy", self.when_busy, get_args(WhenBusy))
         check_choice("on_save_error", self.on_save_error, get_args(OnSaveError))
-        check_choice("best_mode", self.best_mode, get_args(Mode))
+        check_choice("best_mode", self.best_mode, (*get_args(Mode), None))
         for name, wanted in {
             "save_on_best": self.save_on_best,
             "keep_best": self.keep_best,
@@ -121,6 +123,25 @@ class CheckpointParameters:
                 f'resume={self.resume!r} is not understood. Use "auto", "latest", "best", a step, the path of a '
                 "checkpoint, or None."
             )
+
+    def known_best_mode(self, higher_is_better: bool | None = None) -> Mode:
+        """Whether the smallest or the largest value of `best_metric` is best; "min" where there is no such metric.
+
+        Args:
+            higher_is_better: What its torchmetrics object says.
+
+        Raises:
+            ConfigError: Neither `best_mode` nor the metric says.
+        """
+        if self.best_metric is None:
+            return self.best_mode or "min"
+        return mode_of(
+            self.best_metric,
+            self.best_mode,
+            higher_is_better=higher_is_better,
+            named_by="best_metric",
+            set_by="best_mode",
+        )
 
     def _value(self, name: str) -> object:
         return vars(self)[name]

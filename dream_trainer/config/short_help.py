@@ -27,7 +27,7 @@ OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
         "fast_dev_run",
     ),
     "device_parameters": ("device", "precision", "dp_shard", "tensor_parallel"),
-    "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "resume", "init_from"),
+    "checkpoint_parameters": ("save_every_n_steps", "keep_last", "best_metric", "best_mode", "resume", "init_from"),
     "logger_parameters": ("loggers", "log_every_n_steps"),
 }
 """Of each section the fields that are shown."""

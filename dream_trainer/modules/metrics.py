@@ -59,6 +59,24 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {name: value}
 
 
+def higher_is_better(metrics: Mapping[str, Any], name: str) -> bool | None:
+    """What the metric behind a validation's value says of itself; None if there is none, or it does not say.
+
+    Args:
+        metrics: Metrics and collections by name.
+        name: Of the value, such as "val/accuracy" or "val/near/accuracy".
+    """
+    for own, metric in metrics.items():
+        members = (
+            metric.items() if isinstance(metric, sys.modules["torchmetrics"].MetricCollection) else [(own, metric)]
+        )
+        for key, member in members:
+            if name == key or name.endswith(f"/{key}"):
+                known: bool | None = member.higher_is_better
+                return known
+    return None
+
+
 @contextmanager
 def _exchanged(metrics: Sequence[Any], world: Ranks) -> Iterator[None]:
     """Inside, the metrics exchange their states in our way, with lists filled up to equal lengths."""

@@ -28,6 +28,7 @@ from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, 
 from dream_trainer.simple.model_calls import Loss, ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import scratch_directory
+from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
 from dream_trainer.weights.load import load_weights
 
@@ -147,7 +148,8 @@ class Trainer:
         options = LoaderOptions(batch_size, shuffle, workers, collate)
         options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
         measured = GivenMetrics(metrics)
-        mode = measured.better(monitor) if mode is None and val is not None else mode or "min"
+        if mode is None:
+            mode = "min" if val is None else measured.better(monitor, named_by="monitor", set_by="mode")
         given = Given(
             model=model,
             optimizer=OptimizerPlan(optimizer, lr, model),
@@ -297,12 +299,12 @@ class Trainer:
             CheckpointError: There is none.
         """
         dream = self.dream
-        metric = dream.config.checkpoint_parameters.best_metric
-        found = best_checkpoint(dream.checkpoints(), metric or "", dream.config.checkpoint_parameters.best_mode)
-        if found is None:
-            raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
         with dream._session.failing_for_all():
             dream._session.start()
+        parameters = with_known_mode(dream.config.checkpoint_parameters, dream)
+        found = best_checkpoint(dream.checkpoints(), parameters.best_metric or "", parameters.known_best_mode())
+        if found is None:
+            raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
         with dream.changing_weights():
             load_weights(dream.model, found.path, world=dream.world)
         return found.path

@@ -9,7 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.best_value import mode_of
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.simple.model_calls import Metric
 from dream_trainer.trainer.registry import is_metric
 
@@ -35,7 +37,6 @@ def mae(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.l1_loss(outputs, targets)
 
 
-_BETTER: dict[str, Literal["min", "max"]] = {"loss": "min", "accuracy": "max", "mse": "min", "mae": "min"}
 NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"accuracy": accuracy, "mse": mse, "mae": mae}
 
 
@@ -73,23 +74,19 @@ class GivenMetrics:
             if name not in objects:
                 self.functions[name] = metric
 
-    def better(self, monitor: str) -> Literal["min", "max"]:
+    def better(self, metric: str, *, named_by: str, set_by: str) -> Literal["min", "max"]:
         """Whether lower or higher values of a validation's metric, such as "val/accuracy", are better.
+
+        Args:
+            metric: Its name.
+            named_by: The argument that names it, for the error.
+            set_by: The one that would say which is better.
 
         Raises:
             ConfigError: Nobody knows.
         """
-        name = monitor.rpartition("/")[2]
-        known: bool | None = None
-        if self.objects is not None and name in self.objects:
-            known = self.objects[name].higher_is_better
-        if known is not None:
-            return "max" if known else "min"
-        if name in _BETTER:
-            return _BETTER[name]
-        raise ConfigError(
-            f'monitor={monitor!r} does not say whether lower or higher values are better. Set mode="min" or "max".'
-        )
+        known = None if self.objects is None else higher_is_better({"": self.objects}, metric)
+        return mode_of(metric, None, higher_is_better=known, named_by=named_by, set_by=set_by)
 
     def __bool__(self) -> bool:
         return bool(self.functions) or self.objects is not None

@@ -146,7 +146,7 @@ def _chosen(root: Path, world: Ranks, choose: Callable[[list[Manifest]], Path]) 
 
 def _path_of_best(checkpoints: list[Manifest], root: Path, parameters: CheckpointParameters) -> Path:
     metric = parameters.best_metric or ""
-    best = best_checkpoint(checkpoints, metric, parameters.best_mode)
+    best = best_checkpoint(checkpoints, metric, parameters.known_best_mode())
     if best is None:
         raise CheckpointError(
             f'resume="best", but none of the {len(checkpoints)} checkpoints in {root} has a value of {metric!r}. '

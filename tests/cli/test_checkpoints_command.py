@@ -46,8 +46,12 @@ def save_step(run: Path, step: int, **changed: Any) -> Path:
         "config": {"seed": 0, "optimizer": {"lr": step / 10}},
         "metrics": {} if METRICS.get(step) is None else {"val/loss": METRICS[step]},
     }
-    given = {"tensors": tensors(step), "shared": {"extra_state": {"net": {}}, "optimizers": {"adam": {}}}} | changed
-    return save(run / "checkpoints", step, description=description, **given)
+    given: dict[str, Any] = {
+        "tensors": tensors(step),
+        "shared": {"extra_state": {"net": {}}, "optimizers": {"adam": {}}},
+        "description": description,
+    }
+    return save(run / "checkpoints", step, **given | changed)
 
 
 @pytest.fixture
@@ -331,6 +335,28 @@ def test_prune_by_the_largest_value_and_every_nth_step(run: Path, command: Print
         "step_00000003",
         "step_00000006",
     ]
+
+
+def test_prune_asks_the_run_and_the_name_which_values_are_better(tmp_path: Path, command: Printed) -> None:
+    def run_of(name: str, **parameters: Any) -> Path:
+        for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
+            metrics = {"val/accuracy": value, "val/score": value}
+            described = {**DESCRIPTION, "metrics": metrics, "config": {"checkpoint_parameters": parameters}}
+            save_step(tmp_path / name, step, description=described)
+        return tmp_path / name
+
+    def kept(path: Path, metric: str, *arguments: Any) -> list[int]:
+        found = command.json("prune", path, "--dry-run", "--keep-best", 1, "--metric", metric, *arguments)
+        return [int(Path(name).name[-8:]) for name in found["kept"]]
+
+    plain = run_of("plain")
+    assert kept(plain, "val/accuracy") == [2, 3]
+    assert kept(plain, "val/accuracy", "--mode", "min") == [1, 3]
+    assert "val/score does not say" in command.error("prune", plain, "--keep-best", 1, "--metric", "val/score", code=2)
+    assert kept(run_of("said", best_metric="val/score", best_mode="max"), "val/score") == [2, 3]
+    old = run_of("old", best_metric="val/accuracy", best_mode="min")
+    arguments = ("--keep-best", 1, "--metric", "val/accuracy")
+    assert "took min for best of val/accuracy, and its name says max" in command.error("prune", old, *arguments, code=2)
 
 
 def test_prune_refuses_while_a_job_holds_the_run(run: Path, command: Printed) -> None:

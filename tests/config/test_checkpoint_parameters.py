@@ -35,7 +35,7 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
         "keep_every_n_steps": None,
         "keep_best": None,
         "best_metric": None,
-        "best_mode": "min",
+        "best_mode": None,
         "resume": "auto",
         "branch": dt.BranchParameters(),
         "init_from": None,

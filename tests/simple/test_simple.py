@@ -426,9 +426,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"of an optimizer that does not train",
     ),
     "a metric of no direction": (
-        {"val": batches(), "metrics": {"cer": cross_entropy}, "monitor": "val/cer"},
+        {"val": batches(), "metrics": {"length": cross_entropy}, "monitor": "val/length"},
         ConfigError,
-        r"monitor='val/cer' does not say whether lower or higher",
+        r"monitor='val/length' does not say whether lower or higher",
     ),
     "no optimizer": ({"optimizer": lambda p: p}, ConfigError, r"made a list. Give an optimizer, its class with lr="),
     "no schedule": ({"schedule": lambda o: o}, ConfigError, r"made a AdamW. Give a schedule"),

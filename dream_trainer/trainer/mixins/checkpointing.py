@@ -37,6 +37,7 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.initial_weights import load_initial_weights
@@ -159,7 +160,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        parameters: CheckpointParameters = self.config.checkpoint_parameters
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         copies = HostCopies(self.world.device) if parameters.async_save else None
         writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
         is_dry = self.config.training_parameters.fast_dev_run
@@ -197,7 +198,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _resume(self) -> None:
         super()._resume()
-        parameters = self.config.checkpoint_parameters
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         if self.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self)
@@ -264,10 +265,9 @@ class CheckpointMixin(AbstractTrainer):
     # -- state
 
     def _best_modes(self) -> dict[str, Mode]:
-        parameters: CheckpointParameters = self.config.checkpoint_parameters
-        named: dict[str, Mode] = (
-            {} if parameters.best_metric is None else {parameters.best_metric: parameters.best_mode}
-        )
+        parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
+        metric = parameters.best_metric
+        named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
         return named | super()._best_modes()  # the one by which checkpoints are kept is the first
 
     def _mixin_state(self) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""Whether the lowest or the highest value of a metric is best, where the config leaves that to the metric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EarlyStopping
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.run_record import read_record
+from tests.trainer.saves import Saves, fit, make_config, steps_of
+from tests.trainer.small import Batch, run_ranks
+
+VALUES = (0.25, 0.75, 0.5, 0.5)
+EACH_STEP: dict[str, Any] = {"save_every_n_steps": 1, "keep_last": 1, "keep_best": 1, "resume": None}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Scored(Saves):
+    """Its validations, after each of four steps, find VALUES under a name, or in an object of torchmetrics."""
+
+    name = "accuracy"
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {self.name: torch.tensor(VALUES[self.global_step - 1], dtype=torch.float64)}
+
+
+class Quality(torchmetrics.MeanMetric):
+    higher_is_better = True
+
+
+class Measured(Scored):
+    def configure_metrics(self) -> None:
+        self.quality = Quality()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.quality.update(VALUES[self.global_step - 1])
+        return {"loss": torch.tensor(1.0)}
+
+
+class Collected(Measured):
+    def configure_metrics(self) -> None:
+        self.all_metrics = torchmetrics.MetricCollection({"quality": Quality()}, prefix="of_")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.all_metrics.update(VALUES[self.global_step - 1])
+        return {}
+
+
+def config(metric: str, **options: Any) -> Any:
+    training = {"max_steps": 4, "val_every_n_steps": 1, "val_every_n_epochs": None}
+    return make_config(training=training, **EACH_STEP | {"best_metric": metric} | options)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "metric", "options", "best"),
+    [
+        (Scored, "val/accuracy", {}, 2),
+        (Scored, "val/accuracy", {"best_mode": "min"}, 1),
+        (Measured, "val/quality", {}, 2),
+        (Collected, "val/of_quality", {}, 2),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_the_better_value(
+    trainer_class: type[Scored], metric: str, options: dict[str, Any], best: int
+) -> None:
+    trainer = fit(trainer_class(config(metric, **options)))
+    assert steps_of(trainer) == [best, 4]
+    record = read_record(trainer.run_dir)
+    assert record is not None
+    assert record.best[metric]["step"] == best
+    with trainer_class(config(metric, **options | {"resume": "best"})) as again:
+        again.evaluate()
+        assert again.global_step == best
+
+
+def test_saving_on_the_best_knows_it_too() -> None:
+    options = {"save_every_n_steps": None, "save_every_n_epochs": None, "save_at_end": False, "save_on_best": True}
+    assert fit(Scored(config("val/accuracy", **options))).saved == [1, 2]
+
+
+def test_early_stopping_knows_it_too() -> None:
+    for metric, kind in (("val/accuracy", Scored), ("val/quality", Measured)):
+        stopping = EarlyStopping(metric, patience=1)
+        trainer = fit(kind(config(metric, experiment=kind.__name__, callbacks=[stopping])))
+        assert (trainer.global_step, stopping.best) == (3, 0.75)
+
+
+class Unknown(Scored):
+    name = "score"
+
+
+KEEPS = config("val/score")
+STOPS = config("val/loss", callbacks=[EarlyStopping("val/score")])
+UNSAID = '\'val/score\' does not say whether lower or higher values are better. Set {}="min" or "max".'
+
+
+@pytest.mark.parametrize(("asked", "field"), [(KEEPS, "best_mode"), (STOPS, "mode")])
+def test_a_name_that_says_nothing_is_an_error_before_the_first_step(asked: Any, field: str) -> None:
+    with Unknown(asked) as trainer, pytest.raises(ConfigError, match=UNSAID.format(field)):
+        trainer.fit()
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("asked", ["KEEPS", "STOPS"])
+def test_it_is_an_error_on_every_rank(asked: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_best_mode import {asked}, Unknown, fit\nfit(Unknown({asked}))\n"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert "ConfigError" in text
+        assert UNSAID.partition(" Set")[0] in text
+
+
+def test_a_config_of_before_this_was_asked_means_what_it_meant() -> None:
+    parameters = dt.CheckpointParameters(best_metric="val/accuracy", best_mode="min")
+    assert parameters.known_best_mode(higher_is_better=True) == "min"
