@@ -96,7 +96,9 @@ def check_goes_on(job: Job, directory: Path, truth: dict[str, Any], newest: int)
 SAVING = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
-@SAVING
+@pytest.mark.parametrize(
+    "is_async", [pytest.param(False, id="sync", marks=pytest.mark.slow), pytest.param(True, id="async")]
+)
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
