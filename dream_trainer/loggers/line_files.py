@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,8 +73,11 @@ def set_aside(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed. Line ends are written as they are."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    """Writes a file whole or not at all, whenever the process is killed. Line ends are written as they are.
+
+    Several processes may replace one file at once, as ranks that fail together do: the last one counts.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     with temporary.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()

@@ -185,6 +185,17 @@ class RunLog:
         if is_last:
             self.land()
 
+    def fit_ended(self, step: int) -> None:
+        """Writes what the last events logged, as of the run's last epoch, unless a resumed run will; a collective.
+
+        Args:
+            step: Optimizer steps completed.
+        """
+        self.land()
+        if not self._pending_is_saved(step):
+            self._decide(None)
+            self._write(self.metrics.reduce(self._world), self._stamp())
+
     def _flush_if_due(self, step: int) -> None:
         """Starts what was logged on its way to the host, stamped with this step; `land` writes it."""
         if step != self._flushed_step and (self._has_ended or self._cadence.is_due(step)):
@@ -342,11 +353,12 @@ class RunLog:
                 self._write_or_say_the_rest(step)
 
     def _write_or_say_the_rest(self, step: int) -> None:
+        if not self._pending_is_saved(step):
+            self.fit_ended(step)
+            return
         self._decide(None)
         values = self.metrics.reduce(self._world)
-        if not self._pending_is_saved(step):
-            self._write(values, self._stamp())
-        elif values and self._world.is_main:
+        if values and self._world.is_main:
             logger.warning(
                 "logged since the last line, and to be written when the run is resumed: step %d | %s",
                 step,

@@ -21,11 +21,22 @@ from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.nested import concatenated
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
 from dream_trainer.simple.given_data import LoaderOptions, as_loader
+from dream_trainer.simple.given_loss import GivenLoss, LossFunction, LossName
 from dream_trainer.simple.given_metrics import GivenMetrics
-from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan
-from dream_trainer.simple.model_calls import Loss, ModelCalls, Step
+from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan, check_schedule
+from dream_trainer.simple.given_together import (
+    DEFAULT_MONITOR,
+    monitored,
+    refuse_both,
+    refuse_no_model,
+    refuse_without_name,
+    refuse_without_validation,
+    refuse_wrong_function,
+)
+from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import scratch_directory
 from dream_trainer.trainer.best_mode import with_known_mode
@@ -44,14 +55,16 @@ class Trainer:
     Args:
         model: The model, with its weights. It is moved to the device and trained in place; one in eval mode, as
             `from_pretrained` gives it, is set to train mode as a whole.
-        loss: Function of `(outputs, targets)` that returns a scalar; None: the model returns its loss itself, as those
-            of Hugging Face do with "labels" in the batch.
+        loss: Function of `(outputs, targets)` that returns a scalar, or a name: "cross_entropy",
+            "binary_cross_entropy_with_logits", "nll", "mse", "mae" or "huber". None: the model returns its loss itself,
+            as those of Hugging Face do with "labels" in the batch.
         optimizer: An optimizer over `model.parameters()`, its class or a function of the parameters (with `lr`, if that
             is given), or a name or `OptimizerParameters` ("adamw" by default).
         lr: Learning rate for a name or a class; None for its own default.
-        train: Training data: a DataLoader, a dataset (then `batch_size` and so on count), an iterable of batches, or a
-            function that makes one for each epoch. A batch is `(*inputs, target)`, a dict of the model's arguments with
-            the target under `target`, or whatever `step` takes.
+        train: Training data. Samples, which `batch_size` and so on make batches of: a dataset, a list, arrays
+            `(*inputs, targets)` or a dict of them. Or batches: a DataLoader, an iterable, a function that makes one for
+            each epoch. A batch is `(*inputs, target)`, a dict of the model's arguments with the target under `target`,
+            or whatever `step` takes.
         val: Validation data, or a dict of them by name; None validates nothing. Validated is after each epoch.
         metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of functions of `(outputs, targets)`,
             whose values are averaged over samples, and torchmetrics' objects.
@@ -62,7 +75,7 @@ class Trainer:
             place of `loss`.
         val_step: The same for validations; None takes `step`.
         target: Name of the target in batches that are dicts.
-        batch_size: Samples of one rank's batch, of datasets.
+        batch_size: Samples of one rank's batch.
         val_batch_size: The same for `val`; None is `batch_size`.
         shuffle: Whether each epoch of a training dataset has an order of its own.
         workers: Processes that load a dataset; 0 loads in this one.
@@ -77,7 +90,8 @@ class Trainer:
         compile: Whether the model's blocks are compiled.
         seed: Of the order of a dataset's samples, and of random layers.
         patience: Validations without an improvement of `monitor` that end the run; None does not stop early.
-        monitor: Metric that `patience`, `best` and the best checkpoint go by.
+        monitor: Metric that `patience`, `best` and the best checkpoint go by; with a dict of `val` such as
+            "val/clean/loss".
         mode: Whether lower ("min") or higher ("max") is better; None asks the metric: losses and errors are better
             low, an accuracy high, and torchmetrics' objects know it themselves.
         callbacks: Functions `(trainer, epoch, metrics)`, called after each epoch, numbered from 0, on every rank; and
@@ -93,7 +107,8 @@ class Trainer:
         progress: Whether a line is printed after each epoch, and every ten seconds in long ones.
 
     Raises:
-        ConfigError: A value cannot work, alone or with another one.
+        ConfigError: A value cannot work, alone or with another one, or there is no such argument.
+        DataError: `train` or `val` is no data, or could be samples as well as batches.
 
     Example:
         ```python
@@ -102,12 +117,17 @@ class Trainer:
         ```
     """
 
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        """Names an argument that there is not, before Python does."""
+        refuse_wrong_arguments(cls.__init__, given, named)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: nn.Module,
         *,
         train: Any,
-        loss: Loss | None = None,
+        loss: LossFunction | LossName | None = None,
         optimizer: GivenOptimizer = "adamw",
         lr: float | None = None,
         val: Any = None,
@@ -132,7 +152,7 @@ class Trainer:
         compile: bool = False,
         seed: int = 42,
         patience: int | None = None,
-        monitor: str = "val/loss",
+        monitor: str = DEFAULT_MONITOR,
         mode: Literal["min", "max"] | None = None,
         callbacks: Sequence[EpochFunction | Callback] = (),
         name: str | None = None,
@@ -143,33 +163,48 @@ class Trainer:
         checkpoints: CheckpointParameters | None = None,
         progress: bool = True,
     ) -> None:
-        _refuse_both(loss, step, val_step, metrics)
-        _refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
+        refuse_no_model(model)
+        refuse_both(loss, step, val_step, metrics)
+        refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
+        refuse_wrong_function("step", step, "model", "batch")
+        refuse_wrong_function("val_step", val_step, "model", "batch")
+        check_schedule(schedule)
         options = LoaderOptions(batch_size, shuffle, workers, collate)
         options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
         measured = GivenMetrics(metrics)
-        if mode is None:
-            mode = "min" if val is None else measured.better(monitor, named_by="monitor", set_by="mode")
+        loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
+        watched = None
+        if val is None:
+            refuse_without_validation(patience, monitor)
+        else:
+            watched = monitored(
+                monitor,
+                loaders_of_val,
+                measured.functions,
+                are_all=step is None and val_step is None and measured.objects is None,
+                is_needed=patience is not None or (name is not None and checkpoints is None),
+            )
+        better = "min" if watched is None else mode or measured.better(watched, named_by="monitor", set_by="mode")
         given = Given(
             model=model,
             optimizer=OptimizerPlan(optimizer, lr, model),
             schedule=schedule,
             schedule_unit=schedule_unit,
             train=as_loader(train, options, "train"),
-            val=None if val is None else as_loader(val, options_of_val, "val"),
+            val=loaders_of_val,
             options=options_of_val,
-            calls=ModelCalls(loss, target),
+            calls=ModelCalls(None if loss is None else GivenLoss(loss), target),
             step=step,
             val_step=val_step,
             metrics=measured,
-            monitor=monitor,
+            monitor=watched,
         )
         me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
         functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]
         self._rows = EpochRows(functions, prints=progress)
         watchers = [StepsSchedules(), self._rows, *(one for one in callbacks if isinstance(one, Callback))]
         if patience is not None:
-            watchers.append(EarlyStopping(monitor, mode=mode, patience=patience))
+            watchers.append(EarlyStopping(monitor, mode=better, patience=patience))
         scratch = scratch_directory() if name is None else None
         config = DreamTrainerConfig(
             project=project,
@@ -187,8 +222,8 @@ class Trainer:
                 dp_shard="auto" if shard else 1,
                 compile=compile,
             ),
-            eval_parameters=EvalParameters(best_metrics={monitor: mode} if val is not None else {}),
-            checkpoint_parameters=_checkpoints(name, checkpoints, monitor, mode, validates=val is not None),
+            eval_parameters=EvalParameters(best_metrics={} if watched is None else {watched: better}),
+            checkpoint_parameters=_checkpoints(name, checkpoints, watched, better),
             logger_parameters=LoggerParameters(
                 loggers=(("jsonl",) if name else ()) if loggers is None else loggers, log_every_n_steps=10
             ),
@@ -229,16 +264,22 @@ class Trainer:
 
         Args:
             data: As `val`; None takes that.
-            batch_size: For a dataset; None is that of `val`.
+            batch_size: For samples; None is that of `val`.
+
+        Raises:
+            ConfigError: There is neither.
         """
+        if data is None and self.dream._given.val is None:
+            raise ConfigError("evaluate() goes over val=, and there is none. Give val=, or evaluate(data).")
         return self.dream.evaluate(_loader(data, batch_size, self.dream._given))
 
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """What the model says of `data`, on the CPU, in the data's order, on every rank.
 
         Args:
-            data: As `val`; the target may be missing, and is not looked at.
-            batch_size: For a dataset; None is that of `val`.
+            data: As `val`, or the inputs alone: an array, or a dataset of them. Of several parts in a tuple the last
+                one is the target, which is not looked at.
+            batch_size: For samples; None is that of `val`.
 
         Returns:
             Tensors of all batches joined along the first dimension, in the structure that the model returns; of models
@@ -262,7 +303,7 @@ class Trainer:
 
     @property
     def best(self) -> float | None:
-        """The best value of `monitor` so far."""
+        """The best value of `monitor` so far; None before the first validation, or of several `val` without one."""
         return next(iter(self.dream.best.values()), None)
 
     @property
@@ -335,8 +376,7 @@ def _close(dream: ObjectsTrainer, scratch: Path | None) -> None:
 
 
 def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int, Row], None]:
-    if not callable(function):
-        raise ConfigError(f"callbacks= has {function!r}. Give functions (trainer, epoch, metrics), or Callbacks.")
+    refuse_wrong_function("callbacks", function, "trainer", "epoch", "metrics")
 
     def tell(epoch: int, metrics: Row) -> None:
         trainer = me()
@@ -351,34 +391,11 @@ def _loader(data: Any, batch_size: int | None, given: Given) -> Any:
     return None if data is None else as_loader(data, options, "data")
 
 
-def _refuse_both(loss: Loss | None, step: Step | None, val_step: Step | None, metrics: Any) -> None:
-    if step is not None and loss is not None:
-        raise ConfigError("loss= and step= both say what the loss is. Give one of them.")
-    if metrics and (step is not None or val_step is not None):
-        name = "step" if val_step is None else "val_step"
-        raise ConfigError(
-            f"metrics= with {name}=, which knows the outputs and targets alone. Return the values from {name}, in a "
-            "dict beside the loss."
-        )
-
-
-def _refuse_without_name(name: str | None, **given: object) -> None:
-    needs = [argument for argument, value in given.items() if value]
-    if name is None and needs:
-        raise ConfigError(f"{needs[0]}= needs a run to keep it in. Give the run a name: name='baseline'.")
-
-
 def _checkpoints(
-    name: str | None,
-    given: CheckpointParameters | None,
-    monitor: str,
-    mode: Literal["min", "max"],
-    *,
-    validates: bool,
+    name: str | None, given: CheckpointParameters | None, monitor: str | None, mode: Literal["min", "max"]
 ) -> CheckpointParameters:
     if given is not None:
         return given
     if name is None:
         return CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
-    best = monitor if validates else None
-    return CheckpointParameters(keep_last=1, keep_best=1 if best else None, best_metric=best, best_mode=mode)
+    return CheckpointParameters(keep_last=1, keep_best=1 if monitor else None, best_metric=monitor, best_mode=mode)

@@ -1,14 +1,22 @@
-"""What `train=` and `val=` may be, as loaders that DreamTrainer reads."""
+"""What `train=` and `val=` may be, as loaders that DreamTrainer reads.
+
+Samples become batches here: those of a dataset, of arrays, and of a list. What is neither yields batches by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.nested import leaves
 from dream_trainer.errors import DataError
+from dream_trainer.simple.described import described
 
 
 @runtime_checkable
@@ -18,6 +26,13 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Array(Protocol):
+    """Samples along a first dimension: a tensor, numpy's array, a table of pandas."""
+
+    def __array__(self) -> Any: ...
 
 
 class LoaderOptions(NamedTuple):
@@ -37,31 +52,123 @@ class LoaderOptions(NamedTuple):
 
 
 def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
-    """A loader over `data`: a dataset is batched, a loader or a list of batches stays as it is.
+    """A loader over `data`: samples are batched, a loader stays as it is.
 
     Args:
-        data: A loader, a dataset, an iterable of batches, or a function that makes one; a dict of them by name.
-        options: For datasets.
+        data: A loader, a dataset, arrays, a list of samples, an iterable of batches, or a function that makes one; a
+            dict of them by name.
+        options: For samples.
         name: Of the argument, for messages.
+
+    Raises:
+        DataError: It is none of these, or its items could be samples as well as batches.
     """
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not _are_arrays(data.values()):
         return {key: as_loader(value, options, f"{name}[{key!r}]") for key, value in data.items()}
     if isinstance(data, IterableDataset):
         return DataLoader(data, options.batch_size, num_workers=options.workers, collate_fn=options.collate)
-    if isinstance(data, list | tuple):  # of batches
-        return data
-    if isinstance(data, Iterator):
-        return _Once(data, name)
-    if isinstance(data, MapStyle):
+    dataset = _dataset(data, options, name)
+    if dataset is not None:
         return DistributedDataLoader(
-            data,
+            dataset,
             options.batch_size,
             shuffle=options.shuffle,
             drop_last=False,
             num_workers=options.workers,
             collate_fn=options.collate,
         )
-    return _Made(data) if callable(data) and not isinstance(data, Iterable) else data
+    if isinstance(data, Iterator):
+        return _Once(data, name)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
+        return data
+    if callable(data) and not isinstance(data, type):
+        return _Made(data)
+    raise DataError(
+        f"{name}={data!r} is no data. Give a DataLoader, a dataset, arrays (inputs, targets), a list of samples, an "
+        "iterable of batches, or a function that makes one."
+    )
+
+
+# -- samples
+
+
+def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
+    """`data` as a dataset by number; None if it is not made of samples."""
+    if isinstance(data, Mapping):
+        return _NamedArrays({key: _tensor(array, f"{name}[{key!r}]") for key, array in data.items()}, name)
+    if isinstance(data, Array):
+        return _tensor(data, name)
+    if isinstance(data, tuple) and data and isinstance(data[0], Array):
+        if not _are_arrays(data):
+            raise DataError(
+                f"{name}= is a tuple of {', '.join(type(part).__name__ for part in data)}. Make each of them an array "
+                "of all samples, by numpy.asarray, or give a list of samples."
+            )
+        tensors = [_tensor(array, name) for array in data]
+        _check_lengths([len(tensor) for tensor in tensors], name)
+        return TensorDataset(*tensors)
+    if isinstance(data, list | tuple):
+        if options.collate is None:  # which takes samples
+            _refuse_doubtful(data, name)
+        return data
+    is_dataset = isinstance(data, MapStyle) and not isinstance(data, str | bytes | type)
+    return data if is_dataset else None
+
+
+class _NamedArrays(Dataset[dict[str, Tensor]]):
+    """Samples that are dicts, of arrays by name."""
+
+    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
+        _check_lengths([len(tensor) for tensor in tensors.values()], name)
+        self._tensors = tensors
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self._tensors.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self._tensors.values())))
+
+
+def _are_arrays(parts: Iterable[Any]) -> bool:
+    kinds = [isinstance(part, Array) for part in parts]
+    return bool(kinds) and all(kinds)
+
+
+def _tensor(array: Any, name: str) -> Tensor:
+    try:
+        # A copy where torch could not take the memory as it is: read-only, or read backwards.
+        found = array if isinstance(array, Tensor) else torch.as_tensor(np.require(array, requirements=["C", "W"]))
+    except TypeError as error:
+        raise DataError(
+            f"{name}= has an array of {np.asarray(array).dtype}, which no tensor can be made of. Give numbers."
+        ) from error
+    if found.dim() == 0:
+        raise DataError(f"{name}= has an array of a single number. Give arrays of all samples: (inputs, targets).")
+    return found
+
+
+def _check_lengths(lengths: Sequence[int], name: str) -> None:
+    if len(set(lengths)) > 1:
+        raise DataError(f"{name}= has arrays of {', '.join(map(str, lengths))} samples. Give as many of each.")
+
+
+def _refuse_doubtful(items: Sequence[Any], name: str) -> None:
+    """Raises if the items of a list could be batches as well as samples. The first one is looked at."""
+    first = items[0] if items else None
+    if isinstance(first, Dataset | DataLoader):
+        raise DataError(f"{name}= is a list of {type(first).__name__}s. Give them by name: a dict of them.")
+    parts = list(leaves(first))
+    if not all(isinstance(part, Tensor | np.ndarray) and part.ndim > 0 for part in parts):
+        return
+    if len({len(part) for part in parts}) == 1:
+        raise DataError(
+            f"{name}= is a {type(items).__name__} whose first item, {described(first)}, could be a sample or a batch. "
+            f"Give DataLoader({name}, batch_size=32) for samples, DataLoader({name}, batch_size=None) for batches, or "
+            "a tuple (inputs, targets) of arrays of all samples."
+        )
+
+
+# -- batches
 
 
 class _Made:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dream_trainer.best_value import mode_of
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.metrics import higher_is_better
+from dream_trainer.simple.given_together import refuse_wrong_function
 from dream_trainer.simple.model_calls import Metric
 from dream_trainer.trainer.registry import is_metric
 
@@ -69,9 +70,8 @@ class GivenMetrics:
 
             self.objects = MetricCollection(objects, compute_groups=False)
         for name, metric in by_name.items():
-            if not callable(metric):
-                raise ConfigError(f"metrics[{name!r}]={metric!r} is no metric. Give a function of (outputs, targets).")
             if name not in objects:
+                refuse_wrong_function(f"metrics[{name!r}]", metric, "outputs", "targets")
                 self.functions[name] = metric
 
     def better(self, metric: str, *, named_by: str, set_by: str) -> Literal["min", "max"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters, build_schedules
 from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
 from dream_trainer.optim.optimizers import build_optimizers
+from dream_trainer.simple.nearest import nearest
 
 GivenOptimizer = Optimizer | OptimizerName | OptimizerParameters | Callable[..., Optimizer]
 Scheduler = LRScheduler | ReduceLROnPlateau
@@ -28,10 +29,21 @@ class OptimizerPlan:
         model: As it is before it is sharded.
 
     Raises:
-        ConfigError: `lr` is given twice, or the optimizer has stepped already or is not over the model's parameters.
+        ConfigError: It is no optimizer and makes none, `lr` is given twice, or the optimizer has stepped already or is
+            not over the model's parameters.
     """
 
     def __init__(self, given: GivenOptimizer, lr: float | None, model: nn.Module) -> None:
+        if isinstance(given, str):
+            if given not in get_args(OptimizerName):
+                raise ConfigError(f"optimizer={given!r} is not known. {nearest(given, get_args(OptimizerName))}")
+        elif not isinstance(given, Optimizer | OptimizerParameters) and not callable(given):
+            several = isinstance(given, list | tuple) and any(isinstance(one, Optimizer) for one in given)
+            more = " Several need a class of your own: docs/several-models.md." if several else ""
+            raise ConfigError(
+                f"optimizer= is of type {type(given).__name__}. Give an optimizer, its class with lr=, a function of "
+                f'the parameters, or a name such as "adamw".{more}'
+            )
         if lr is not None and isinstance(given, Optimizer | OptimizerParameters):
             raise ConfigError(f"lr={lr} is given twice: the {type(given).__name__} has one. Leave lr= out.")
         self._given, self._lr = given, lr
@@ -80,6 +92,20 @@ class OptimizerPlan:
                         "be sharded. Give one that has not, or train without shard=True."
                     )
                 group["params"] = now
+
+
+def check_schedule(given: GivenSchedule | None) -> None:
+    """Raises ConfigError if it neither is a schedule nor could make one."""
+    if isinstance(given, str):
+        if given not in get_args(ScheduleName):
+            raise ConfigError(f"schedule={given!r} is not known. {nearest(given, get_args(ScheduleName))}")
+        return
+    is_one = isinstance(given, LRScheduler | ReduceLROnPlateau | ScheduleParameters)
+    if given is not None and not is_one and not callable(given):
+        raise ConfigError(
+            f"schedule= is of type {type(given).__name__}. Give a schedule, a function of the optimizer, or a name "
+            'such as "cosine".'
+        )
 
 
 def build_given_schedules(

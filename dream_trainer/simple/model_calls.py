@@ -6,15 +6,17 @@ function the model computes its loss, as those of Hugging Face do: it gets the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.errors import DataError, HookError
+from dream_trainer.simple.described import described
+from dream_trainer.simple.given_loss import GivenLoss
 
-Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
 Metric = Callable[[Any, Any], Tensor | float]
 
@@ -39,40 +41,75 @@ class ModelCalls:
     Args:
         loss: Of `(outputs, targets)`; None: the model returns its loss.
         target: Name of the target in a batch that is a mapping.
+
+    Attributes:
+        loss: The same.
     """
 
-    def __init__(self, loss: Loss | None, target: str) -> None:
-        self._loss, self._target = loss, target
+    def __init__(self, loss: GivenLoss | None, target: str) -> None:
+        self.loss, self._target = loss, target
 
     @property
     def returns_loss(self) -> bool:
         """Whether the model computes its loss."""
-        return self._loss is None
+        return self.loss is None
 
     def forward(self, model: nn.Module, batch: Any) -> Forward:
-        """One forward with its loss.
+        """One forward with its loss. What is raised in it tells of the batch.
 
         Raises:
             DataError: The batch has no target, and there is a loss function.
-            HookError: The model returned no loss, and there is no loss function.
+            HookError: The model returned no loss, and there is no loss function; or it does not take the batch.
         """
         inputs, targets = self._parts(batch)
-        if self._loss is None:
-            outputs = _called(model, batch)
-            return Forward(_own_loss(outputs, model, batch), outputs, targets)
-        if targets is None:
-            raise DataError(
-                f"loss= needs a target, and there is none in a batch of {_described(batch)}. Yield (inputs, target), "
-                f"or a dict with {self._target!r} (target= names another), or give step=, a function of "
-                "(model, batch) that returns the loss."
-            )
-        outputs = _called(model, inputs)
-        return Forward(self._loss(outputs, targets), outputs, targets)
+        outputs = None
+        try:
+            if self.loss is None:
+                outputs = _called(model, batch)
+                return Forward(_own_loss(outputs, model, batch), outputs, targets)
+            if targets is None:
+                raise DataError(
+                    f"loss= needs a target, and there is none in a batch of {described(batch)}. Yield (inputs, "
+                    f"target), or a dict with {self._target!r} (target= names another), or give step=, a function of "
+                    "(model, batch) that returns the loss."
+                )
+            outputs = _called(model, inputs)
+            return Forward(self.loss(outputs, targets), outputs, targets)
+        except Exception as error:
+            self._explain(error, model, batch, outputs)
+            raise
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """What the model says of a batch, with or without its target."""
         inputs, _ = self._parts(batch)
-        return scores(_called(model, batch if self._loss is None and isinstance(batch, Mapping) else inputs))
+        try:
+            return scores(_called(model, batch if self.loss is None and isinstance(batch, Mapping) else inputs))
+        except Exception as error:
+            self._explain(error, model, batch, None)
+            raise
+
+    def _explain(self, error: Exception, model: nn.Module, batch: Any, outputs: Any) -> None:
+        """Adds to an error of the model or the loss what there was to compute with.
+
+        Raises:
+            HookError: In its place, where the model does not take such a batch.
+        """
+        inputs = batch if self.loss is None else self._parts(batch)[0]
+        if isinstance(error, TypeError) and outputs is None and not _takes(model, inputs):
+            advice = (
+                "Without loss= the model gets the whole batch and returns its loss: give loss=, a function of "
+                "(outputs, targets)"
+                if self.loss is None
+                else "Leave the rest out of the batch"
+            )
+            raise HookError(
+                f"{type(model).__name__}.forward({_arguments(model)}) cannot be called with {described(inputs)} of a "
+                f"batch. {advice}, or step=, a function of (model, batch) that returns the loss."
+            ) from error
+        shown = "" if outputs is None else f", the model's outputs {described(outputs)}"
+        first = next((parameter for parameter in model.parameters()), None)
+        weights = "" if first is None else f"; its first parameter is {described(first.detach())}"
+        error.add_note(f"The batch was {described(batch)}{shown}{weights}.")
 
     def _parts(self, batch: Any) -> tuple[Any, Any]:
         """The inputs, and the target or None."""
@@ -94,6 +131,22 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
+def _takes(model: nn.Module, inputs: Any) -> bool:
+    """Whether the model's forward can be called with them."""
+    given, named = (), inputs
+    if not isinstance(inputs, Mapping):
+        given, named = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    try:
+        inspect.signature(model.forward).bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _arguments(model: nn.Module) -> str:
+    return ", ".join(inspect.signature(model.forward).parameters)
+
+
 def _own_loss(outputs: Any, model: nn.Module, batch: Any) -> Tensor:
     found = outputs
     if isinstance(outputs, Mapping):
@@ -104,17 +157,9 @@ def _own_loss(outputs: Any, model: nn.Module, batch: Any) -> Tensor:
         return found
     raise HookError(
         f"without loss= the model is to return its loss, and {type(model).__name__} returned none for a batch of "
-        f"{_described(batch)}. Give loss=, a function of (outputs, targets); models of Hugging Face return theirs "
+        f"{described(batch)}. Give loss=, a function of (outputs, targets); models of Hugging Face return theirs "
         'where the batch has "labels".'
     )
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"{type(batch).__name__} with {', '.join(map(repr, batch))}"
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return f"{type(batch).__name__} of {len(batch)}"
-    return f"type {type(batch).__name__}"
 
 
 def values_of(result: Tensor | Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -127,4 +172,4 @@ def values_of(result: Tensor | Mapping[str, Any], name: str) -> dict[str, Any]:
         return {"loss": result}
     if isinstance(result, Mapping) and "loss" in result:
         return dict(result)
-    raise HookError(f'{name} returned {_described(result)}. Return the loss, or a dict with "loss" and what to log.')
+    raise HookError(f'{name} returned {described(result)}. Return the loss, or a dict with "loss" and what to log.')

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
-from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
+from dream_trainer.simple.described import described
 from dream_trainer.simple.given_data import LoaderOptions
 from dream_trainer.simple.given_metrics import GivenMetrics
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
+from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
 from dream_trainer.trainer.dream import DreamTrainer
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 # What a class's author is warned of; here it is as it should be, or said otherwise.
-_EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint", "finished"})
+_EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint", "finished", "best_metrics"})
 
 
 class Given(NamedTuple):
@@ -40,7 +42,7 @@ class Given(NamedTuple):
         step: The user's own training step; None for the model's call.
         val_step: The user's own validation step; None for `step`, or the model's call.
         metrics: What is measured in validations.
-        monitor: Metric that ReduceLROnPlateau follows.
+        monitor: Metric of validations that the run goes by; None for none.
     """
 
     model: nn.Module
@@ -54,7 +56,7 @@ class Given(NamedTuple):
     step: Step | None
     val_step: Step | None
     metrics: GivenMetrics
-    monitor: str
+    monitor: str | None
 
 
 class ObjectsTrainer(DreamTrainer):
@@ -102,6 +104,26 @@ class ObjectsTrainer(DreamTrainer):
         """torchmetrics' objects move to the device."""
         if self._given.metrics.objects is not None:
             self.metrics = self._given.metrics.objects
+
+    def post_setup(self) -> None:
+        """A loss may have tensors, such as the weights of classes."""
+        loss = self._given.calls.loss
+        if loss is not None and loss.module is not None:
+            loss.module.to(self.world.device)
+
+    def batch_size(self, batch: Any) -> int:
+        """The first tensor's first dimension.
+
+        Raises:
+            DataError: There is no tensor.
+        """
+        try:
+            return super().batch_size(batch)
+        except DataError:
+            raise DataError(
+                f"a batch is {described(batch)}, without a tensor whose first dimension counts its samples. Yield "
+                "tensors (torch.from_numpy makes one of an array), or give arrays, a dataset or a list of samples."
+            ) from None
 
     # -- steps
 
@@ -183,12 +205,11 @@ class StepsSchedules(Callback):
         assert isinstance(trainer, ObjectsTrainer)
         if trainer.is_evaluating or trainer.is_sanity_validation:
             return
-        monitor = trainer._given.monitor
+        given = trainer._given
+        if given.monitor is not None:
+            refuse_unknown_monitor(given.monitor, metrics)
         for scheduler in trainer.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
-                if monitor not in metrics:
-                    raise ConfigError(
-                        f"the schedule follows {monitor!r}, which is not among the validation's metrics. Set monitor= "
-                        f"to one of {sorted(metrics)}."
-                    )
+                monitor = given.monitor or DEFAULT_MONITOR
+                refuse_unknown_monitor(monitor, metrics)
                 scheduler.step(metrics[monitor])

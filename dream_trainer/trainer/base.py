@@ -215,6 +215,7 @@ class BaseTrainer(AbstractTrainer):
         if agreement.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
+        self._fit_ended()
 
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")

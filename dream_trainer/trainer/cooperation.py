@@ -59,6 +59,9 @@ class Cooperation:
     def _land(self) -> None:
         """Before a validation of the training, loggers write what is on its way to them; a collective."""
 
+    def _fit_ended(self) -> None:
+        """After the last event of a `fit` that trained, on all ranks."""
+
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""
         return nullcontext()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import JSONLLogger, read_jsonl
+from dream_trainer.loggers.line_files import replace_file
 
 
 def write(run_dir: Path, steps: range, resumed_step: int | None = None) -> None:
@@ -75,3 +77,18 @@ def test_a_run_from_nothing_keeps_the_earlier_file(tmp_path: Path) -> None:
 def test_logging_before_opening_says_so() -> None:
     with pytest.raises(RuntimeError, match="open"):
         JSONLLogger().log({}, Stamp(0, 0, 0, 0.0))
+
+
+def test_several_processes_may_replace_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+
+    def replace_often(text: str) -> None:
+        for _ in range(50):
+            replace_file(path, text)
+
+    texts = ["a" * 1000, "b" * 1000]
+    with ThreadPoolExecutor() as threads:
+        for ended in [threads.submit(replace_often, text) for text in texts]:
+            ended.result()
+    assert path.read_text() in texts
+    assert [*tmp_path.iterdir()] == [path]

@@ -9,7 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
+
+from dream_trainer.simple import Trainer
 
 WIDTH, CLASSES, SAMPLES = 5, 3, 24
 
@@ -35,8 +37,21 @@ def batches(size: int = 4, dtype: torch.dtype = torch.float32) -> list[tuple[Ten
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
+def ready(given: list[Any] | None = None) -> DataLoader[Any]:
+    """A loader of batches that are ready, as `batches()` are."""
+    return DataLoader(batches() if given is None else given, batch_size=None)  # type: ignore[arg-type]
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def make(model: nn.Module | None = None, **options: Any) -> Trainer:
+    """A classifier on the CPU, with what is not said by `options`."""
+    model = classifier() if model is None else model
+    if "step" not in options:
+        options.setdefault("loss", cross_entropy)
+    return Trainer(model, **{"train": ready(), "device": "cpu", "progress": False} | options)
 
 
 def plain_loop(

@@ -18,7 +18,7 @@ from tests.simple.loops import adam, batches, classifier, plain_loop, samples
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
-CASES = ("replicas", "shards", "stopped and resumed")
+CASES = ("replicas", "shards", "arrays", "stopped and resumed")
 
 
 def train(directory: str, case: str) -> dict[str, Any]:
@@ -33,7 +33,9 @@ def train(directory: str, case: str) -> dict[str, Any]:
             model,
             loss=cross_entropy,
             optimizer=adam(model),
-            train=DataLoader(data, 4),
+            train=data.tensors if case == "arrays" else DataLoader(data, 4),
+            batch_size=4,
+            shuffle=False,
             val=val,
             val_batch_size=2,
             metrics=["accuracy"],

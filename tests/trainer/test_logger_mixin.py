@@ -728,6 +728,30 @@ def test_the_history_is_every_line_also_without_a_logger() -> None:
             trainer.history_of("val/los")
 
 
+def test_what_the_last_events_log_is_in_the_history_when_fit_returns() -> None:
+    class Ends(Validating):
+        def post_epoch(self) -> None:
+            self.log("epochs", self.current_epoch, reduce="last")
+
+        def post_fit(self) -> None:
+            self.log("end", 1.0)
+
+    with Ends(make_config(every=2, n_epochs=2)) as trainer:
+        trainer.fit()
+        lines = list(trainer.history)
+        assert trainer.history_of("epochs")[-1] == (8, 2.0)
+        assert trainer.history_of("end") == [(8, 1.0)]
+    assert list(trainer.history) == lines
+
+
+def test_a_validation_that_has_not_been_yet_has_no_values() -> None:
+    with Validating(make_config(every=2, val_every_n_epochs=3, n_epochs=1)) as trainer:
+        trainer.fit()
+        assert trainer.history_of("val/loss") == []
+        with pytest.raises(KeyError, match="no metric 'vall/loss' was logged"):
+            trainer.history_of("vall/loss")
+
+
 # -- restarts
 
 

@@ -71,7 +71,7 @@ class LoggerMixin(AbstractTrainer):
     def history_of(self, name: str) -> list[tuple[int, float]]:
         """The values of one metric with their steps, in order: `history_of("val/loss")`.
 
-        Inside `fit` none yet is an empty list, since they may come.
+        None yet is an empty list where they may come: inside `fit`, and of "val/..." before the first validation.
 
         Raises:
             KeyError: Others were logged, and none of that name.
@@ -80,6 +80,9 @@ class LoggerMixin(AbstractTrainer):
         curve = [(int(line["step"]), line[name]) for line in lines if name in line]
         if not curve and lines and not self._session.is_training:
             names = sorted({key for line in lines for key in line if key not in Stamp._fields})
+            has_validated = any(key.startswith("val/") for key in names)
+            if name.startswith("val/") and self._data.validation and not has_validated:
+                return []
             raise KeyError(f"no metric {name!r} was logged; there are {', '.join(names)}.")
         return curve
 
@@ -356,6 +359,10 @@ class LoggerMixin(AbstractTrainer):
     def _land(self) -> None:
         super()._land()
         self._run_log.land()
+
+    def _fit_ended(self) -> None:
+        super()._fit_ended()
+        self._run_log.fit_ended(self.global_step)
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:

@@ -1,0 +1,85 @@
+"""What `loss=` may be: a function of (outputs, targets), a module, or a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.simple.described import described
+from dream_trainer.simple.given_together import refuse_wrong_function
+from dream_trainer.simple.nearest import nearest
+
+LossFunction = Callable[[Any, Any], Tensor]
+LossName = Literal["cross_entropy", "binary_cross_entropy_with_logits", "nll", "mse", "mae", "huber"]
+
+NAMED: dict[str, LossFunction] = {
+    "cross_entropy": F.cross_entropy,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "nll": F.nll_loss,
+    "mse": F.mse_loss,
+    "mae": F.l1_loss,
+    "huber": F.huber_loss,
+}
+# Element by element; torch repeats outputs and targets along dimensions of one: (n, 1) with (n) would be n * n.
+_BY_ELEMENT = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+_BY_ELEMENT_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+
+
+class GivenLoss:
+    """A loss function that says what is wrong with what it gets.
+
+    Args:
+        given: A function of `(outputs, targets)`, a module, or a name.
+
+    Attributes:
+        module: The module, whose tensors belong on the device; None if it is none.
+
+    Raises:
+        ConfigError: It is not a loss, or has parameters of its own, which nobody would train.
+    """
+
+    def __init__(self, given: LossFunction | str) -> None:
+        self.module = given if isinstance(given, nn.Module) else None
+        if isinstance(given, type):
+            raise ConfigError(f"loss={given.__name__} is a class. Give an object of it: loss={given.__name__}().")
+        if self.module is not None and any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError(
+                f"loss= is a {type(given).__name__} with parameters of its own, which nothing would train or save. "
+                "Make it a part of the model, which then returns its loss, and leave loss= out."
+            )
+        if isinstance(given, str):
+            if given not in NAMED:
+                near = nearest(given, get_args(LossName))
+                raise ConfigError(f"loss={given!r} is not known. {near} Or give a function of (outputs, targets).")
+            given = NAMED[given]
+        refuse_wrong_function("loss", given, "outputs", "targets")
+        self._function: LossFunction = given
+        self._is_by_element = given in _BY_ELEMENT or isinstance(given, _BY_ELEMENT_MODULES)
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The loss, a scalar.
+
+        Raises:
+            DataError: The targets have another shape than the outputs, or are those of one sample.
+            HookError: It is not a scalar.
+        """
+        if isinstance(targets, Tensor):
+            if targets.dim() == 0:
+                raise DataError(
+                    "the target is a single number, so this is a sample and not a batch. Give train= a dataset or a "
+                    "list of samples, which batch_size= makes batches of, and not a loader or generator of samples."
+                )
+            if self._is_by_element and isinstance(outputs, Tensor) and outputs.shape != targets.shape:
+                raise DataError(
+                    f"loss= compares element by element, and the outputs are {described(outputs)}, the targets "
+                    f"{described(targets)}. Give them one shape: targets[:, None], or a loss of your own that does so."
+                )
+        loss = self._function(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            raise HookError(f'loss= returned {described(loss)}, not a scalar. Use reduction="mean", or its mean().')
+        return loss

@@ -1,0 +1,224 @@
+"""A mistake is named with what to do, in words of the arguments, and before anything is trained where it can be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.simple import Trainer
+from dream_trainer.simple.argument_names import OF_OTHERS
+from tests.simple.loops import CLASSES, WIDTH, adam, batches, classifier, make, ready, samples
+
+X, Y = samples().tensors
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Silent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "two losses": ({"step": lambda m, b: m(b), "loss": cross_entropy}, ConfigError, r"loss= and step= both"),
+    "metrics of a step": ({"step": lambda m, b: m(b), "metrics": ["mse"]}, ConfigError, r"metrics= with step="),
+    "an unknown metric": ({"metrics": ["f1"]}, ConfigError, r"metrics has 'f1'. Of names there are accuracy"),
+    "a metric without a name": ({"metrics": cross_entropy}, ConfigError, r"no name for it. Use a dict"),
+    "a logger without a name": ({"loggers": ("jsonl",)}, ConfigError, r"loggers= needs a run to keep it in"),
+    "a stranger's optimizer": ({"optimizer": adam(classifier())}, ConfigError, r"parameters that the model does not"),
+    "two rates": ({"optimizer": dt.OptimizerParameters(), "lr": 0.1}, ConfigError, r"lr=0.1 is given twice"),
+    "a schedule of a stranger": (
+        {"schedule": StepLR(adam(classifier()), 1)},
+        ConfigError,
+        r"of an optimizer that does not train",
+    ),
+    "a metric of no direction": (
+        {"val": ready(), "metrics": {"length": cross_entropy}, "monitor": "val/length"},
+        ConfigError,
+        r"monitor='val/length' does not say whether lower or higher",
+    ),
+    "no optimizer": ({"optimizer": lambda p: p}, ConfigError, r"made a list. Give an optimizer, its class with lr="),
+    "no schedule": ({"schedule": lambda o: o}, ConfigError, r"made a AdamW. Give a schedule"),
+    "no validation to follow": ({"schedule": ReduceLROnPlateau}, ConfigError, r"there is none. Give val="),
+    "no target": (
+        {"train": ready([X])},
+        DataError,
+        r"needs a target.*of float32 \[24, 5\]. Yield \(inputs, target\)",
+    ),
+    "no loss": (
+        {"loss": None, "model": Silent()},
+        HookError,
+        r"Silent returned none for a batch of \[float32 \[4, 5\], int64 \[4\]\]. Give",
+    ),
+    "no loss of a step": ({"step": lambda m, b: {"l": 1}}, HookError, r"step returned \{'l': int\}. Return the loss"),
+    "patience without validations": ({"patience": 2}, ConfigError, r"patience=2 counts validations.*Give val="),
+    "monitor without validations": ({"monitor": "val/accuracy"}, ConfigError, r"monitor='val/accuracy' is.*Give val="),
+    "a misspelt monitor": (
+        {"val": ready(), "monitor": "val/los"},
+        ConfigError,
+        r"'val/los' is not among the validation's metrics. Did you mean 'val/loss'\?",
+    ),
+    "a monitor that a step does not give": (
+        {"val": ready(), "monitor": "val/acuracy", "mode": "max", "step": lambda m, b: cross_entropy(m(b[0]), b[1])},
+        ConfigError,
+        r"'val/acuracy' is not among the validation's metrics. Use 'val/loss'.",
+    ),
+    "several validations": (
+        {"val": {"clean": ready(), "noisy": ready()}, "patience": 1},
+        ConfigError,
+        r"'val/loss' is not among .*Use 'val/clean/loss' or 'val/noisy/loss'.",
+    ),
+    "several validations and a best": (
+        {"val": {"clean": ready(), "noisy": ready()}, "name": "run"},
+        ConfigError,
+        r"Use 'val/clean/loss' or 'val/noisy/loss'.",
+    ),
+    "several validations to follow": (
+        {"val": {"clean": ready(), "noisy": ready()}, "schedule": ReduceLROnPlateau},
+        ConfigError,
+        r"Use 'val/clean/loss' or 'val/noisy/loss'.",
+    ),
+    "a forgotten loss": (
+        {"loss": None},
+        HookError,
+        r"Sequential.forward\(input\) cannot be called with \[float32 \[4, 5\], int64 \[4\]\].*give loss=",
+    ),
+    "more inputs than the model has": (
+        {"train": (X, X, Y)},
+        HookError,
+        r"Sequential.forward\(input\) cannot be called with \[float32 \[24, 5\], float32 \[24, 5\]\] of a batch. Leave",
+    ),
+    "a misspelt loss": ({"loss": "crossentropy"}, ConfigError, r"loss='crossentropy' .*Did you mean 'cross_entropy'\?"),
+    "a loss of its class": ({"loss": nn.CrossEntropyLoss}, ConfigError, r"is a class.*loss=CrossEntropyLoss\(\)"),
+    "a loss that is none": ({"loss": 3}, ConfigError, r"loss=3 is no function. Give one of \(outputs, targets\)"),
+    "a loss of one argument": ({"loss": lambda batch: 0}, ConfigError, r"loss= is called with \(outputs, targets\)"),
+    "a loss with parameters": ({"loss": nn.Linear(2, 2)}, ConfigError, r"Linear with parameters of its own"),
+    "a loss of each sample": (
+        {"loss": nn.CrossEntropyLoss(reduction="none")},
+        HookError,
+        r"loss= returned float32 \[4\], not a scalar",
+    ),
+    "targets of another shape": (
+        {"loss": "mse", "model": nn.Linear(WIDTH, 1), "train": (X, X.sum(1))},
+        DataError,
+        r"outputs are float32 \[24, 1\], the targets float32 \[24\]",
+    ),
+    "a misspelt argument": ({"epoch": 3}, ConfigError, r"no argument 'epoch'. Did you mean 'epochs'\?"),
+    "an argument of others": ({"loss_fn": mse_loss}, ConfigError, r"no argument 'loss_fn'. Here it is loss="),
+    "an optimizer that is none": ({"optimizer": 3}, ConfigError, r"optimizer= is of type int. Give an optimizer"),
+    "parameters for an optimizer": ({"optimizer": classifier().parameters()}, ConfigError, r"of type generator"),
+    "several optimizers": ({"optimizer": [adam(classifier())]}, ConfigError, r"of type list.*Several need a class"),
+    "an optimizer's name": ({"optimizer": "AdamW"}, ConfigError, r"optimizer='AdamW' .*Did you mean 'adamw'\?"),
+    "a schedule's name": ({"schedule": "cosin"}, ConfigError, r"schedule='cosin' .*Did you mean 'cosine'\?"),
+    "a schedule that is none": ({"schedule": 3}, ConfigError, r"schedule= is of type int"),
+    "a step of the batch alone": (
+        {"step": lambda batch: 0},
+        ConfigError,
+        r"step= is called with \(model, batch\), and",
+    ),
+    "a callback of no arguments": ({"callbacks": [lambda: 0]}, ConfigError, r"callbacks= is called with \(trainer, e"),
+    "no training data": ({"train": None}, DataError, r"train=None is no data. Give a DataLoader, a dataset"),
+    "the name of data": ({"train": "data/"}, DataError, r"train='data/' is no data"),
+    "the class of a dataset": ({"train": DataLoader}, DataError, r"train=<class .*DataLoader'> is no data"),
+    "a list of batches": (
+        {"train": batches()},
+        DataError,
+        r"train= is a list whose first item, \(float32 \[4, 5\], int64 \[4\]\), could be a sample or a batch. Give",
+    ),
+    "a list of inputs": ({"train": [*X]}, DataError, r"first item, float32 \[5\], could be a sample or a batch"),
+    "a list of loaders": ({"val": [ready()]}, DataError, r"val= is a list of DataLoaders. Give them by name"),
+    "arrays of two lengths": ({"train": (X, Y[:7])}, DataError, r"train= has arrays of 24, 7 samples"),
+    "named arrays of two lengths": (
+        {"val": {"a": {"x": X, "y": Y[:7]}}},
+        DataError,
+        r"val\['a'\]= has arrays of 24, 7",
+    ),
+    "an array and a list": (
+        {"train": (X, Y.tolist())},
+        DataError,
+        r"tuple of Tensor, list. Make each of them an array",
+    ),
+    "one sample": ({"train": samples()[0]}, DataError, r"train= has an array of a single number. Give arrays of all"),
+    "an array of words": ({"train": (X, np.array(["a"] * 24))}, DataError, r"an array of <U1, which no tensor"),
+    "a generator of samples": ({"train": iter(samples())}, DataError, r"this is a sample and not a batch"),
+    "batches of numpy": (
+        {"train": ((x.numpy(), y.numpy()) for x, y in batches())},
+        DataError,
+        r"a batch is \(float32 \[4, 5\], int64 \[4\]\), without a tensor.*torch.from_numpy",
+    ),
+    "the class of a model": ({"model": nn.Linear}, ConfigError, r"the model is the class Linear. Give an object"),
+    "no epoch function": (
+        {"callbacks": [3]},
+        ConfigError,
+        r"callbacks=3 is no function. Give one of \(trainer, epoch, metrics\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_what_to_do(mistake: str) -> None:
+    options, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        make(**options).fit()
+
+
+def test_only_the_model_has_no_name() -> None:
+    with pytest.raises(ConfigError, match=r"only the model is given without a name, and 2 arguments are"):
+        Trainer(classifier(), cross_entropy, train=samples())  # type: ignore[misc]
+
+
+def test_names_of_other_trainers_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/simple.md").read_text()
+    assert OF_OTHERS["early_stopping_patience"] == "patience"
+    for name in ("loss_fn", "learning_rate", "train_dl", "num_epochs", "grad_clip", "data_collator", "train_step"):
+        assert f"`{name}`" in page
+        assert name in OF_OTHERS
+
+
+def test_there_is_nothing_to_evaluate_without_validation_data() -> None:
+    with make() as trainer, pytest.raises(ConfigError, match=r"Give val=, or evaluate\(data\)"):
+        trainer.evaluate()
+
+
+WRONG_NUMBERS: dict[str, tuple[Any, str]] = {
+    "targets that are no classes": (
+        (X, Y.float()),
+        r"batch was \[float32 \[24, 5\], float32 \[24\]\], the model's outputs",
+    ),
+    "classes that there are not": ((X, Y + 5), rf"the model's outputs float32 \[24, {CLASSES}\]"),
+    "inputs of another width": ((X[:, 1:], Y), r"float32 \[24, 4\].*first parameter is float32 \[5, 5\]"),
+    "inputs of another dtype": ((X.double(), Y), r"float64 \[24, 5\].*first parameter is float32"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_NUMBERS)
+def test_an_error_of_torch_tells_of_the_batch(mistake: str) -> None:
+    data, note = WRONG_NUMBERS[mistake]
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        make(train=data).fit()
+    (found,) = raised.value.__notes__
+    assert re.search(note, found), found
+
+
+def test_a_loss_goes_by_name() -> None:
+    named, given = make(loss="cross_entropy", lr=0.1), make(lr=0.1)
+    with named, given:
+        assert named.fit()[0]["train/loss"] == given.fit()[0]["train/loss"]
