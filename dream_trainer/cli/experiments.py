@@ -38,7 +38,7 @@ class ConfigShow:
     """Show a run's config, one line a field."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
-    """A run's directory, a config.json, or a checkpoint's directory."""
+    """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
     as_json: Json = False
     """Print the config as JSON."""
 
@@ -51,10 +51,10 @@ class ConfigShow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDiff:
-    """Show the fields in which the configs of two runs differ."""
+    """Show the fields in which the configs of two runs, or files, differ."""
 
     a: Annotated[Positional[Path], arg(metavar="RUN")]
-    """A run's directory, a config.json, or a checkpoint's directory."""
+    """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""
     b: Annotated[Positional[Path], arg(metavar="RUN")]
     """The other one."""
     as_json: Json = False

@@ -10,6 +10,8 @@ from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.cli.output import print_json
 from dream_trainer.cli.runs import find_checkpoint, is_checkpoint
+from dream_trainer.config.file_formats import read_plain
+from dream_trainer.config.saved_config import is_saved
 from dream_trainer.config.serialize import leaves
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.trainer.run_record import CONFIG_NAME
@@ -26,12 +28,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if is_checkpoint(path):
         return read_manifest(path).config
     file = path / CONFIG_NAME if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not file.exists():
         return _of_newest_checkpoint(path, file)
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}.") from None
+    config = read_plain(file)
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds no config but a {type(config).__name__}. Give a run's directory.")
     return config
@@ -58,11 +57,15 @@ def show_config(path: Path, *, as_json: bool) -> int:
 
 
 def diff_configs(a: Path, b: Path, *, as_json: bool) -> int:
-    """Prints the fields that differ; returns the exit code."""
-    first, second = (dict(leaves(read_config(path))) for path in (a, b))
+    """Prints the fields that differ, between a run and a file those that the file names; returns the exit code."""
+    configs = read_config(a), read_config(b)
+    first, second = (dict(leaves(config)) for config in configs)
+    names = dict.fromkeys([*first, *second])
+    if is_saved(configs[0]) != is_saved(configs[1]):
+        names = dict.fromkeys(second if is_saved(configs[0]) else first)
     rows = [
         (name, first.get(name, ABSENT), second.get(name, ABSENT))
-        for name in dict.fromkeys([*first, *second])
+        for name in names
         if name not in first or name not in second or repr(first[name]) != repr(second[name])
     ]
     if as_json:

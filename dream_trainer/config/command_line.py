@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import tyro
 
 from dream_trainer.config.config_files import field_types, load_config, required_fields
+from dream_trainer.config.optional_sections import sections_opened, with_sections
 from dream_trainer.config.short_help import short_help
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.config.uncaught import end_in_a_line
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)
@@ -22,19 +24,23 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
     """Builds a config from command-line arguments; `--help` shows the user's own fields and those that most runs set,
     `--help-all` every one.
 
+    A flag into a section that is None builds it with its defaults, and `--section None` drops it.
     `--config FILE`, given once or several times, is read first, as by `load_config`; other arguments change what the
     files set. Callbacks are code and not on the command line: they stay as the given instance, or the class's default,
     has them.
 
     Args:
         config: an instance, whose values are the defaults, or a class, whose fields without default are then required.
-        args: the arguments; `sys.argv[1:]` if None.
+        args: the arguments; `sys.argv[1:]` if None. Then a ConfigError that nobody catches later on ends the script
+            with one line on stderr, too, and exit code 2.
 
     Raises:
         SystemExit: with code 2 after a message on stderr, if an argument is unknown or a value cannot work; with code 0
             after `--help` or `--help-all`.
     """
-    hide_what_has_no_text = (tyro.conf.SuppressFixed,)
+    how: tuple[Any, ...] = (tyro.conf.SuppressFixed,)  # hides what has no text
+    if args is None:  # of a script, which has the config from here to the end
+        end_in_a_line()
     try:
         files, args = _take_files(sys.argv[1:] if args is None else args)
         if files:
@@ -43,9 +49,16 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
             print(short_help(config, Path(sys.argv[0]).name))
             raise SystemExit(0)
         args = ["--help" if word == "--help-all" else word for word in args]
+        cls = config if isinstance(config, type) else type(config)
+        if sections_opened(cls, args):
+            if isinstance(config, type) and _are_all_there(config, args):
+                config = _from_files(config, [], args)
+            if not isinstance(config, type):
+                how = (*how, tyro.conf.AvoidSubcommands)  # which tyro makes of a section that may be None
+                config, args = with_sections(config, args)
         if isinstance(config, type):
-            return tyro.cli(config, args=args, config=hide_what_has_no_text)
-        parsed = tyro.cli(type(config), args=args, default=config, config=hide_what_has_no_text)
+            return tyro.cli(config, args=args, config=how)
+        parsed = tyro.cli(type(config), args=args, default=config, config=how)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -75,10 +88,17 @@ def _from_files(config: T | type[T], files: list[str], args: list[str]) -> T:
     """What a class has no default for may come as flags, which count over the files."""
     if not isinstance(config, type):
         return load_config(config, *files)
-    flags = {word.partition("=")[0].replace("_", "-") for word in args}
     types = field_types(config)
-    named = [(name, types[name]) for name in required_fields(config) if f"--{name.replace('_', '-')}" in flags]
+    named = [(name, types[name]) for name in required_fields(config) if _is_there(name, args)]
     words = [word for word in args if word not in ("-h", "--help", "--help-all")]
     required: type[Any] = make_dataclass("Required", named)
     found, _ = tyro.cli(required, args=words, return_unknown_args=True)
     return load_config(config, *files, **vars(found))
+
+
+def _are_all_there(cls: type, args: list[str]) -> bool:
+    return all(_is_there(name, args) for name in required_fields(cls))
+
+
+def _is_there(name: str, args: list[str]) -> bool:
+    return any(word.partition("=")[0].replace("_", "-") == f"--{name.replace('_', '-')}" for word in args)

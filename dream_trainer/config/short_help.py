@@ -7,13 +7,15 @@ import inspect
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from dream_trainer.config.config_files import section_of
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 
+OF_THE_RUN = ("project", "group", "experiment", "seed")
 OF_MOST_RUNS: dict[str, tuple[str, ...]] = {
     "training_parameters": (
         "n_epochs",
@@ -39,22 +41,24 @@ def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str
     """The text: names, groups of flags with one line of meaning and the default, and how to see the rest."""
     cls = config if isinstance(config, type) else type(config)
     lines = [f"usage: {program} [--config FILE ...] [--FIELD VALUE ...]", "", "the run:"]
-    lines += _flags(config, cls, ("project", "group", "experiment", "seed"))
-    own = [f for f in fields(cls) if not _defining(cls, f.name).__module__.startswith("dream_trainer.")]
+    lines += _flags(config, cls, OF_THE_RUN)
+    shown = {*OF_THE_RUN, *OF_MOST_RUNS, "callbacks"}
+    own = [f for f in fields(cls) if f.name not in shown and not _defining(cls, f.name).startswith("dream_trainer.")]
     if own:
         lines += ["", f"{cls.__name__}:"]
     for f in own:
-        inner = _nested(f)
+        inner = section_of(config, f)
         if inner is None:
             lines += _flags(config, cls, (f.name,))
         else:
             parts = ", ".join(_flag(part.name) for part in fields(inner) if part.init)
-            lines += _entry(f"--{_flag(f.name)}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.")
+            none = "" if _value(config, f) is not None else " [None]"
+            lines += _entry(f"--{_flag(f.name)}.*", f"{_meaning(cls, f.name)} Its fields: {parts}.{none}".strip())
     for section, names in OF_MOST_RUNS.items():
         of_section = {f.name: f for f in fields(cls)}.get(section)
-        inner = None if of_section is None else _nested(of_section)
-        if inner is not None:
-            value = inner() if isinstance(config, type) else vars(config)[section]
+        if of_section is not None:
+            value = section_of(config, of_section)
+            inner = value if isinstance(value, type) else type(value)
             known = {f.name for f in fields(inner)}
             lines += ["", f"{section.replace('_', ' ')}:"]
             lines += _flags(value, inner, tuple(name for name in names if name in known), f"{_flag(section)}.")
@@ -68,15 +72,16 @@ def short_help(config: BaseTrainerConfig | type[BaseTrainerConfig], program: str
 
 def _flags(values: Any, cls: type, names: tuple[str, ...], prefix: str = "") -> Iterator[str]:
     for name in names:
-        default = _default(values, cls, name)
-        yield from _entry(f"--{prefix}{_flag(name)}", f"{_meaning(cls, name)} {default}")
+        value = _value(values, next(f for f in fields(cls) if f.name == name))
+        default = "[required]" if value is MISSING else f"[{value}]"
+        yield from _entry(f"--{prefix}{_flag(name)}", f"{_meaning(cls, name)} {default}".strip())
 
 
-def _default(values: Any, cls: type, name: str) -> str:
+def _value(values: Any, field: Field[Any]) -> Any:
+    """What a field is of an instance, or by default of a class; MISSING if it has none."""
     if not isinstance(values, type):
-        return f"[{vars(values)[name]}]"
-    field: Field[Any] = next(f for f in fields(cls) if f.name == name)
-    return "[required]" if field.default is MISSING else f"[{field.default}]"
+        return vars(values)[field.name]
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _entry(flag: str, text: str) -> list[str]:
@@ -92,18 +97,15 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _nested(field: Field[Any]) -> type | None:
-    cls = field.default_factory if isinstance(field.default_factory, type) else type(field.default)
-    return cls if is_dataclass(cls) else None
-
-
-def _defining(cls: type, name: str) -> type:
-    return next(part for part in cls.__mro__ if name in vars(part).get("__annotations__", {}))
+def _defining(cls: type, name: str) -> str:
+    """The module of the class that has the field first."""
+    return next(part.__module__ for part in cls.__mro__ if name in vars(part).get("__annotations__", {}))
 
 
 def _meaning(cls: type, name: str) -> str:
-    """The first sentence of the line below the field, as its class has it."""
-    text = " ".join(_texts(_defining(cls, name)).get(name, "").split())
+    """The first sentence of the line below the field, in the nearest class that has one."""
+    texts = [_texts(part).get(name) for part in cls.__mro__ if name in vars(part).get("__annotations__", {})]
+    text = " ".join(next(filter(None, texts), "").split())
     end = text.find(". ")
     return text if end < 0 else text[: end + 1]
 

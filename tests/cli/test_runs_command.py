@@ -104,9 +104,21 @@ def test_configs_are_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("runs")
+def test_a_config_file_is_compared_with_a_run_in_what_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("c/four", lr=0.3, record=None, callbacks=[], hidden=64)
+    Path("a.yaml").write_text("optimizer: {lr: 3e-1}\nhidden: 16\n")
+    Path("b.toml").write_text("hidden = 32\nseed = 1")
+    found = json.loads(said(capsys, "config", "diff", "a.yaml", str(run), "--json"))
+    assert found == {"hidden": [16, 64]}
+    assert json.loads(said(capsys, "config", "diff", str(run), "b.toml", "--json")) == {"hidden": [64, 32]}
+    found = json.loads(said(capsys, "config", "diff", "a.yaml", "b.toml", "--json"))
+    assert found == {"optimizer.lr": [0.3, None], "hidden": [16, 32], "seed": [None, 1]}
+
+
+@pytest.mark.usefixtures("runs")
 def test_what_is_no_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "runs/p/none is not there. Give a run's directory" in said(capsys, "config", "show", "runs/p/none", code=2)
     Path("bad.json").write_text("{")
-    assert "bad.json is not JSON" in said(capsys, "config", "show", "bad.json", code=2)
+    assert "bad.json is not valid" in said(capsys, "config", "show", "bad.json", code=2)
     Path("list.json").write_text("[]")
     assert "holds no config" in said(capsys, "config", "show", "list.json", code=2)

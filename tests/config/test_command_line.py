@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +122,90 @@ def test_help_is_short_and_begins_with_the_users_own_fields(flag: str, capsys: p
     required = helped(flag, WholeConfig, capsys)
     assert "[required]" in required
     assert "--learning-rate" in helped(flag, given(), capsys)
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int = 1
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class PartsConfig(dt.DreamTrainerConfig):
+    project: str = "mine"
+    training_parameters: TrainingParameters = field(default_factory=lambda: TrainingParameters(n_epochs=5))
+    optional: Part | None = None
+    part: Part = field(default_factory=lambda: Part(size=3))
+    """What is nested."""
+
+
+REST = ["--group", "g", "--experiment", "e"]
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_flag_into_a_section_that_is_none_builds_it(of_class: bool) -> None:
+    def parsed(*arguments: str, **values: Any) -> PartsConfig:
+        start = PartsConfig if of_class and not values else PartsConfig(group="g", experiment="e", **values)
+        return parse(start, [*arguments, *(REST if of_class else ())])
+
+    assert parsed().optional is None
+    assert parsed("--optional.size", "4").optional == Part(size=4)
+    config = parsed("--optional.names", "a", "b", "--seed", "3", "--optional.size=2")
+    assert (config.optional, config.seed) == (Part(2, ("a", "b")), 3)
+    assert parsed("--optional.size", "4", optional=Part(1, ("x",))).optional == Part(4, ("x",))
+    assert parsed("--optional", "None", optional=Part()).optional is None
+
+
+def test_a_section_is_chosen_in_tyros_own_way_too() -> None:
+    config = parse(PartsConfig(group="g", experiment="e"), ["optional:part", "--optional.size", "4"])
+    assert config.optional == Part(size=4)
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_help_has_each_name_once_and_the_fields_of_what_is_nested(
+    of_class: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = helped("--help", PartsConfig if of_class else PartsConfig(group="g", experiment="e"), capsys)
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert len(set(flags)) == len(flags)
+    words = " ".join(text.split())
+    assert "--project First part of the run directory: what the work is about. [mine]" in words
+    assert "--optional.* Its fields: size, names. [None]" in words
+    assert "--part.* What is nested. Its fields: size, names." in words
+    assert "run without any limit stops after one epoch. [5]" in words
+    assert "--checkpoint-parameters.best-mode" in words
+
+
+SCRIPT = """
+from dataclasses import dataclass
+import dream_trainer as dt
+from dream_trainer.config import parse
+from dream_trainer.errors import ConfigError
+
+@dataclass
+class Config(dt.BaseTrainerConfig):
+    width: int = 3
+
+def use(config):
+    if config.width == 0:
+        raise ConfigError("width=0 is nothing.\\nUse more.")
+    return 1 / config.width - [][config.width]
+
+use(parse(Config(project="p", group="g", experiment="e")))
+"""
+
+
+def test_a_config_error_ends_a_script_in_a_line_and_a_bug_with_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        ended = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stderr
+
+    assert run("--width", "0") == (2, f"error: width=0 is nothing. Use more. ({script}:13, in use)\n")
+    code, said = run("--width", "1")
+    assert code == 1
+    assert said.startswith("Traceback")
+    assert said.endswith("IndexError: list index out of range\n")
+    assert run("--seed", "-1")[0] == 2

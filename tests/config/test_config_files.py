@@ -93,6 +93,33 @@ def test_a_run_starts_from_the_config_that_another_one_saved_under_its_own_name(
     assert "left out: project, group, experiment, runs_dir, callbacks, checkpoint_parameters.resume" in caplog.text
 
 
+def test_a_copy_of_a_saved_config_is_taken_as_that_and_says_what_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = FileConfig(**NAMES, learning_rate=0.7, callbacks=CallbackCollection([Callback()]))  # type: ignore[arg-type]
+    copy = write("wide.json", json.dumps(to_dict(theirs)))
+    mine = FileConfig(project="mine", group="g", experiment="other")
+    config = load_config(mine, copy)
+    assert (config.project, config.experiment, config.learning_rate) == ("mine", "other", 0.7)
+    assert "wide.json is what a run saved; left out: project, group, experiment, runs_dir, callbacks" in caplog.text
+
+
+def test_a_directory_within_or_above_runs_is_refused_with_the_place_of_a_config() -> None:
+    run = Path("runs/p/g/e")
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    write("runs/p/g/e/config.json", json.dumps(to_dict(given())))
+    for path in (run / "checkpoints", run / "checkpoints" / "step_00000001"):
+        with pytest.raises(ConfigError, match=rf"{path} has no config.json. The run's is .*runs/p/g/e/config.json\."):
+            load_config(given(), path)
+    with pytest.raises(ConfigError, match=r"runs/p has no config.json. It has 1 runs: give one, such as runs/p/g/e\."):
+        load_config(given(), "runs/p")
+
+
+def test_of_several_files_the_one_that_says_what_cannot_work_is_named() -> None:
+    good = write("good.yaml", "training_parameters: {max_steps: 5}")
+    bad = write("bad.toml", "[training_parameters]\nn_epochs = -1")
+    with pytest.raises(ConfigError, match=r"^bad\.toml: training_parameters: n_epochs=-1 is too small"):
+        load_config(given(), good, bad, write("more.json", '{"training_parameters": {"val_batch_size": 3}}'))
+
+
 def test_a_file_of_the_users_own_that_is_called_config_json_counts_whole() -> None:
     text = '{"experiment": "mine", "runs_dir": "there", "checkpoint_parameters": {"resume": 4}}'
     config = load_config(given(), write("config.json", text))
@@ -191,13 +218,23 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
             r"a\.toml sets training_parameters\.n_epoch, .*Did you mean training_parameters\.n_epochs\?",
         ),
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
-        ("a.yaml", "learning_rate: fast", "'fast' is of type str, not float"),
+        ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes a number."),
+        ("a.yaml", "learning_rate: '1e-3'", "'1e-3'. It takes a number. Leave the quotes out."),
+        ("a.yaml", "training_parameters: {max_time: yes}", "max_time to True. It takes a number of seconds or null."),
+        ("a.yaml", "device_parameters: {precision: fp8}", r"to 'fp8'. It takes 'fp32', 'tf32', 'bf16' or 'fp16'\."),
+        ("a.yaml", "weights: {b: x}", r"It takes names and values whose values are numbers. Wrong is weights\['b'\]"),
+        ("a.yaml", "logger_parameters: {loggers: csv}", r"It takes a list of 'console', .* Write \[csv\]\."),
+        ("a.yaml", "seed: -1", "a.yaml: seed=-1 is too small"),
+        ("a.yaml", "seed: 1\nschedule: {}\nseed: 2", "a.yaml sets seed on line 1 and again on line 3. Leave one out."),
+        ("a.yaml", "schedule: {name: a, name: b}", "sets name on line 1 and again on line 1"),
+        ("a.json", '{"seed": 1,\n "a\\"{": {"seed": 2},\n "seed": 3}', "json sets seed on line 1 and again on line 3"),
+        ("a.toml", "seed = 1\nseed = 2\n", "a.toml is not valid: Cannot overwrite a value .at line 2"),
         (
             "a.yaml",
             "training_parameters: {train_batch_size: 0}",
-            "training_parameters: train_batch_size=0 is too small",
+            "a.yaml: training_parameters: train_batch_size=0 is too small",
         ),
-        ("a.yaml", "training_parameters: {max_steps: 1e4}", r"fit training_parameters\.max_steps: 10000\.0 is of type"),
+        ("a.yaml", "training_parameters: {max_steps: 1e4}", r"max_steps to 10000\.0. It takes an integer or"),
         ("a.yaml", "callbacks: []", "sets callbacks, which are code"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "a: [", "a.yaml is not valid"),
