@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
     from dream_trainer.weights.adapters import load_adapters as load_adapters
     from dream_trainer.weights.adapters import load_base_weights as load_base_weights
+    from dream_trainer.weights.hub import push_to_hub as push_to_hub
     from dream_trainer.weights.load import load_weights as load_weights
     from dream_trainer.weights.load_report import LoadReport as LoadReport
 else:
@@ -124,5 +125,6 @@ else:
             "load_base_weights": "weights.adapters",
             "load_weights": "weights.load",
             "parameter_groups": "optim.groups",
+            "push_to_hub": "weights.hub",
         },
     )

@@ -194,6 +194,8 @@ class Push:
     """Where the frozen weights that the checkpoint left out are, if not where the run loaded them from."""
     base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
     """The base's name on the hub, for the card and the adapters' config."""
+    beside: Annotated[Path | None, arg(metavar="DIRECTORY", help_behavior_hint="")] = None
+    """A directory whose files go along, such as a tokenizer's; a README.md there is taken as the card."""
     public: Flag = False
     """Create a repository that everybody can read."""
     as_json: Json = False

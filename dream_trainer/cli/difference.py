@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.cli.output import mesh_cell, number_cell, print_json
-from dream_trainer.cli.runs import find_checkpoint
 from dream_trainer.config.serialize import difference
 from dream_trainer.weights.stored_tensors import StoredTensors
 

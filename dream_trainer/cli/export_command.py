@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.cli.output import print_json
-from dream_trainer.cli.runs import find_checkpoint
 from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.weights.export import export_checkpoint
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.lookup import checkpoints_root, is_checkpoint
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.cli.output import age_cell, described, mesh_cell, metrics_cell, print_json
-from dream_trainer.cli.runs import Entry, checkpoints_root, entries, is_checkpoint
+from dream_trainer.cli.runs import Entry, entries
 from dream_trainer.errors import CheckpointError
 from dream_trainer.loggers.formatting import format_bytes
 

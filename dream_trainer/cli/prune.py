@@ -10,10 +10,11 @@ from pathlib import Path
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.files import discard
+from dream_trainer.checkpoint.lookup import checkpoints_root
 from dream_trainer.checkpoint.retention import Retention, kept
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.cli.output import metrics_cell, print_json
-from dream_trainer.cli.runs import Entry, checkpoints_root, entries
+from dream_trainer.cli.runs import Entry, entries
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_bytes

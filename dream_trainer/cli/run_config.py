@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.lookup import find_checkpoint, is_checkpoint
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.cli.output import print_json
-from dream_trainer.cli.runs import find_checkpoint, is_checkpoint
 from dream_trainer.config.file_formats import read_plain
 from dream_trainer.config.saved_config import is_saved
 from dream_trainer.config.serialize import leaves

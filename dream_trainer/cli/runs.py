@@ -1,4 +1,4 @@
-"""Finding what a path on the command line means: a run, or one of its checkpoints."""
+"""What lies in the directory of a run's checkpoints: whole ones, and what else the command line shows of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dream_trainer.checkpoint.files import named_step, step_directories
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
-from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
 
@@ -71,49 +71,3 @@ def _hidden(step: int, path: Path, state: State) -> Entry:
         return Entry(path=path, step=step, state=state, manifest=read_manifest(path))
     except CheckpointError as error:
         return Entry(path=path, step=step, state=state, fault=None if state == "unfinished" else str(error))
-
-
-def checkpoints_root(path: Path) -> Path:
-    """The directory of a run's checkpoints.
-
-    Args:
-        path: The run's directory or that directory itself.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory. Give a run's directory.")
-    if is_checkpoint(path):
-        raise CheckpointError(f"{path} is one checkpoint. Give the run's directory, {path.parent.parent} perhaps.")
-    if (path / "checkpoints").is_dir():
-        return path / "checkpoints"
-    if path.name == "checkpoints" or step_directories(path):
-        return path
-    raise CheckpointError(f"{path} has no checkpoints. Give a run's directory, such as runs/project/group/experiment.")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a directory is, or is named as, a checkpoint."""
-    return path.is_dir() and (named_step(path) is not None or (path / MANIFEST_NAME).exists())
-
-
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that a path means: itself, or of a run the one of `step`, by default the newest whole one.
-
-    Raises:
-        ConfigError: `step` was given with a path that is a checkpoint already.
-        CheckpointError: There is none.
-    """
-    if is_checkpoint(path):
-        if step is not None:
-            raise ConfigError(f"--step {step} chooses among a run's checkpoints, and {path} is one. Leave one out.")
-        return path
-    root = checkpoints_root(path)
-    path_of_step = {manifest.step: manifest.path for manifest in list_checkpoints(root)}
-    if step is None and path_of_step:
-        return path_of_step[max(path_of_step)]
-    if step not in path_of_step:
-        asked = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-        raise CheckpointError(f"{root} has {asked}. There are steps {sorted(path_of_step)}.")
-    return path_of_step[step]

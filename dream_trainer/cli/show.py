@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.cli.output import age_cell, described, mesh_cell, number_cell, print_json
-from dream_trainer.cli.runs import directory_size, find_checkpoint
+from dream_trainer.cli.runs import directory_size
 from dream_trainer.config.serialize import leaves
 from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.weights.export import model_names

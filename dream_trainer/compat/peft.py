@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -45,6 +45,8 @@ class Adapters:
     """What is to be added to some of `base`, by the author's name."""
     cannot_merge: str = ""
     """Why the two cannot be made one here; "" if they can."""
+    active: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Each adapter that is active, by peft's name of it, with its config; empty in earlier checkpoints."""
 
 
 def peft_model(model: nn.Module) -> PeftModel | None:
@@ -118,7 +120,8 @@ def describe_adapters(
     low_rank, copies, reason = _mergeable(model, adapter, base)
     if len(active) > 1:
         reason = f"{active} are active at once"
-    return Adapters(_config(model.peft_config[adapter], base_class, base_path), own, base | copies, low_rank, reason)
+    configs = {name: _config(model.peft_config[name], base_class, base_path) for name in active}
+    return Adapters(configs[adapter], own, base | copies, low_rank, reason, configs)
 
 
 def _config(config: PeftConfig, base_class: type[nn.Module], base_path: str | None) -> dict[str, Any]:
@@ -129,6 +132,21 @@ def _config(config: PeftConfig, base_class: type[nn.Module], base_path: str | No
         values["auto_mapping"] = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
     return plain
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of an `adapter_config.json`, with the installed peft's values for fields that it lacks.
+
+    A peft that wrote it before such a field existed did what the default does now.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type", ""))
+    if kind is None:
+        return dict(config)
+    values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    return {**plain, **config}
 
 
 def _plain(value: Any) -> Any:

@@ -90,6 +90,14 @@ OVERWRITES = {
 }
 """In-place functions whose result does not depend on what their target held before."""
 
+DRAWS = {
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
+    *("rand_like", "randn_like", "randint_like"),
+    *("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"),
+    "kaiming_uniform_",
+}
+"""Functions whose result is random."""
+
 _INPLACE_OPERATORS = {
     *(
         "__iadd__",

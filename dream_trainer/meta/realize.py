@@ -74,7 +74,7 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
                 if tensor.is_meta:
                     note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
                     plan.by_owner.setdefault((module, name), note)
-                    plan.by_name[_plain(fqn)] = note
+                    plan.by_name[plain_name(fqn)] = note
             for name, tensor in _attributes(module):
                 if tensor.is_meta:
                     note = _Note(
@@ -148,7 +148,7 @@ def _places(models: Mapping[str, nn.Module], plan: Plan) -> list[_Place]:
             for name, tensor in _named_tensors(module):
                 if not tensor.is_meta:
                     continue
-                note = plan.by_owner.get((module, name)) or plan.by_name.get(_plain(f"{prefix}.{name}"))
+                note = plan.by_owner.get((module, name)) or plan.by_name.get(plain_name(f"{prefix}.{name}"))
                 if note is None or note.ref.size != tensor.shape:
                     raise InitError(
                         f"{prefix}.{name} is on the meta device and is not what configure_models() left there. "
@@ -281,8 +281,8 @@ def _nested(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _nested(f"{name}[{key!r}]", item)
 
 
-def _plain(fqn: str) -> str:
-    """A name without what wrappers add to it."""
+def plain_name(fqn: str) -> str:
+    """A parameter's name without what compilation and activation checkpointing add to it."""
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn

@@ -17,7 +17,7 @@ from torch import Tensor
 from dream_trainer.compat.pytorch import storage_id, without_torch_function
 from dream_trainer.distributed.seeds import hash_seed
 from dream_trainer.errors import InitError
-from dream_trainer.meta.functions import map_leaves, name_of, tensor_leaves
+from dream_trainer.meta.functions import DRAWS, map_leaves, name_of, tensor_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,10 @@ class RecordedCalls:
         last = self.ops[self.storages[ref.storage].writers[-1]]
         is_copy = last.overwrites == ref.storage and name_of(last.func) == "copy_"
         return (is_copy and not last.reads) or (last.func is torch.clone and not last.reads)
+
+    def is_drawn(self, ref: Ref) -> bool:
+        """Whether any of the calls that the storage's present values depend on draws random numbers."""
+        return any(name_of(self.ops[number].func) in DRAWS for number in self._needed(ref.storage))
 
     def is_foreign(self, ref: Ref) -> bool:
         """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""

@@ -74,6 +74,11 @@ class Tape:
         with without_torch_function():
             return self.tracks(tensor) and self.history.is_given(self.history.ref(tensor))
 
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a recorded one into whose values random numbers go."""
+        with without_torch_function():
+            return self.tracks(tensor) and self.history.is_drawn(self.history.ref(tensor))
+
     def replay(self, tensor: Tensor) -> Tensor:
         """The full real CPU tensor that `tensor` (on meta) stands for; a real tensor is returned as it is.
 

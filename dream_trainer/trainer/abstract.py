@@ -34,6 +34,7 @@ from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
+from dream_trainer.trainer.unloaded_base import UnloadedBases
 from dream_trainer.trainer.user_class.class_checks import check_trainer
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
 from dream_trainer.trainer.user_class.taken_names import note_assignment
@@ -125,6 +126,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._agreement = Agreement(self)
         self._session = Session(self)
         self._recorder = RunRecorder(self)
+        self._unloaded_bases = UnloadedBases()
         self._events = event_table(self, is_main=True)
         self._said_once: set[str] = set()
 

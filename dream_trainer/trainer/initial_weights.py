@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch.nn as nn
 
 from dream_trainer.checkpoint.files import local_path
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
+from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
+from dream_trainer.weights.adapter_config import refuse_other_adapters
+from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.load import load_weights
 
 
@@ -19,7 +24,8 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
 
     Raises:
         ConfigError: There are several models, and `init_from` is not a checkpoint of ours that has each under its name.
-        CheckpointError: The weights are not there, damaged, or do not fit.
+        CheckpointError: The weights are not there, damaged, or do not fit; or they are of adapters that were configured
+            otherwise.
     """
     if parameters.init_from is None:
         return
@@ -29,6 +35,8 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
             f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "
             "Call load_weights for each in load_pretrained."
         )
+    if (path / MANIFEST_NAME).exists():
+        _refuse_other_adapters(path, models, world)
     for name, model in models.items():
         load_weights(
             model,
@@ -38,3 +46,12 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
             strict=parameters.init_strict,
             world=world,
         )
+
+
+def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:
+    """Of models that have adapters both here and there; a single one may have another name there."""
+    saved = on_all_ranks(world, f"load {path}", lambda: read_shared(path)).get("adapters", {})
+    if len(models) == len(saved) == 1:
+        saved = dict(zip(models, saved.values(), strict=True))
+    adapted = {name: model for name, model in models.items() if name in saved and adapters_of(model) is not None}
+    refuse_other_adapters(path, adapted, saved, world=world)

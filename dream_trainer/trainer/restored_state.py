@@ -34,6 +34,7 @@ from dream_trainer.trainer.branched_rates import branch_rates, refuse_branch, sa
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, numbered
+from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -54,8 +55,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParamete
 
     Raises:
         DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
-        CheckpointError: It is of another model, seed or global batch, or the words cannot work here. Both the same on
-            every rank.
+        CheckpointError: It is of another model, other adapters, another seed or global batch, or the words cannot work
+            here. Both the same on every rank.
     """
     path, world = manifest.path, trainer.world
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
@@ -64,6 +65,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParamete
     refuse_branch(trainer.named_schedulers(), branch)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
+    refuse_other_adapters(path, models, shared.get("adapters"), world=world)
     left_out = shared.get("left_out", {})
     if left_out:
         refuse_other_weights(path, models, left_out, world=world)

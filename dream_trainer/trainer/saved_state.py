@@ -34,7 +34,7 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.weights.adapters import adapters_of
+from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:

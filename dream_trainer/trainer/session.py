@@ -88,6 +88,7 @@ class Session:
         # Layers draw different numbers on each data-parallel rank; a resume then replaces this by each rank's state.
         seed_everything(hash_seed(b"rank", trainer.config.seed, trainer.world.dp_rank))
         trainer._resume()
+        trainer._unloaded_bases.warn(trainer)
 
     def go_on(self) -> None:
         """After an exception, or a signal that ended a wait for data: back to the end of the last finished window."""

@@ -7,22 +7,22 @@ Files have the names that the authors gave. Everything else is as for other mode
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.model_state import model_parameters, model_tensors
-from dream_trainer.compat.peft import Adapters, LowRank, base_names, describe_adapters, peft_model, trained_copies
+from dream_trainer.checkpoint.files import local_path
+from dream_trainer.compat.peft import Adapters, base_names, peft_model, trained_copies
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.modules.class_change import own_class
+from dream_trainer.weights.adapter_config import refuse_other_config
+from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.load import load_weights
 from dream_trainer.weights.load_report import LoadReport
-from dream_trainer.weights.origins import origin_of
 
 
 def load_base_weights(
@@ -75,21 +75,30 @@ def load_base_weights(
     return report
 
 
-def load_adapters(model: nn.Module, path: str | Path, *, world: Ranks | None = None) -> LoadReport:
+def load_adapters(
+    model: nn.Module, path: str | Path, *, may_differ: Collection[str] = (), world: Ranks | None = None
+) -> LoadReport:
     """Fills the active adapter of a model that peft has wrapped from a directory in peft's layout, or its file.
+
+    The `adapter_config.json` that lies there is compared with the model's: under another `lora_alpha`, say, the same
+    weights would be another function.
 
     Args:
         model: What `peft.get_peft_model` returned, with the adapter's own config; call this from `load_pretrained`.
         path: A directory with `adapter_model.safetensors`, or such a file. Every rank reads its shards of it.
+        may_differ: Fields of the config in which the model's is another one on purpose, such as `["lora_alpha"]`.
         world: The ranks. Default: those of the default process group, or this process alone if there is none.
 
     Raises:
-        CheckpointError: As `load_weights`, where the adapter's names or shapes are not the file's.
+        CheckpointError: The configs differ in what the adapter's function depends on; or as `load_weights`, where the
+            adapter's names or shapes are not the file's. The same on every rank, and nothing was written.
         ConfigError: `model` is not wrapped by peft.
     """
     adapters = adapters_of(model)
     if adapters is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")
+    place, ranks = local_path(path).expanduser(), world or Ranks.of_default_group()
+    on_all_ranks(ranks, f"load adapters from {path}", lambda: refuse_other_config(place, adapters, may_differ, ranks))
     others = set(model.state_dict(keep_vars=True)) - set(adapters.names.values())
     return load_weights(model, path, renames=_exactly(adapters.names), optional=others, world=world)
 
@@ -97,25 +106,6 @@ def load_adapters(model: nn.Module, path: str | Path, *, world: Ranks | None = N
 def _exactly(names: Mapping[str, str]) -> dict[str, str]:
     """Renames of whole names. One that was renamed is never another's: peft's are longer than authors'."""
     return {rf"\A{re.escape(old)}\Z": new.replace("\\", "\\\\") for old, new in names.items()}
-
-
-def adapters_of(model: nn.Module) -> Adapters | None:
-    """The active adapter of a model that peft has wrapped; None of any other."""
-    wrapped = peft_model(model)
-    if wrapped is None:
-        return None
-    names = [name.removeprefix("models.model.") for name in model_tensors({"model": model})]
-    parameters = model_parameters({"model": model})
-    base = (parameters.get(f"models.model.{name}") for name in base_names(wrapped, names).values())
-    base_path = next((origin.path for p in base if p is not None and (origin := origin_of(p))), None)
-    base_class = own_class(wrapped.get_base_model())
-    return describe_adapters(wrapped, names, base_class=base_class, base_path=base_path)
-
-
-def adapters_from(record: Mapping[str, Any]) -> Adapters:
-    """What `dataclasses.asdict` made of adapters for a checkpoint."""
-    low_rank = {name: LowRank(**values) for name, values in record["low_rank"].items()}
-    return Adapters(**{**record, "low_rank": low_rank})
 
 
 def merged_reader(adapters: Adapters, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:

@@ -21,7 +21,8 @@ from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.weights.adapters import adapters_from, adapters_of, merged_reader
+from dream_trainer.weights.adapter_record import adapters_from, adapters_of
+from dream_trainer.weights.adapters import merged_reader
 from dream_trainer.weights.export_files import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.checkpoint.lookup import find_checkpoint
+from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.distributed.outcomes import from_main_rank
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.weights.export import export_checkpoint
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 CARD_NAME = "README.md"
@@ -16,35 +22,69 @@ _TOLD = ("max_steps", "n_epochs", "global_batch_size", "gradient_clip_val", "max
 
 
 def push_to_hub(
-    directory: Path,
+    source: str | Path,
     repo: str,
-    manifest: Manifest,
     *,
+    step: int | None = None,
+    model: str | None = None,
+    weights: str = "model",
+    merge_adapters: bool = False,
+    base: Path | None = None,
     base_model: str | None = None,
+    beside: str | Path | None = None,
     private: bool = True,
     message: str | None = None,
+    world: Ranks | None = None,
 ) -> str:
-    """Uploads a directory that an export wrote, and what lies beside it, such as a tokenizer.
+    """Exports a checkpoint and uploads it to the Hugging Face Hub, with a model card drawn from it.
 
-    A `README.md` that is there already is uploaded as it is; else one is written from the checkpoint.
+    Called by every rank of a job whose process group is there, as it is in a trainer's `with`: rank 0 works, and the
+    others wait. `dream-trainer checkpoints push` does the same.
 
     Args:
-        directory: The export.
+        source: A run's directory (`trainer.run_dir`) or one of its checkpoints.
         repo: `owner/name` on the hub; created if there is none. The token is the one that `hf auth login` saved, or
             that of `HF_TOKEN`.
-        manifest: Of the checkpoint that was exported.
+        step: Which checkpoint of a run; None for its newest whole one.
+        model: As for `checkpoints export`: which model, where there are several.
+        weights: "model" as trained, "ema" or "swa" as averaged by that callback.
+        merge_adapters: Push the base with its adapters added, rather than the adapters.
+        base: Where frozen weights that the checkpoint left out are now, if not where the run loaded them from.
         base_model: The base's name on the hub, for the card and for `adapter_config.json`, which has the path on this
             machine otherwise.
+        beside: A directory whose files go along, such as what `tokenizer.save_pretrained` wrote; a `README.md` there is
+            taken as the card. None of them may be named as a file of the export.
         private: Whether a new repository is private.
         message: Of the commit; by default the step.
+        world: The ranks. Default: those of the default process group, or this process alone if there is none.
 
     Returns:
-        The address of the commit.
+        The address of the commit, on every rank.
 
     Raises:
         ConfigError: `huggingface_hub` is not installed, or `repo` is not a name of a repository.
-        CheckpointError: The hub refused, or was not reached.
+        CheckpointError: There is no such checkpoint, the hub refused, or it was not reached. On several ranks, either
+            as this, the same on all.
     """
+
+    def push() -> str:
+        checkpoint = find_checkpoint(Path(source), step)
+        with tempfile.TemporaryDirectory() as directory:
+            out = Path(directory) / "export"
+            export_checkpoint(checkpoint, out, model=model, weights=weights, merge_adapters=merge_adapters, base=base)
+            if beside is not None:
+                _add_files(Path(beside), out)
+            manifest = read_manifest(checkpoint)
+            return _upload(out, repo, manifest, base_model=base_model, private=private, message=message)
+
+    ranks = world or Ranks.of_default_group()
+    return push() if ranks.world_size == 1 else from_main_rank(ranks, f"push {source} to {repo}", push)
+
+
+def _upload(
+    directory: Path, repo: str, manifest: Manifest, *, base_model: str | None, private: bool, message: str | None
+) -> str:
+    """Uploads a directory, with a card if it has none; returns the address of the commit."""
     try:
         from httpx import HTTPError
         from huggingface_hub import HfApi
@@ -66,6 +106,15 @@ def push_to_hub(
     except (HfHubHTTPError, HTTPError, OSError) as error:
         raise CheckpointError(f"could not push {directory} to {repo}: {error}") from error
     return str(commit.commit_url)
+
+
+def _add_files(source: Path, directory: Path) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"beside={str(source)!r} is not a directory. Give that of the files that shall go along.")
+    taken = sorted({path.name for path in source.iterdir()} & {path.name for path in directory.iterdir()})
+    if taken:
+        raise CheckpointError(f"beside={str(source)!r} has {taken}, which the export writes. Keep them elsewhere.")
+    shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
 def _name_base(file: Path, base_model: str | None) -> None:

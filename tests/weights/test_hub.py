@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+import dream_trainer as dt
 from dream_trainer.cli.main import main
+from dream_trainer.errors import CheckpointError, ConfigError
 from tests.checkpoint.states import DESCRIPTION, save
+from tests.worlds import run_world
 
 
 class Hub(ThreadingHTTPServer):
@@ -25,6 +28,7 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, dict] = {}
         self.files: dict[str, bytes] = {}
         self.summary = ""
+        self.commits = 0
         self.refuses = False
 
 
@@ -50,6 +54,7 @@ class Answers(BaseHTTPRequestHandler):
                 }
             )
         elif "/commit/" in self.path:
+            self.server.commits += 1
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
@@ -126,3 +131,52 @@ def test_a_refusal_of_the_hub_is_an_error(hub: Hub, run: Path, capsys: pytest.Ca
     assert "to somebody/net: " in capsys.readouterr().err
     assert main(["checkpoints", "push", str(run), "--repo", "not a name"]) != 0
     assert "is not the name of a repository" in capsys.readouterr().err
+
+
+def test_python_pushes_what_the_command_does_and_a_tokenizer_beside_it(hub: Hub, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/vocabulary.json").write_text("[]")
+    address = dt.push_to_hub(run, "somebody/net", beside=tmp_path / "tokenizer", private=False, message="The first")
+    assert address.endswith("/commit/c0")
+    assert hub.repos["somebody/net"]["visibility"] == "public"
+    assert set(hub.files) == {"model.safetensors", "config.json", "README.md", "vocabulary.json"}
+    assert hub.summary == "The first"
+    (tmp_path / "tokenizer/README.md").write_text("# Mine")
+    dt.push_to_hub(run / "checkpoints/step_00000007", "somebody/net", beside=tmp_path / "tokenizer")
+    assert hub.files["README.md"] == b"# Mine"
+
+
+def test_what_cannot_be_pushed_is_said_before_anything_is_sent(hub: Hub, run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint of step 8"):
+        dt.push_to_hub(run, "somebody/net", step=8)
+    with pytest.raises(CheckpointError, match="is not a directory. Give that of the files"):
+        dt.push_to_hub(run, "somebody/net", beside=tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has \['config.json'\], which the export writes"):
+        dt.push_to_hub(run, "somebody/net", beside=tmp_path)
+    with pytest.raises(ConfigError, match="is not the name of a repository"):
+        dt.push_to_hub(run, "not a name")
+    assert not hub.repos
+
+
+def push_from_ranks(port: int, run: str) -> tuple[str, str]:
+    import torch.distributed as dist
+    from huggingface_hub import constants
+
+    constants.ENDPOINT = f"http://127.0.0.1:{port}"
+    dist.init_process_group("gloo")
+    try:
+        address = dt.push_to_hub(run, "somebody/net")
+        with pytest.raises(CheckpointError) as refused:
+            dt.push_to_hub(run, "not a name")
+    finally:
+        dist.destroy_process_group()
+    return address, str(refused.value)
+
+
+def test_of_several_ranks_one_pushes_and_all_know_what_came_of_it(hub: Hub, run: Path) -> None:
+    found = run_world(push_from_ranks, 2, hub.server_port, str(run))
+    assert found[0] == found[1]
+    assert found[0][0].endswith("/commit/c0")
+    assert "is not the name of a repository" in found[0][1]
+    assert hub.commits == 1

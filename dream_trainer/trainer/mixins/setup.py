@@ -40,6 +40,7 @@ from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
+from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 
 if TYPE_CHECKING:
@@ -54,11 +55,13 @@ class _Build:
         tape: The recorded initialisation; None once the models are real.
         built_early: Models that were there before `configure_models`.
         plan: How the models become real; made when they are complete.
+        frozen_draws: Frozen parameters that get random values.
     """
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
     plan: Plan | None = None
+    frozen_draws: set[str] = field(default_factory=set)
 
 
 class SetupMixin(AbstractTrainer):
@@ -94,6 +97,7 @@ class SetupMixin(AbstractTrainer):
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
         self._build.plan = remember(models, self._build.tape)
+        self._build.frozen_draws = frozen_draws(models, self._build.tape)
         for stage in SETUP:
             stage.run(self)
         del self._build
@@ -246,6 +250,7 @@ def _materialise(trainer: SetupMixin) -> None:
     assert build.plan is not None  # made before the stages that change modules
     materialize(models, build.plan, world.parameter_device)
     build.tape = None  # it keeps what the constructors computed
+    trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
     if world.world_size == 1:
         return
     for model in models.values():

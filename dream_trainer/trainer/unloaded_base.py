@@ -1,0 +1,79 @@
+"""A base that nobody loaded: a model that trains a little on a large frozen part whose values the seed drew.
+
+Adapters without `load_base_weights` train and converge, and are worth nothing. What fills a base is not asked, be it
+`load_weights`, `init_from`, a resume or a copy by hand: after all of them its values are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.meta.realize import plain_name
+from dream_trainer.meta.tape import Tape
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_LOOKED_AT = 8
+
+
+def frozen_draws(models: Mapping[str, nn.Module], tape: Tape) -> set[str]:
+    """Names of the frozen parameters whose values the recorded initialisation draws; before anything is sharded."""
+    return {name for name, parameter in _parameters(models) if not parameter.requires_grad and tape.is_drawn(parameter)}
+
+
+class UnloadedBases:
+    """Remembers a few values of each of those parameters, as they were drawn, until the trainer has started.
+
+    Args:
+        models: The models by name; they have just become real. By default there is nothing to remember.
+        drawn: From `frozen_draws`.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module] | None = None, drawn: Collection[str] = ()) -> None:
+        models = models or {}
+        self._drawn = {name: _some_of(parameter) for name, parameter in _parameters(models) if name in drawn}
+
+    def warn(self, trainer: AbstractTrainer) -> None:
+        """Warns of each model that is mostly frozen as it was drawn, and trains the rest; once the resume is over.
+
+        A model that trains nothing is another matter: a target that follows, or a random network that is meant so.
+        """
+        if not self._drawn:
+            return
+        groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}  # may be thawed later
+        for model_name, model in trainer.named_models().items():
+            trained = drawn = total = 0
+            for name, parameter in _parameters({model_name: model}):
+                total += parameter.numel()
+                if parameter.requires_grad or id(parameter) in stepped:
+                    trained += parameter.numel()
+                elif name in self._drawn and torch.equal(_some_of(parameter), self._drawn[name]):
+                    drawn += parameter.numel()
+            if trained and 2 * drawn > total:
+                trainer.warn_once(
+                    f"unloaded {model_name}",
+                    f"model {model_name!r} trains {trained:,} of its {total:,} parameters, and {drawn:,} are frozen at "
+                    "random initial values: no weights were loaded into them. Load them in load_pretrained, by "
+                    "load_base_weights under adapters of peft and by load_weights otherwise, or set init_from. If they "
+                    "are meant to be random, all is well.",
+                )
+        self._drawn.clear()
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for model_name, model in models.items():
+        for name, parameter in model.named_parameters(prefix=model_name):
+            yield plain_name(name), parameter
+
+
+def _some_of(parameter: nn.Parameter) -> Tensor:
+    """Values spread over this rank's part: the first row alone may be padding, which is zero in every file."""
+    values = local_tensor(parameter).detach().flatten()
+    return values[:: max(1, len(values) // _LOOKED_AT)].clone()

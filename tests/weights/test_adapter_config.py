@@ -1,0 +1,244 @@
+"""Adapters under another config than theirs: equal weights would be another function, so they are refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+
+import dream_trainer as dt
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
+from dream_trainer.weights.adapter_config import refuse_other_adapters
+from tests.trainer.small import weights
+from tests.weights.adapted import Adapted, Net, lora, make, prepare
+from tests.worlds import run_world
+
+
+def kind_of(**changes: Any) -> type[Adapted]:
+    """A trainer whose adapters differ from the others in some fields."""
+    return type("Changed", (Adapted,), {"changes": changes})
+
+
+def fit(experiment: str, steps: int, kind: type[Adapted] = Adapted, **more: Any) -> dict[str, torch.Tensor]:
+    with make(experiment, steps, kind=kind, **more) as trainer:
+        trainer.fit()
+        return weights(trainer.model)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a run stopped after two steps and wrote its adapters."""
+    directory, before = tmp_path_factory.mktemp("configs"), os.getcwd()
+    prepare(directory)
+    os.chdir(directory)
+    try:
+        with make("run", 2) as trainer:
+            trainer.fit()
+            trainer.export("theirs")
+        yield directory
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of the run, relative to where it was."""
+    monkeypatch.chdir(trained)
+    return "runs/tests/adapters/run"
+
+
+def refusal(kind: type[Adapted], here: str, **more: Any) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        fit("other", 3, kind, **({"resume": here} | more))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_alpha": 16}, "lora_alpha was 8 and is 16"),
+        ({"use_rslora": True}, "use_rslora was False and is True"),
+        ({"r": 4}, "r was 2 and is 4"),
+        ({"alpha_pattern": {"up": 1}}, "alpha_pattern was {} and is {'up': 1}"),
+        ({"use_dora": True, "target_modules": ["up"]}, "use_dora was False and is True"),
+        ({"target_modules": ["up"]}, "target_modules was ['down', 'embed', 'up'] and is ['up']"),
+        ({"modules_to_save": None}, "modules_to_save was ['head'] and is None"),
+    ],
+)
+def test_a_run_does_not_go_on_under_another_config(changes: dict[str, Any], said: str, here: str) -> None:
+    message = refusal(kind_of(**changes), here)
+    assert said in message
+    assert "Give get_peft_model the config of the checkpoint" in message
+    assert f'load_adapters(model, "adapters", may_differ={sorted(set(changes))})' in message
+
+
+def test_nor_under_another_kind_of_adapter_or_without_any(here: str) -> None:
+    class Scaled(Adapted):
+        def configure_models(self) -> None:
+            wanted = IA3Config(target_modules=["up", "down"], feedforward_modules=["down"])
+            self.model = get_peft_model(Net().double(), wanted)
+
+    class Plain(Adapted):
+        def configure_models(self) -> None:
+            self.model = Net().double()
+
+        def load_pretrained(self) -> None:
+            dt.load_weights(self.model, "base.safetensors")
+
+    assert "peft_type was 'LORA' and is 'IA3'" in refusal(Scaled, here)
+    assert "model 'model' had adapters of peft there, and has none in this run" in refusal(Plain, here)
+
+
+def test_a_branch_takes_the_adapters_for_what_they_are_too(here: str) -> None:
+    words = dt.BranchParameters(optimizer="new", schedule="new", counters="new", data="new")
+    assert "lora_alpha was 8 and is 16" in refusal(kind_of(lora_alpha=16), here, branch=words)
+
+
+def test_and_so_does_a_start_from_the_weights_alone(here: str) -> None:
+    step = f"{here}/checkpoints/step_00000002"
+    message = refusal(kind_of(lora_alpha=16), here, resume="auto", init_from=step, init_strict=False)
+    assert "lora_alpha was 8 and is 16" in message
+    fit("from weights", 0, init_from=step, init_strict=False)
+
+
+def test_what_training_alone_looks_at_may_change_and_is_said(here: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit("dropout", 3, kind_of(lora_dropout=0.1), resume=here)
+    assert "lora_dropout was 0.0 and is 0.1. The new values apply" in caplog.text
+
+
+def test_the_same_layers_may_be_spelt_otherwise(here: str, caplog: pytest.LogCaptureFixture) -> None:
+    spelt = kind_of(target_modules=r".*\.(up|down)|embed", init_lora_weights="gaussian")
+    caplog.set_level(logging.WARNING, "dream_trainer")
+    found, plain = (fit(name, 4, kind, resume=here) for name, kind in (("spelt", spelt), ("plain", Adapted)))
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    assert "adapters" not in caplog.text
+
+
+def test_a_checkpoint_that_says_nothing_loads_with_one_line(
+    here: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dumps = typed_json.dumps
+
+    def without_adapters(value: Any, **options: Any) -> str:
+        return dumps({k: v for k, v in value.items() if k != "adapters"} if "seed" in value else value, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(typed_json, "dumps", without_adapters)
+        fit("earlier", 1)
+    fit("earlier", 2, kind_of(lora_alpha=16))
+    (line,) = [record.getMessage() for record in caplog.records if "config of its adapters" in record.getMessage()]
+    assert "earlier/checkpoints/step_00000001: it has no config of its adapters, so it could not be checked" in line
+
+
+def start_from(path: str, may_differ: list[str], **changes: Any) -> dict[str, torch.Tensor]:
+    class Start(Adapted):
+        def load_pretrained(self) -> None:
+            super().load_pretrained()
+            dt.load_adapters(self.model, path, may_differ=may_differ)
+
+    Start.changes = changes
+    return fit("start", 0, Start, resume=None)
+
+
+def test_a_directory_of_peft_is_compared_too(here: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        start_from("theirs", [], lora_alpha=16, lora_dropout=0.5)
+    assert str(refused.value) == (
+        "Could not load adapters from theirs: they are configured otherwise than the model's, so that the same weights "
+        "would be another function: lora_alpha was 8 and is 16. Give get_peft_model the config in "
+        "theirs/adapter_config.json, or take the weights under the new one on purpose, by may_differ=['lora_alpha']."
+    )
+    straight = start_from("theirs", [])
+    on_purpose = start_from("theirs", ["lora_alpha"], lora_alpha=16)
+    assert all(torch.equal(on_purpose[name], value) for name, value in straight.items())
+
+
+def test_a_field_that_the_peft_of_then_did_not_have_is_its_default(here: str, tmp_path: Path) -> None:
+    shutil.copytree("theirs", tmp_path / "older")
+    file = tmp_path / "older/adapter_config.json"
+    fields = json.loads(file.read_text())
+    for name in ("use_rslora", "alpha_pattern", "lora_bias", "megatron_core", "qalora_group_size"):
+        del fields[name]
+    file.write_text(json.dumps(fields | {"of_a_later_peft": False}))
+    start_from(str(tmp_path / "older"), [])
+    file.write_text(json.dumps(fields | {"of_a_later_peft": 3}))
+    with pytest.raises(CheckpointError, match="of_a_later_peft was 3 and is None"):
+        start_from(str(tmp_path / "older"), [])
+
+
+def test_a_file_without_a_config_loads_with_one_line(
+    here: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy("theirs/adapter_model.safetensors", tmp_path)
+    start_from(str(tmp_path / "adapter_model.safetensors"), [], lora_alpha=16)
+    assert caplog.text.count("it has no config of its adapters, so it could not be checked") == 1
+
+
+class Two(Adapted):
+    """Two adapters, of which one or both are active."""
+
+    active = ("default", "second")
+    second: LoraConfig = lora(target_modules=["up"], modules_to_save=None)
+    changes = {"target_modules": ["up"], "modules_to_save": None}
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.add_adapter("second", self.second)
+        self.model.base_model.set_adapter(list(self.active))
+        self.model.double()
+
+
+class OneOfTwo(Two):
+    active = ("second",)
+
+
+class OtherSecond(Two):
+    second = lora(target_modules=["up"], modules_to_save=None, lora_alpha=4)
+
+
+def test_of_several_adapters_all_that_are_active_count(here: str) -> None:
+    fit("two", 1, Two, save_frozen=True)
+    for kind, said in (
+        (OneOfTwo, r"active adapters was \['default', 'second'\] and is \['second'\]"),
+        (OtherSecond, "second.lora_alpha was 8 and is 4"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            fit("two", 2, kind, save_frozen=True)
+    fit("two", 2, Two, save_frozen=True)
+
+
+def refusals_on_ranks(directory: str, step: Path) -> list[str]:
+    """Of a resume and of a start from a directory, where rank 0 alone has another config."""
+    import torch.distributed as dist
+
+    os.chdir(directory)
+    dist.init_process_group("gloo")
+    world, said = Ranks.of_default_group(), []
+    model = get_peft_model(Net().double(), lora(lora_alpha=16 if world.is_main else 8))
+    saved = read_shared(step)["adapters"]
+    for load in (
+        lambda: refuse_other_adapters(step, {"model": model}, saved, world=world),
+        lambda: dt.load_adapters(model, "theirs"),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            load()
+        said.append(str(refused.value))
+    dist.destroy_process_group()
+    return said
+
+
+def test_what_one_rank_finds_all_ranks_say(trained: Path, here: str) -> None:
+    first, second = run_world(refusals_on_ranks, 2, str(trained), Path(here, "checkpoints/step_00000002"))
+    assert first == second
+    assert all("rank 0: " in message and "lora_alpha was 8 and is 16" in message for message in first)
