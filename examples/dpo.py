@@ -3,10 +3,10 @@
     python examples/dpo.py
     torchrun --nproc-per-node=2 examples/dpo.py
 
-The pairs: a prompt from Python's manual, the text that really follows, which is preferred, and text from elsewhere in
-the manual. The policy begins as the small base of `examples/lora.py`. Its reference is the same model again, sharded as
-the policy is, without gradients, optimizer state or a place in checkpoints, which name it by its digest instead. A
-picture, `dpo.png`, shows how the policy comes to tell the two apart.
+The small base of `examples/lora.py` has read source code alone, and goes on with code whatever it is given. A pair is a
+prompt from Python's manual, how the manual goes on, which is preferred, and code. The reference is the base again,
+sharded as the policy is, without gradients, optimizer state or a place in checkpoints, which name it by its digest. A
+picture, `dpo.png`, shows what the policy prefers of pairs that it has not seen, and how its rewards part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lora import LENGTH, pretrain, prose
+from lora import LENGTH, code, pretrain, prose
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,20 +34,21 @@ class Config(dt.DreamTrainerConfig):
     """A run of this example."""
 
     base: Path = Path("base")
-    """Directory of a causal language model in Hugging Face's layout that reads bytes. A small one is trained first if
-    none is there."""
+    """A causal language model in Hugging Face's layout that reads bytes; a small one is trained if none is there."""
     pretraining_steps: int = 150
     """Steps that the small base is trained for."""
-    beta: float = 0.1
+    beta: float = 0.03
     """How dear it is to move away from the reference."""
+    label_smoothing: float = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round."""
 
 
 def pairs() -> Tensor:
-    """(rows, 2, LENGTH): each prompt with the text that follows it, and with that which follows another one."""
-    rows = prose()
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]
-    strange = torch.cat([rows[:, :PROMPT], rows.roll(1, 0)[:, PROMPT:]], dim=1)
-    return torch.stack([rows, strange], dim=1)
+    """(pairs, 2, LENGTH): each prompt with the prose that follows it, and with code."""
+    order = torch.Generator().manual_seed(1)
+    good, bad = (rows[torch.randperm(len(rows), generator=order)] for rows in (prose(), code()))
+    good = good[: len(bad)]
+    return torch.stack([good, torch.cat([good[:, :PROMPT], bad[:, PROMPT:]], dim=1)], dim=1)
 
 
 def log_probability(model: nn.Module, rows: Tensor) -> Tensor:
@@ -80,29 +81,48 @@ class Prefer(dt.DreamTrainer):
             DataLoader(TensorDataset(rows[:64]), sizes.val_batch_size),
         )
 
-    def margins(self, batch: Tensor) -> Tensor:
-        """By how much more than its reference the policy prefers what is preferred; (pairs,)."""
+    def loss(self, batch: Tensor) -> dict[str, Tensor]:
+        """The loss, and what to watch: rewards, and how often the better answer has the higher one, or is likelier."""
         rows = batch.flatten(0, 1)
         with torch.no_grad():
-            before = log_probability(self.reference, rows)
-        gained = (log_probability(self.policy, rows) - before).view(-1, 2)
-        return self.config.beta * (gained[:, 0] - gained[:, 1])
+            before = log_probability(self.reference, rows).view(-1, 2)
+        now = log_probability(self.policy, rows).view(-1, 2)
+        chosen, rejected = (self.config.beta * (now - before)).unbind(1)
+        margin, flipped = chosen - rejected, self.config.label_smoothing
+        loss = -(1 - flipped) * logsigmoid(margin) - flipped * logsigmoid(-margin)
+        shares = {"accuracy": margin > 0, "likelier": now[:, 0] > now[:, 1]}
+        watched = {"loss": loss, "chosen": chosen, "rejected": rejected, "margin": margin} | shares
+        return {name: value.float().mean() for name, value in watched.items()}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss = -logsigmoid(self.margins(batch[0])).mean()
-        self.backward(loss)
+        found = self.loss(batch[0])
+        self.backward(found["loss"])
         if not self.is_accumulating_gradients:
             self.step(self.policy, self.optimizer)
-        return {"loss": loss}
+        return found
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        margins = self.margins(batch[0])
-        return {"loss": -logsigmoid(margins).mean(), "accuracy": (margins > 0).float().mean()}
+        return self.loss(batch[0])
 
 
-def default_config() -> Config:
-    """What a run without arguments does."""
-    return Config(
+def draw(before: dict[str, float], trainer: Prefer, file: str) -> None:
+    """Of pairs that it has not seen: how often the policy has the prose ahead, and the mean reward of both answers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, name in ((left, "likelier"), (right, "chosen"), (right, "rejected")):
+        curve = [(0, before[f"val/{name}"]), *trainer.history_of(f"val/{name}")]
+        axes.plot(*zip(*curve, strict=True), marker="o", label=name)
+    left.set(xlabel="step", ylabel="pairs of which the prose is likelier", ylim=(0, 1))
+    right.set(xlabel="step", ylabel="mean reward")
+    right.legend()
+    figure.savefig(file, dpi=90)
+
+
+def main() -> None:
+    """Trains the base if need be, then the policy, and exports it."""
+    config = Config(
         project="examples",
         group="dpo",
         experiment="manual",
@@ -111,31 +131,18 @@ def default_config() -> Config:
         ),
         checkpoint_parameters=dt.CheckpointParameters(save_frozen=False),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/accuracy"))]),
+        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/margin", "val/likelier"))]),
     )
-
-
-def draw(curve: list[tuple[int, float]], file: str) -> None:
-    """How often the policy prefers the right answer more than its reference does."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
-    axes.plot(*zip((0, 0.5), *curve, strict=True), marker="o")
-    axes.set(xlabel="step", ylabel="pairs told apart better than before", ylim=(0.4, 1))
-    figure.savefig(file)
-
-
-def main() -> None:
-    """Trains the base if need be, then the policy, and exports it."""
-    config = parse(default_config())
+    config = parse(config)
     pretrain(config.base, config.pretraining_steps)
     with Prefer(config) as trainer:
+        before = trainer.evaluate()
         trainer.fit()
         trainer.export("policy", model="policy", overwrite=True)
         if trainer.world.is_main:
-            curve = trainer.history_of("val/accuracy")
-            draw(curve, "dpo.png")
-            print(f"the policy tells {curve[-1][1]:.0%} of unseen pairs apart better; see dpo.png and policy/")
+            draw(before, trainer, "dpo.png")
+            shares = before["val/likelier"], trainer.history_of("val/likelier")[-1][1]
+            print("prose is likelier for {:.0%} of unseen pairs before, {:.0%} after; see dpo.png".format(*shares))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     torchrun --nproc-per-node=2 examples/lora.py
     python examples/lora.py --base path/to/a/llama
 
-A small Llama first learns to read Python's own source code, byte by byte, which makes a base where none is given. Then
-adapters teach it the prose of Python's manual. At the end lie there: `adapters/`, which peft loads; `merged/`, which
-transformers load; checkpoints below 1% of the base; and a picture, `lora.png`.
+A small Llama learns to read Python's source code, byte by byte, which makes a base where none is given. Then adapters
+teach it the prose of Python's manual: `adapters/` for peft, `merged/` for transformers, a picture, `lora.png`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
 from dream_trainer.config.command_line import parse
 
 LENGTH = 96  # bytes of a row
@@ -51,19 +50,16 @@ class Config(dt.DreamTrainerConfig):
     """A run of this example."""
 
     base: Path = Path("base")
-    """Directory of a causal language model in Hugging Face's layout that reads bytes. A small one is trained first if
-    none is there."""
+    """A causal language model in Hugging Face's layout that reads bytes; a small one is trained if none is there."""
     pretraining_steps: int = 150
     """Steps that the small base is trained for."""
-    rank: int = 2
-    """Inner width of the adapters."""
 
 
 class Language(dt.DreamTrainer):
     """A causal language model, trained from nothing on code."""
 
     config: Config
-    read = staticmethod(code)
+    read, learning_rate = staticmethod(code), 1e-3
 
     def configure_models(self) -> None:
         sizes = LlamaConfig(
@@ -73,7 +69,7 @@ class Language(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, fused=True)
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         rows, sizes = self.read(), self.config.training_parameters
@@ -97,22 +93,18 @@ class Language(dt.DreamTrainer):
 class Adapt(Language):
     """Adapters on a frozen base, trained on prose."""
 
-    read = staticmethod(prose)
+    read, learning_rate = staticmethod(prose), 1e-2
 
     def configure_models(self) -> None:
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.config.base))
-        wanted = LoraConfig(task_type="CAUSAL_LM", r=self.config.rank, lora_alpha=8, target_modules=["v_proj"])
+        wanted = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8, target_modules=["v_proj"])
         self.model = get_peft_model(base, wanted)
 
     def load_pretrained(self) -> None:
         dt.load_base_weights(self.model, self.config.base)
 
-    def configure_optimizers(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
 
-
-def settings(experiment: str, steps: int, **more: Any) -> Config:
+def settings(experiment: str, steps: int) -> Config:
     """What the two parts of this example have in common."""
     return Config(
         project="examples",
@@ -121,9 +113,7 @@ def settings(experiment: str, steps: int, **more: Any) -> Config:
         training_parameters=dt.TrainingParameters(
             max_steps=steps, global_batch_size=16, train_batch_size=8, val_batch_size=32, val_every_n_steps=20
         ),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/loss"))]),
-        **more,
+        checkpoint_parameters=dt.CheckpointParameters(save_frozen=False),  # the base stays where it is
     )
 
 
@@ -137,8 +127,6 @@ def pretrain(directory: Path, steps: int) -> None:
 
 def draw(history: list[tuple[int, float]], before: float, file: str) -> None:
     """The loss on prose, over the steps of the adapters."""
-    from matplotlib.figure import Figure
-
     axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
     axes.plot(*zip(*history, strict=True), marker="o", label="with adapters")
     axes.axhline(before, color="gray", linestyle="--", label="the base alone")
@@ -149,8 +137,7 @@ def draw(history: list[tuple[int, float]], before: float, file: str) -> None:
 
 def main() -> None:
     """Trains the base if need be, then the adapters, and writes them alone and merged."""
-    checkpoints = dt.CheckpointParameters(save_frozen=False)
-    config = parse(settings("adapters", 120, checkpoint_parameters=checkpoints))
+    config = parse(settings("adapters", 120))
     pretrain(config.base, config.pretraining_steps)
     with Adapt(config) as trainer:
         before = trainer.evaluate()["val/loss"]

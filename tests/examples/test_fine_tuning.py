@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
@@ -68,6 +73,53 @@ def test_dpo_saves_its_policy_and_not_its_reference(base: Path, tmp_path: Path) 
     assert {name.split(".")[0] for name in saved_models(tmp_path / "runs/examples/dpo/manual")} == {"policy"}
     assert (tmp_path / "policy/config.json").exists()
     assert (tmp_path / "dpo.png").exists()
+
+
+@pytest.fixture
+def dpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The example, imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    before = set(sys.modules)
+    yield importlib.import_module("dpo")
+    for module in {"lora", "dpo"} - before:
+        sys.modules.pop(module, None)
+
+
+def test_the_dpo_loss_is_the_papers(base: Path, dpo: ModuleType) -> None:
+    """Equation 7 of Rafailov et al. 2023; with smoothed labels, equation 3 of Mitchell's note of 2023."""
+    policy, reference = (AutoModelForCausalLM.from_pretrained(base / "base") for _ in range(2))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    batch = dpo.pairs()[:3]
+    trainer = SimpleNamespace(policy=policy, reference=reference, config=SimpleNamespace(beta=0.3, label_smoothing=0.2))
+    found = dpo.Prefer.loss(trainer, batch)
+
+    def likelihood(model: Any, row: Tensor) -> Tensor:
+        logs = model(input_ids=row[None]).logits[0].double().log_softmax(-1)
+        return sum(logs[place - 1, row[place]] for place in range(len(row) // 2, len(row)))
+
+    losses, right = [], []
+    for better, worse in batch:
+        ratios = [likelihood(policy, row) - likelihood(reference, row) for row in (better, worse)]
+        odds = torch.sigmoid(0.3 * (ratios[0] - ratios[1]))
+        losses.append(-0.8 * odds.log() - 0.2 * (1 - odds).log())
+        right.append(float(odds > 0.5))
+    assert found["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    assert found["accuracy"].item() == pytest.approx(sum(right) / 3)
+    assert torch.equal(batch[:, 0, :48], batch[:, 1, :48])
+
+
+@pytest.mark.slow
+def test_dpo_learns_what_the_gallery_shows(tmp_path: Path) -> None:
+    run_script(ROOT / "examples/dpo.py", cwd=tmp_path, timeout=600)
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs/examples/dpo/manual/metrics.jsonl").read_text().splitlines()
+    ]
+    last = next(line for line in reversed(lines) if "val/likelier" in line)
+    assert last["val/likelier"] > 0.8
+    assert last["val/accuracy"] > 0.85
+    assert last["val/margin"] > 2
 
 
 @pytest.mark.slow
