@@ -11,7 +11,6 @@ often the nearest of 50 digits with a label has the right one, by the learned fe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
 from dream_trainer.config.command_line import parse
 
 TRAINING = 1437  # digits to learn from; the other 360 are held out
@@ -39,40 +37,15 @@ class ContrastiveConfig(dt.DreamTrainerConfig):
     """Cosines are divided by it; the lower, the more the nearest of the others count."""
 
 
-class Views(Dataset[tuple[Tensor, Tensor]]):
+class Views(TensorDataset):
     """Two views [1, 8, 8] of a digit: turned, shifted, sheared and grown at random."""
 
-    def __init__(self, images: Tensor) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
         turns = torch.eye(2, 3) + (torch.rand(2, 2, 3) - 0.5) * 0.7
         grid = F.affine_grid(turns, [2, 1, 8, 8], align_corners=False)
-        first, second = F.grid_sample(self.images[index].expand(2, 1, 8, 8), grid, align_corners=False)
-        return first, second
-
-
-class Network(nn.Module):
-    """Features [batch, 64] of images, and a head that only the loss sees."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Sequential(nn.Conv2d(1, width, 3, 1, 1), nn.GroupNorm(8, width), nn.ReLU()),
-            nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.GroupNorm(8, 2 * width), nn.ReLU()),
-            nn.Sequential(nn.Flatten(), nn.Linear(32 * width, 64)),
-        )
-        self.head = nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
-
-    def features(self, images: Tensor) -> Tensor:
-        return self.layers(images)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.layers(images))
+        (image,) = super().__getitem__(index)
+        return F.grid_sample(image.expand(2, 1, 8, 8), grid, align_corners=False).unbind()
 
 
 class SimCLR(dt.DreamTrainer):
@@ -81,7 +54,15 @@ class SimCLR(dt.DreamTrainer):
     config: ContrastiveConfig
 
     def configure_models(self) -> None:
-        self.model = Network(self.config.width)
+        width = self.config.width
+        features = nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, width, 3, 1, 1), nn.GroupNorm(8, width), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.GroupNorm(8, 2 * width), nn.ReLU()),
+            nn.Sequential(nn.Flatten(), nn.Linear(32 * width, 64)),
+        )
+        self.model = nn.Sequential(
+            features, nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
+        )  # the second for the loss alone
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate)
@@ -113,7 +94,7 @@ class SimCLR(dt.DreamTrainer):
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The nearest of the digits with a label, for each of a batch."""
-        known, found = (self.model.features(images) for images in (self.images[:LABELLED].to(batch[0]), batch[0]))
+        known, found = (self.model[0](images) for images in (self.images[:LABELLED].to(batch[0]), batch[0]))
         return (F.normalize(found) @ F.normalize(known).T).argmax(1)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -121,7 +102,7 @@ class SimCLR(dt.DreamTrainer):
         return {"accuracy": (guesses == batch[1]).float().mean()}
 
 
-def picture(trainer: SimCLR, by_features: Tensor, path: Path) -> None:
+def picture(trainer: SimCLR, by_features: Tensor) -> Figure:
     """Accuracy over the steps, and digits whose nearest labelled one is wrong by their pixels."""
     images, labels = trainer.images[TRAINING:], trainer.labels[TRAINING:]
     by_pixels = torch.cdist(images.flatten(1), trainer.images[:LABELLED].flatten(1)).argmin(1)
@@ -141,32 +122,24 @@ def picture(trainer: SimCLR, by_features: Tensor, path: Path) -> None:
         for axes, image in zip(column, shown, strict=True):
             axes.imshow(image[0].numpy(), cmap="gray_r")
             axes.set(xticks=[], yticks=[])
-    figure.savefig(path, dpi=90, bbox_inches="tight")
-
-
-def default_config() -> ContrastiveConfig:
-    """What a run without arguments does."""
-    return ContrastiveConfig(
-        project="examples",
-        group="contrastive",
-        experiment="digits",
-        training_parameters=dt.TrainingParameters(
-            n_epochs=40, global_batch_size=256, val_batch_size=180, val_every_n_steps=20
-        ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/accuracy"))]),
-    )
+    return figure
 
 
 def main() -> None:
     """Trains from the command line, then shows what came of it."""
-    with SimCLR(parse(default_config())) as trainer:
+    config = ContrastiveConfig(
+        project="examples",
+        group="contrastive",
+        experiment="digits",
+        training_parameters=dt.TrainingParameters(n_epochs=40, global_batch_size=256, val_every_n_steps=20),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
+    )
+    with SimCLR(parse(config)) as trainer:
         trainer.fit()
         by_features = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
         if trainer.world.is_main:
             path = trainer.run_dir / "digits.png"
-            picture(trainer, by_features, path)
+            picture(trainer, by_features).savefig(path, dpi=90, bbox_inches="tight")
             accuracy = trainer.history_of("val/accuracy")[-1][1]
             print(f"right for {accuracy:.1%} of the digits held out, with {LABELLED} labels; picture: {path}")
 

@@ -10,7 +10,6 @@ scikit-learn. At the end a picture shows how far the draws were from the digits,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
 from dream_trainer.config.command_line import parse
 
 NOISE = 16
@@ -40,19 +38,12 @@ class GANConfig(dt.DreamTrainerConfig):
     """Weight of the penalty that holds the length of the critic's gradient near 1."""
 
 
-class NoisyDigits(Dataset[tuple[Tensor, ...]]):
+class NoisyDigits(TensorDataset):
     """A digit [1, 8, 8] from -1 to 1, noise [NOISE] for the generator, and a share [1, 1, 1] for the penalty."""
-
-    def __init__(self) -> None:
-        digits: Any = load_digits()
-        self.images = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None]
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
-        return self.images[index], torch.randn(NOISE), torch.rand(1, 1, 1)
+        return *super().__getitem__(index), torch.randn(NOISE), torch.rand(1, 1, 1)
 
 
 class GAN(dt.DreamTrainer):
@@ -74,11 +65,11 @@ class GAN(dt.DreamTrainer):
         )
 
     def configure_dataloaders(self) -> tuple[DataLoader, None]:
-        self.digits = NoisyDigits()
-        self.draws, self.distances = dict[int, Tensor](), dict[int, float]()
-        return DataLoader(
-            self.digits, self.config.training_parameters.train_batch_size, shuffle=True, drop_last=True
-        ), None
+        digits: Any = load_digits()
+        self.images = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None]
+        self.draws = dict[int, Tensor]()
+        batch_size = self.config.training_parameters.train_batch_size
+        return DataLoader(NoisyDigits(self.images), batch_size, shuffle=True, drop_last=True), None
 
     def configure_optimizers(self) -> None:
         rate = self.config.learning_rate
@@ -112,15 +103,14 @@ class GAN(dt.DreamTrainer):
     def post_epoch(self) -> None:
         noise = torch.randn(500, NOISE, generator=torch.Generator().manual_seed(0))
         images = self.generator(noise.to(self.world.device)).cpu()
-        distance = energy_distance(images, self.digits.images)
-        self.log("energy_distance", distance)
-        self.draws[self.global_step], self.distances[self.global_step] = images[:16], float(distance)
+        self.log("energy_distance", energy_distance(images, self.images))
+        self.draws[self.global_step] = images[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"draws": self.draws, "distances": self.distances}
+        return {"draws": self.draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.draws, self.distances = state["draws"], state["distances"]
+        self.draws = state["draws"]
 
 
 def energy_distance(some: Tensor, others: Tensor) -> Tensor:
@@ -129,43 +119,38 @@ def energy_distance(some: Tensor, others: Tensor) -> Tensor:
     return 2 * torch.cdist(some, others).mean() - torch.cdist(some, some).mean() - torch.cdist(others, others).mean()
 
 
-def picture(trainer: GAN, path: Path) -> None:
+def picture(trainer: GAN) -> Figure:
     """The energy distance over the steps, and draws of four moments beside real digits."""
     moments = list(trainer.draws.items())
     shown = [moments[round(part * (len(moments) - 1) / 3)] for part in range(4)]
-    grids = [(f"step {step}", images) for step, images in shown] + [("real digits", trainer.digits.images[:16])]
+    grids = [(f"step {step}", images) for step, images in shown] + [("real digits", trainer.images[:16])]
     figure = Figure(figsize=(12, 2.8), layout="constrained")
     curve, *places = figure.subplots(1, 6, width_ratios=(1.6, 1, 1, 1, 1, 1))
-    curve.plot(list(trainer.distances), list(trainer.distances.values()))
+    curve.plot(*zip(*trainer.history_of("energy_distance"), strict=True))
     curve.set(xlabel="optimizer step", ylabel="energy distance", yscale="log")
     for axes, (name, images) in zip(places, grids, strict=True):
         tiles = F.pad(images.view(4, 4, 8, 8), (1, 1, 1, 1), value=-1).transpose(1, 2)
         axes.imshow(tiles.reshape(40, 40).numpy(), cmap="gray_r", vmin=-1, vmax=1)
         axes.set(title=name, xticks=[], yticks=[])
-    figure.savefig(path, dpi=90, bbox_inches="tight")
-
-
-def default_config() -> GANConfig:
-    """What a run without arguments does."""
-    return GANConfig(
-        project="examples",
-        group="gan",
-        experiment="digits",
-        training_parameters=dt.TrainingParameters(n_epochs=40, global_batch_size=64, train_batch_size=32),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/distance", "energy_distance"))]),
-    )
+    return figure
 
 
 def main() -> None:
     """Trains from the command line, then shows what came of it."""
-    with GAN(parse(default_config())) as trainer:
+    config = GANConfig(
+        project="examples",
+        group="gan",
+        experiment="digits",
+        training_parameters=dt.TrainingParameters(n_epochs=40, global_batch_size=64),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=10),
+        logger_parameters=dt.LoggerParameters(log_every_n_steps=28),
+    )
+    with GAN(parse(config)) as trainer:
         trainer.fit()
         if trainer.world.is_main:
             path = trainer.run_dir / "digits.png"
-            picture(trainer, path)
-            print(f"energy distance: {list(trainer.distances.values())[-1]:.3f}; picture: {path}")
+            picture(trainer).savefig(path, dpi=90, bbox_inches="tight")
+            print(f"energy distance: {trainer.history_of('energy_distance')[-1][1]:.3f}; picture: {path}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ held-out digits that the network is least sure of.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
 from dream_trainer.config.command_line import parse
 
 
@@ -33,29 +31,15 @@ class ImageConfig(dt.DreamTrainerConfig):
     depth: int = 3
     learning_rate: float = 3e-3
     """Peak learning rate of AdamW; it then falls along a cosine."""
-    max_turn: float = 0.2
-    """Largest angle by which a digit is turned in training, in radians."""
 
 
-class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images [1, 8, 8] from 0 to 1 and their labels: those to train on, turned and shifted at random, or the others."""
+class Turned(TensorDataset):
+    """Images [1, 8, 8] from 0 to 1, turned by up to 0.2 radians and shifted at random, and their labels."""
 
-    def __init__(self, train: bool, max_turn: float = 0.0) -> None:
-        digits: Any = load_digits()
-        part = slice(0, 1437) if train else slice(1437, None)
-        self.images = torch.tensor(digits.images[part] / 16, dtype=torch.float32)[:, None]
-        self.labels = torch.tensor(digits.target[part])
-        self.train, self.max_turn = train, max_turn
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image, label = self.images[index], self.labels[index]
-        if not self.train:
-            return image, label
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        image, label = super().__getitem__(index)
         # What is drawn here is of seed, epoch and index: the same on any number of ranks, and after a resume.
-        angle, (x, y) = (torch.rand(()) * 2 - 1) * self.max_turn, torch.rand(2) * 0.4 - 0.2
+        angle, (x, y) = (torch.rand(()) * 2 - 1) * 0.2, torch.rand(2) * 0.4 - 0.2
         turn = torch.stack([angle.cos(), -angle.sin(), x, angle.sin(), angle.cos(), y]).view(1, 2, 3)
         grid = F.affine_grid(turn, [1, 1, 8, 8], align_corners=False)
         return F.grid_sample(image[None], grid, align_corners=False)[0], label
@@ -91,11 +75,13 @@ class ImageClassifier(dt.DreamTrainer):
         )
 
     def configure_dataloaders(self) -> tuple[DataLoader, DataLoader]:
+        digits: Any = load_digits()
+        images, labels = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], torch.tensor(digits.target)
+        train, self.held_out = Turned(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
         sizes = self.config.training_parameters
-        train, held_out = Digits(train=True, max_turn=self.config.max_turn), Digits(train=False)
         return (
             DataLoader(train, sizes.train_batch_size, shuffle=True, drop_last=True),
-            DataLoader(held_out, sizes.val_batch_size),
+            DataLoader(self.held_out, sizes.val_batch_size),
         )
 
     def configure_optimizers(self) -> None:
@@ -122,9 +108,9 @@ class ImageClassifier(dt.DreamTrainer):
         return self.model(batch[0]).softmax(1)
 
 
-def picture(trainer: ImageClassifier, probabilities: Tensor, path: Path) -> None:
+def picture(trainer: ImageClassifier, probabilities: Tensor) -> Figure:
     """Accuracy over the steps, and the 32 held-out digits with the lowest of the highest probabilities [360, 10]."""
-    digits = Digits(train=False)
+    images, labels = trainer.held_out.tensors
     confidence, guesses = probabilities.max(1)
     figure = Figure(figsize=(11, 4), layout="constrained")
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.4))
@@ -136,35 +122,27 @@ def picture(trainer: ImageClassifier, probabilities: Tensor, path: Path) -> None
     curve.legend()
     right.suptitle("least sure of: guess and its probability; red where it is wrong")
     for axes, index in zip(right.subplots(4, 8).flat, confidence.argsort().tolist(), strict=False):
-        axes.imshow(digits.images[index, 0].numpy(), cmap="gray_r")
-        color = "black" if guesses[index] == digits.labels[index] else "red"
+        axes.imshow(images[index, 0].numpy(), cmap="gray_r")
+        color = "black" if guesses[index] == labels[index] else "red"
         axes.set_title(f"{guesses[index]}  {confidence[index]:.2f}", fontsize=8, color=color)
         axes.axis("off")
-    figure.savefig(path, dpi=100)
-
-
-def default_config() -> ImageConfig:
-    """What a run without arguments does."""
-    return ImageConfig(
-        project="examples",
-        group="image_classification",
-        experiment="digits",
-        training_parameters=dt.TrainingParameters(
-            n_epochs=15, global_batch_size=64, train_batch_size=32, val_batch_size=180, val_every_n_steps=20
-        ),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/accuracy"))]),
-    )
+    return figure
 
 
 def main() -> None:
     """Trains from the command line, then draws what came of it."""
-    with ImageClassifier(parse(default_config())) as trainer:
+    config = ImageConfig(
+        project="examples",
+        group="image_classification",
+        experiment="digits",
+        training_parameters=dt.TrainingParameters(n_epochs=15, global_batch_size=64, val_every_n_steps=20),
+    )
+    with ImageClassifier(parse(config)) as trainer:
         trainer.fit()
         probabilities = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
         if trainer.world.is_main:
             path = trainer.run_dir / "digits.png"
-            picture(trainer, probabilities, path)
+            picture(trainer, probabilities).savefig(path, dpi=100)
             print(f"held-out accuracy: {trainer.history_of('val/accuracy')[-1][1]:.1%}; picture: {path}")
 
 

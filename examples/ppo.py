@@ -11,7 +11,6 @@ returns, and the poles that the trained policy holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -129,7 +128,7 @@ class PPO(dt.DreamTrainer):
         return {"return": self.play(start, torch.full_like(luck, 0.5))[2].sum(1).mean()}  # always the likelier action
 
 
-def picture(trainer: PPO, states: Tensor, alive: Tensor, path: Path) -> None:
+def picture(trainer: PPO, states: Tensor, alive: Tensor) -> Figure:
     """Returns over the steps, and the angles of the poles of some episodes."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -142,12 +141,12 @@ def picture(trainer: PPO, states: Tensor, alive: Tensor, path: Path) -> None:
         right.plot(angles[:moves], linewidth=0.8)
     right.axhspan(-12, 12, color="grey", alpha=0.1)
     right.set(xlabel="move", ylabel="angle of the pole in degrees", title="16 poles held by the trained policy")
-    figure.savefig(path, dpi=90, bbox_inches="tight")
+    return figure
 
 
-def default_config() -> PPOConfig:
-    """What a run without arguments does."""
-    return PPOConfig(
+def main() -> None:
+    """Trains from the command line, then shows what came of it."""
+    config = PPOConfig(
         project="examples",
         group="ppo",
         experiment="cart_pole",
@@ -157,17 +156,13 @@ def default_config() -> PPOConfig:
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1),
         callbacks=dt.CallbackCollection([Progress(metrics=("train/return", "val/return"))]),
     )
-
-
-def main() -> None:
-    """Trains from the command line, then shows what came of it."""
-    with PPO(parse(default_config())) as trainer:
+    with PPO(parse(config)) as trainer:
         trainer.fit()
         start, luck = default_collate([Luck(16)[index] for index in range(16)])
         states, _, alive, *_ = trainer.play(start.to(trainer.world.device), luck.to(trainer.world.device))
         if trainer.world.is_main:
             path = trainer.run_dir / "cart_pole.png"
-            picture(trainer, states, alive, path)
+            picture(trainer, states, alive).savefig(path, dpi=90, bbox_inches="tight")
             print(f"return: {trainer.history_of('val/return')[-1][1]:.0f} of {LONGEST}; picture: {path}")
 
 

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
-from dream_trainer.callbacks import Progress
 from dream_trainer.config.command_line import parse
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
@@ -41,30 +40,23 @@ class TextConfig(dt.DreamTrainerConfig):
     """Peak learning rate of AdamW; it then falls along a cosine."""
 
 
-class Texts(Dataset[Sample]):
+def texts(held_out: bool) -> list[Sample]:
     """Pieces of the packages' files: the last sixth of each file is held out, the rest is to train on."""
-
-    def __init__(self, held_out: bool) -> None:
-        root, self.samples = Path(os.__file__).parent, list[Sample]()
-        for label, package in enumerate(PACKAGES):
-            for path in sorted((root / package).rglob("*.py")):
-                if {"test", "tests"} & set(path.relative_to(root).parts):
-                    continue  # not every Python comes with them
-                lines = path.read_text(encoding="utf-8").splitlines()
-                cut = len(lines) * 5 // 6
-                lines = lines[cut:] if held_out else lines[:cut]
-                for start in range(0, len(lines), LINES):
-                    words = re.findall(r"\w+|[^\w\s]", "\n".join(lines[start : start + LINES]))[:LONGEST]
-                    if len(words) >= LINES:
-                        # 0 is for padding. The checksum is the same in each process, which hash() is not.
-                        numbers = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
-                        self.samples.append((torch.tensor(numbers), label))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
+    root, samples = Path(os.__file__).parent, list[Sample]()
+    for label, package in enumerate(PACKAGES):
+        for path in sorted((root / package).rglob("*.py")):
+            if {"test", "tests"} & set(path.relative_to(root).parts):
+                continue  # not every Python comes with them
+            lines = path.read_text(encoding="utf-8").splitlines()
+            cut = len(lines) * 5 // 6
+            lines = lines[cut:] if held_out else lines[:cut]
+            for start in range(0, len(lines), LINES):
+                words = re.findall(r"\w+|[^\w\s]", "\n".join(lines[start : start + LINES]))[:LONGEST]
+                if len(words) >= LINES:
+                    # 0 is for padding. The checksum is the same in each process, which hash() is not.
+                    numbers = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
+                    samples.append((torch.tensor(numbers), label))
+    return samples
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor]:
@@ -104,10 +96,9 @@ class TextClassifier(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[DataLoader, DataLoader]:
         sizes = self.config.training_parameters
-        train, held_out = Texts(held_out=False), Texts(held_out=True)
         return (
-            DataLoader(train, sizes.train_batch_size, shuffle=True, drop_last=True, collate_fn=collate),
-            DataLoader(held_out, sizes.val_batch_size, collate_fn=collate),
+            DataLoader(texts(False), sizes.train_batch_size, shuffle=True, drop_last=True, collate_fn=collate),
+            DataLoader(texts(True), sizes.val_batch_size, collate_fn=collate),
         )
 
     def configure_optimizers(self) -> None:
@@ -135,7 +126,7 @@ class TextClassifier(dt.DreamTrainer):
         return torch.stack([labels, self.model(words).argmax(1)], dim=1)
 
 
-def picture(trainer: TextClassifier, labels_and_guesses: Tensor, path: Path) -> None:
+def picture(trainer: TextClassifier, labels_and_guesses: Tensor) -> Figure:
     """Accuracy over the steps, and the shares of guesses for each package."""
     found = torch.zeros(len(PACKAGES), len(PACKAGES))
     found.index_put_(tuple(labels_and_guesses.T), torch.tensor(1.0), accumulate=True)
@@ -151,31 +142,25 @@ def picture(trainer: TextClassifier, labels_and_guesses: Tensor, path: Path) -> 
     table.set(xlabel="guess", ylabel="package")
     table.set_xticks(range(len(PACKAGES)), PACKAGES, rotation=45, ha="right")
     table.set_yticks(range(len(PACKAGES)), PACKAGES)
-    figure.savefig(path, dpi=90, bbox_inches="tight")
+    return figure
 
 
-def default_config() -> TextConfig:
-    """What a run without arguments does."""
-    return TextConfig(
+def main() -> None:
+    """Trains from the command line, then shows what came of it."""
+    config = TextConfig(
         project="examples",
         group="text_classification",
         experiment="packages",
         training_parameters=dt.TrainingParameters(
             n_epochs=3, global_batch_size=32, train_batch_size=16, val_batch_size=64, val_every_n_steps=50
         ),
-        logger_parameters=dt.LoggerParameters(loggers=("jsonl",)),
-        callbacks=dt.CallbackCollection([Progress(metrics=("train/loss", "val/accuracy"))]),
     )
-
-
-def main() -> None:
-    """Trains from the command line, then shows what came of it."""
-    with TextClassifier(parse(default_config())) as trainer:
+    with TextClassifier(parse(config)) as trainer:
         trainer.fit()
         labels_and_guesses = torch.cat(trainer.predict(trainer.val_dataloaders[""]))
         if trainer.world.is_main:
             path = trainer.run_dir / "packages.png"
-            picture(trainer, labels_and_guesses, path)
+            picture(trainer, labels_and_guesses).savefig(path, dpi=90, bbox_inches="tight")
             print(f"held-out accuracy: {trainer.history_of('val/accuracy')[-1][1]:.1%}; picture: {path}")
 
 
