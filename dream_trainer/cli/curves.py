@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
+from dream_trainer.cli.found_runs import LOG_NAME, run_directories
 from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
@@ -42,6 +43,13 @@ class Curve:
         return self.metric.startswith("val/")
 
 
+def runs_of(path: Path) -> list[Path]:
+    """The runs that a path means: itself, or of a directory of several those below it that have logged something."""
+    if not path.is_dir() or (path / LOG_NAME).exists():
+        return [path]
+    return [run for run in run_directories(path) if (run / LOG_NAME).exists()] or [path]
+
+
 def read_run(path: Path) -> list[Record]:
     """The lines of a run's metrics.jsonl. Lines that are damaged are left out, which is said on stderr.
 
@@ -52,7 +60,7 @@ def read_run(path: Path) -> list[Record]:
         ConfigError: There is no such file.
         DataError: There is no line to use in it.
     """
-    file = path / "metrics.jsonl" if path.is_dir() else path
+    file = path / LOG_NAME if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
             f"{file} is not there. Give a run's directory, such as runs/project/group/experiment, of a run that logs "

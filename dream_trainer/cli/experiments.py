@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
-from dream_trainer.cli.checkpoints import Json
+from dream_trainer.cli.checkpoints import Flag, Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,15 @@ class Runs:
     group: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """List the runs of this group alone."""
     metric: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """The metric whose best value is shown, such as val/accuracy; by default the first that a run keeps."""
+    """The metric whose best value is shown, such as val/accuracy, or its last where none was kept; by default the first
+    that a run keeps."""
     sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
     """What to order them by; "best" puts the best first, all others the largest or latest last."""
+    columns: Annotated[str, arg(metavar="A,B,...", help_behavior_hint="")] = ""
+    """Instead of what differs: fields of the configs, such as learning_rate or training_parameters.n_epochs, and
+    metrics, such as val/loss, of which the last value is shown."""
+    long: Flag = False
+    """Print errors whole, with the calls that led to them."""
     as_json: Json = False
     """Print JSON, with each run's whole record and config."""
 
@@ -30,7 +36,15 @@ class Runs:
         """Prints the list."""
         from dream_trainer.cli.run_list import list_runs
 
-        return list_runs(self.directory, group=self.group, metric=self.metric, sort=self.sort, as_json=self.as_json)
+        return list_runs(
+            self.directory,
+            group=self.group,
+            metric=self.metric,
+            sort=self.sort,
+            columns=[column.strip() for column in self.columns.split(",") if column.strip()],
+            whole_errors=self.long,
+            as_json=self.as_json,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ class Plot:
     """Draw the curves of one or several runs: losses, validation, learning rate, gradient norm and throughput."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
-    """Directories of runs, or their metrics.jsonl files; at least one."""
+    """Directories of runs, or of groups, all of whose runs are drawn; or metrics.jsonl files; at least one."""
     output: Annotated[Path | None, arg(metavar="FILE")] = None
     """Where to; its suffix says what: .png, .svg or .pdf. plot.png, if nothing else is asked for either."""
     html: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -39,14 +39,15 @@ class Plot:
 
     def run(self) -> int:
         """Draws, and prints where to."""
-        from dream_trainer.cli.curves import names_of, panels, read_run
+        from dream_trainer.cli.curves import names_of, panels, read_run, runs_of
         from dream_trainer.errors import ConfigError
 
         if not self.runs:
             raise ConfigError("no run is named. Give a run's directory, such as runs/project/group/experiment.")
         if not 0.0 <= self.smooth < 1.0:
             raise ConfigError(f"--smooth {self.smooth} is not in [0, 1). Use 0 for none, or such as 0.9.")
-        found = panels(dict(zip(names_of(self.runs), map(read_run, self.runs), strict=True)), self.metrics, self.x)
+        runs = [run for path in self.runs for run in runs_of(path)]
+        found = panels(dict(zip(names_of(runs), map(read_run, runs), strict=True)), self.metrics, self.x)
         if self.terminal:
             self._print(found)
         files = [file for file in (self.output, self.html) if file is not None]

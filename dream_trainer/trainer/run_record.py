@@ -30,6 +30,10 @@ class RunRecord:
     """"stopped": asked to, by code, a signal or `max_time`, before its limits; "finished": it reached them."""
     why: str | None = None
     """Why it was stopped, or the line of the exception that it failed with."""
+    failed_rank: int | None = None
+    """Of a failed run: the rank whose failure came first; None where nobody knows it."""
+    error: str | None = None
+    """Of a failed run: the exception with all that it says, its place, and the calls that led there."""
     started: float = 0.0
     """When it was first started, in seconds since 1970."""
     seen: float = 0.0

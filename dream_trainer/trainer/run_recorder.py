@@ -22,6 +22,8 @@ from dream_trainer.best_value import is_better
 from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.serialize import to_dict
+from dream_trainer.distributed.failure import describe
+from dream_trainer.distributed.lost_ranks import is_lost_connection
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.line_files import replace_file
 from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record
@@ -29,6 +31,9 @@ from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
+
+LONGEST_ERROR = 20_000
+"""Characters of an exception, with its calls, that are kept."""
 
 
 class RunRecorder:
@@ -49,13 +54,14 @@ class RunRecorder:
         self.parent: dict[str, Any] | None = None
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
-        """What is called at `event` on this rank: of ranks other than 0 only their failures."""
+        """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""
         if self._trainer.config.training_parameters.fast_dev_run:
             return ()
         if event == "on_exception":
             return (self._failed,)
+        if event == "post_setup":
+            return (self._is_set_up,)
         on_main: dict[str, Callable[..., None]] = {
-            "post_setup": self._is_set_up,
             "pre_fit": self._starts,
             "post_val_epoch": self._validated,
             "on_save": self._saved,
@@ -66,7 +72,8 @@ class RunRecorder:
 
     def _is_set_up(self) -> None:
         self._has_directory = True  # claimed, if the trainer claims one
-        if self._trainer._agreement.trains and read_record(self._trainer.run_dir) is None:
+        trainer = self._trainer
+        if trainer.world.is_main and trainer._agreement.trains and read_record(trainer.run_dir) is None:
             self._write_config()  # of a run that was there before, only once it has resumed
 
     def _starts(self) -> None:
@@ -113,23 +120,31 @@ class RunRecorder:
             self._write("finished")
 
     def _failed(self, exc: BaseException) -> None:
-        """Any rank may fail, and rank 0 may not live to hear of it; the first failure is the one to tell."""
+        """Any rank may fail, and rank 0 may not live to hear of it. The first failure is the one to tell, and that a
+        connection was lost only where no rank tells why."""
         trainer = self._trainer
         if trainer._world is None or not trainer._agreement.trains or isinstance(exc, SystemExit):
             return
         if not self._has_directory and is_claimed(trainer.run_dir):
             return  # the run is another job's
         found = read_record(trainer.run_dir)
-        if found is not None and found.state == "failed" and found.seen >= self._made:
-            return
-        if found is not None and self._record is None and found.seen < self._made:
+        is_of_this_job = found is not None and found.seen >= self._made
+        is_consequence = trainer.world.world_size > 1 and is_lost_connection(exc)
+        has_failed = found is not None and is_of_this_job and found.state == "failed"
+        if found is not None and has_failed and (is_consequence or found.failed_rank is not None):
+            return  # that came first
+        if found is not None and self._record is None and not is_of_this_job:
             return  # a start that is refused says nothing of the run that was there before
         self._record = self._record or found or RunRecord(started=time.time())
         rank = f"rank {trainer.world.rank}: " if trainer.world.world_size > 1 else ""
         if isinstance(exc, KeyboardInterrupt):
             self._write("stopped", "Ctrl-C, without a save")
-        else:
-            self._write("failed", rank + in_a_line(exc))
+            return
+        record = self._record
+        record.failed_rank, record.error = trainer.world.rank, f"{describe(exc).rstrip()[:LONGEST_ERROR]}\n"
+        if is_consequence:
+            record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
+        self._write("failed", rank + in_a_line(exc))
 
     def _write(self, state: RunState, why: str | None = None) -> None:
         record, progress = self._record, self._trainer.progress

@@ -240,3 +240,18 @@ print({"torch", "matplotlib"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_of_a_group_all_runs_that_logged_something_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a/one", "a/two", "b/three"):
+        a_run(tmp_path / "project" / name)
+    (tmp_path / "project/a/empty").mkdir()
+    (tmp_path / "project/a/empty/config.json").write_text("{}")
+    for path, names in (("project/a", ["one", "two"]), ("project", ["one", "two", "three"])):
+        assert main(["plot", str(tmp_path / path), "--terminal", "--metrics", "val/loss"]) == 0
+        drawn = capsys.readouterr().out
+        assert [name for name in ("one", "two", "three", "empty") if name in drawn] == names
+    assert main(["plot", str(tmp_path / "project/a/empty"), "--terminal"]) == 2
+    assert "empty/metrics.jsonl is not there" in capsys.readouterr().err

@@ -82,6 +82,51 @@ def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("runs")
+def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        framework = {"training_parameters": dict.fromkeys("abcdef", number), "hidden": number, "width": [number]}
+        make_run(f"d/{number}", lr=0.1, record=RunRecord(metrics={"val/loss": number}), root="own", **framework)
+    (_, _, first, _) = said(capsys, "runs", "own").splitlines()
+    assert "hidden 0, width [0], a 0, b 0, c 0, and 3 more" in first
+    lines = said(capsys, "runs", "own", "--columns", "hidden,training_parameters.b,lr,val/loss").splitlines()
+    assert lines[1].split()[-4:] == ["hidden", "training_parameters.b", "lr", "val/loss"]
+    assert [line.split()[-4:] for line in lines[2:]] == [["0", "0", "0.1", "0"], ["1", "1", "0.1", "1"]]
+    assert "Did you mean hidden" in said(capsys, "runs", "own", "--columns", "hiden", code=2)
+    make_run("d/2", lr=0.1, record=RunRecord(), root="own", other={"hidden": 1, "b": 1}, more={"b": 1})
+    wrong = said(capsys, "runs", "own", "--columns", "b", code=2)
+    assert "--columns b: there are training_parameters.b, other.b, more.b. Name one whole." in wrong
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_metric_whose_best_was_not_kept_is_shown_as_it_was_last(capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord(metrics={"val/accuracy": 0.5}, step=3, best=best(2.0))
+    run = make_run("e/one", lr=0.1, record=record, root="more")
+    lines = [{"step": 4, "epoch": 0, "samples": 1, "time": NOW, "train/loss": 3.0}, {"step": 5, "time": NOW, "lr": 0.1}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_run("e/two", lr=0.1, record=RunRecord(metrics={"val/accuracy": 0.75}, step=3), root="more")
+    assert "val/loss 2 at 7" in said(capsys, "runs", "more", "--metric", "val/loss")
+    assert "val/accuracy 0.5000 last, at 3" in said(capsys, "runs", "more", "--metric", "val/accuracy")
+    assert "train/loss 3 last, at 4" in said(capsys, "runs", "more", "--metric", "train/loss")
+    ordered = json.loads(said(capsys, "runs", "more", "--metric", "val/accuracy", "--sort", "best", "--json"))
+    assert [run["name"] for run in ordered] == ["p/e/two", "p/e/one"]
+    wrong = said(capsys, "runs", "more", "--metric", "val/acuracy", code=2)
+    assert "no run has it. Did you mean val/accuracy? There are lr, train/loss, val/accuracy, val/loss." in wrong
+    assert "kept its best lr" in said(capsys, "runs", "more", "--metric", "lr", "--sort", "best", code=2)
+
+
+def test_long_errors_are_one_line_or_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    error = f"ValueError: {'x' * 300}\nsecond line\n  in step, train.py:3: step()\n"
+    make_run("f/one", lr=0.1, record=RunRecord(state="failed", why=error.split("\n")[0], error=error, failed_rank=1))
+    lines = said(capsys, "runs").splitlines()
+    assert lines[-1] == "--long shows errors whole"
+    assert len(lines[-2]) == 160
+    assert lines[-2].endswith("xxx...")
+    assert "  second line\n    in step, train.py:3: step()\n" in said(capsys, "runs", "--long")
+    (run,) = json.loads(said(capsys, "runs", "--json"))
+    assert (run["record"]["error"], run["record"]["failed_rank"]) == (error, 1)
+
+
+@pytest.mark.usefixtures("runs")
 def test_the_environment_says_where_runs_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,21 +153,66 @@ def test_a_record_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -
 class FailsOnOne(Spread):
     """Rank 1 fails in its third step; rank 0 cannot know."""
 
+    dies = False
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if batch_idx == 2 and self.world.rank == 1:
-            raise ValueError("only here")
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("only here\nand more")
         return super().training_step(batch, batch_idx)
 
 
-def fail_on_one(directory: str) -> None:
+class SavesAndFailsOnOne(FailsOnOne, dt.CheckpointMixin):
+    """The run's directory is claimed by rank 0."""
+
+
+class Dies(SavesAndFailsOnOne):
+    dies = True
+
+
+def fail_on_one(directory: str, kind: type[FailsOnOne]) -> None:
     os.chdir(directory)
     data = DistributedDataLoader(small.Samples(16), 2)
-    with FailsOnOne(small.make_config(n_epochs=1), data) as trainer:
+    with kind(small.make_config(n_epochs=1), data) as trainer:
         trainer.fit()
 
 
-def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [FailsOnOne, SavesAndFailsOnOne])
+def test_the_rank_that_fails_is_named_though_rank_0_does_not_live_to_hear_of_it(
+    kind: type[FailsOnOne], tmp_path: Path
+) -> None:
     with pytest.raises(RuntimeError):
-        run_world(fail_on_one, 2, str(tmp_path))
+        run_world(fail_on_one, 2, str(tmp_path), kind)
     record = record_of(tmp_path / ALONE)
-    assert (record.state, record.why) == ("failed", "rank 1: ValueError: only here")
+    assert (record.state, record.why, record.failed_rank) == ("failed", "rank 1: ValueError: only here", 1)
+    assert record.error is not None
+    assert record.error.startswith("ValueError: only here\nand more\n  in training_step, ")
+    assert record.error.endswith("ValueError: only here\nand more\n")
+
+
+def test_of_a_rank_that_died_nobody_says_another_ones_cause(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run_world(fail_on_one, 2, str(tmp_path), Dies)
+    record = record_of(tmp_path / ALONE)
+    assert (record.state, record.failed_rank) == ("failed", None)
+    assert str(record.why).startswith("a rank is gone that said nothing: rank 0: RuntimeError: ")
+
+
+def test_a_lost_connection_is_never_told_in_place_of_the_cause() -> None:
+    class Told(Alone):
+        lost = RuntimeError("[gloo] Connection reset by peer")
+
+        def fails(self, *errors: Exception) -> RunRecord:
+            recorder = self._recorder
+            (failed,) = recorder.listeners("on_exception", is_main=False)
+            self.world.world_size = 2
+            for error in errors:
+                failed(error)
+            self.world.world_size = 1
+            return record_of(self.run_dir)
+
+    with Told(small.make_config(max_steps=1), batches(2)) as trainer:
+        trainer.fit()
+        assert trainer.fails(trainer.lost, ValueError("first")).why == "rank 0: ValueError: first"
+        assert trainer.fails(trainer.lost, ValueError("second")).why == "rank 0: ValueError: first"
