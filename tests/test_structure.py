@@ -252,7 +252,7 @@ def test_private_names_of_trainers_are_found() -> None:
 
 
 def test_a_callbacks_events_are_the_trainers() -> None:
-    others = {"state_dict", "load_state_dict", "checkpoint_tensors", "validation_context"}
+    others = {"state_dict", "load_state_dict", "begin_branch", "checkpoint_tensors", "validation_context"}
     methods = [name for name in vars(Callback) if inspect.isfunction(vars(Callback)[name])]
     assert tuple(name for name in methods if name not in others) == EVENTS
 

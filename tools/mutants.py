@@ -458,6 +458,34 @@ MUTANTS = [
         "tests/trainer/test_branching.py -k extended_cosine",
     ),
     Mutant(
+        "a scheduler of PyTorch goes on with the arguments of before",
+        "dream_trainer/trainer/schedule_arguments.py",
+        "if then is None or now is None or not changed:",
+        "if True:",
+        "tests/trainer/test_schedule_arguments.py -k in_a_branch",
+    ),
+    Mutant(
+        "a scheduler of other arguments goes on from the rate of before",
+        "dream_trainer/trainer/schedule_arguments.py",
+        "for _ in range(steps):",
+        "for _ in range(0):",
+        "tests/trainer/test_schedule_arguments.py -k in_a_branch",
+    ),
+    Mutant(
+        "a schedule by tokens ignores its word",
+        "dream_trainer/trainer/branched_rates.py",
+        "set_token_origin(scheduler, now - passed)",
+        "pass",
+        "tests/trainer/test_branched_parts.py -k has_its_word",
+    ),
+    Mutant(
+        "a branch waits on with another run's patience",
+        "dream_trainer/trainer/callback_state.py",
+        "if begins is not None:",
+        "if False:",
+        "tests/trainer/test_branched_parts.py -k patience",
+    ),
+    Mutant(
         "the checkpoint's learning rate silently wins in a branch",
         "dream_trainer/checkpoint/optimizer_state.py",
         "saved if with_options else {}",
@@ -466,7 +494,7 @@ MUTANTS = [
     ),
     Mutant(
         "another seed resumes",
-        "dream_trainer/trainer/restored_state.py",
+        "dream_trainer/trainer/other_run.py",
         "if shared[name] != value:",
         "if False:",
         "tests/trainer/test_checkpoint_mixin.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +16,16 @@ from dream_trainer.modules.metrics import higher_is_better
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
+logger = logging.getLogger("dream_trainer")
+
 
 class EarlyStopping(Callback):
     """Stops training after `patience` validations in a row without an improvement.
 
     An improvement is a value better than the best one by more than `min_delta`; NaN never is. All ranks see the same
     metrics and so stop at the same step. What was counted is saved: a resumed run goes on with its patience, and one
-    that was stopped ends again at once, unless `patience` was raised. Sanity validations and `evaluate` do not count.
+    that was stopped ends again at once, with a warning, unless `patience` was raised. A run that begins from another
+    one's checkpoint has all its patience. Sanity validations and `evaluate` do not count.
 
     Args:
         metric: Name of a validation metric, as it is logged.
@@ -80,6 +84,13 @@ class EarlyStopping(Callback):
             set_by="mode",
         )
         self._stop_if_due(trainer)
+        if self._is_due() and trainer.world.is_main:
+            logger.warning(
+                "EarlyStopping had ended this run already, at %d validations without an improvement, and so nothing is "
+                "trained. Use a patience above %d to go on, or begin a run of another name from its checkpoint.",
+                self.validations_without_improvement,
+                self.validations_without_improvement,
+            )
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Counts."""
@@ -108,13 +119,22 @@ class EarlyStopping(Callback):
         self.best = state["best"]
         self.validations_without_improvement = state["validations_without_improvement"]
 
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
+        """The waiting was the other run's; so was the best value, if counters begin anew."""
+        self.validations_without_improvement = 0
+        if new_counters:
+            self.best = None
+
+    def _is_due(self) -> bool:
+        return self.validations_without_improvement >= self.patience
+
     def _is_improvement(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:
             return not math.isnan(value)
         return value < self.best - self.min_delta if self._known_mode == "min" else value > self.best + self.min_delta
 
     def _stop_if_due(self, trainer: AbstractTrainer) -> None:
-        if self.validations_without_improvement >= self.patience:
+        if self._is_due():
             count = self.validations_without_improvement
             if self.best is None:
                 trainer.request_stop(f"{self.metric} was NaN in each of {count} validations")

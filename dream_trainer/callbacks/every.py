@@ -121,6 +121,12 @@ class Every(TimedCallback):
         """Takes back what `state_dict` gave."""
         self._seen, self._validations, self._batches = state["seen"], state["validations"], state["batches"]
 
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
+        """Begins to count with counters that begin anew."""
+        if new_counters:
+            self._seen = None
+            self._validations = self._batches = 0
+
     def _look(self, trainer: AbstractTrainer) -> None:
         before, self._seen = self._seen or 0, self._count(trainer)
         if self._seen // self.n > before // self.n:

@@ -24,10 +24,11 @@ class BranchParameters:
     """"keep": state and options, so that the checkpoint's learning rate, weight decay and betas go on; "moments": the
     state, such as Adam's moments, under the options of this config: so a new learning rate holds; "new": neither."""
     schedule: ScheduleWord = "keep"
-    """"keep": the schedule goes on at its step; "extend": the same, but where a longer run stretches it, the rate stays
-    where it was until the longer form has come down to it; "new": the schedule begins at its first step."""
+    """"keep": the schedule goes on at its step, in the form that this config gives it; "extend": the same, but where a
+    longer run stretches it, the rate stays where it was until the longer form has come down to it; "new": the schedule
+    begins at its first step."""
     counters: Word = "keep"
-    """Whether steps, epochs, samples, tokens, time and best values go on, or begin at zero."""
+    """Whether steps, epochs, samples, tokens, time, best values and the history go on, or begin at zero."""
     data: Word = "keep"
     """Whether the order of the data and the random states go on where they were, or begin anew, from this config's
     seed."""

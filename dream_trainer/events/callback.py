@@ -44,6 +44,16 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
 
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
+        """After `load_state_dict`, where the run begins from another run's checkpoint: forget what was only that run's.
+
+        Default: nothing, so that all of the state goes along.
+
+        Args:
+            new_counters: Whether the run begins at step 0, so that counts of steps and best values should begin anew.
+            new_data: Whether the data begin anew, in the middle of an epoch for instance.
+        """
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Tensors to keep with the checkpoint, by name: DTensors, or plain and equal on all ranks. Default: none.
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -171,14 +172,13 @@ def build_schedules(
     if parameters.name == "plateau":
         return [_plateau(parameters, optimizer) for optimizer in optimizers]
     if parameters.unit == "token":
-        by_tokens = _factor_of_tokens(parameters, tokens)
-        return [LambdaLR(optimizer, by_tokens) for optimizer in optimizers]
+        return [_by_tokens(parameters, optimizer, tokens) for optimizer in optimizers]
     factor = rate_factor(parameters, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     _warn_of_long_warmup(parameters, _units(parameters, total_steps, steps_per_epoch))
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 
 
-def _factor_of_tokens(parameters: ScheduleParameters, tokens: TokenAxis | None) -> Callable[[int], float]:
+def _by_tokens(parameters: ScheduleParameters, optimizer: Optimizer, tokens: TokenAxis | None) -> LambdaLR:
     if tokens is None:
         raise ConfigError(
             'unit="token" follows the tokens of the run, and nothing tells them. Pass tokens=TokenAxis(lambda: '
@@ -186,7 +186,47 @@ def _factor_of_tokens(parameters: ScheduleParameters, tokens: TokenAxis | None) 
         )
     factor = rate_factor(parameters, total_steps=tokens.total)
     _warn_of_long_warmup(parameters, tokens.total)
-    return lambda _: factor(tokens.now())
+    place = _Tokens(tokens.total)
+    scheduler = LambdaLR(optimizer, lambda _: factor(tokens.now() - place.origin))
+    _tokens[scheduler] = place
+    return scheduler
+
+
+class _Tokens:
+    """Where a schedule by tokens begins in those of the run.
+
+    Args:
+        total: Tokens that it is built for; None where that is not known.
+
+    Attributes:
+        origin: Tokens of the run before its first; negative where the run has begun to count later.
+    """
+
+    __slots__ = ("origin", "total")
+
+    def __init__(self, total: int | None) -> None:
+        self.origin = 0
+        self.total = total
+
+
+_tokens: WeakKeyDictionary[Any, _Tokens] = WeakKeyDictionary()
+
+
+def token_origins(schedulers: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens of the run before the beginning of each schedule with `unit="token"`, for a checkpoint."""
+    return {name: _tokens[one].origin for name, one in schedulers.items() if one in _tokens}
+
+
+def set_token_origin(scheduler: Any, origin: int) -> None:
+    """Gives a schedule with `unit="token"` its beginning; others have none."""
+    if scheduler in _tokens:
+        _tokens[scheduler].origin = origin
+
+
+def tokens_left(scheduler: Any) -> tuple[int, int] | None:
+    """Tokens that a run takes of a schedule with `unit="token"`, if it ends at the total of it, and that total."""
+    place = _tokens.get(scheduler)
+    return None if place is None or place.total is None else (max(0, place.total - place.origin), place.total)
 
 
 def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:

@@ -124,6 +124,14 @@ class EpochRows(Callback):
         self._training.load_state_dict(state["training"], self._world)
         self._validation, self._seconds = dict(state["validation"]), state["seconds"]
 
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
+        """Rows go along with the counters, and the numbers of the epoch that the data are in with both."""
+        if new_counters:
+            self.rows.clear()
+        if new_counters or new_data:
+            self._begin()
+            self._seconds, self._began = 0.0, time.monotonic()
+
     def post_setup(self, trainer: AbstractTrainer) -> None:
         """The ranks are known."""
         self._world = trainer.world

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -18,10 +19,15 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.errors import CheckpointError
+from dream_trainer.optim.learning_rates import set_token_origin
+from dream_trainer.trainer.rate_warnings import Options, factors_of, spent_before, what_goes_on
+from dream_trainer.trainer.registry import Scheduler
+from dream_trainer.trainer.schedule_arguments import note_built, outermost, set_rate, take_back
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
 
 logger = logging.getLogger("dream_trainer")
-
-Options = list[dict[str, Any]]
 
 _caps: WeakKeyDictionary[LambdaLR, list[float]] = WeakKeyDictionary()
 _configured: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()
@@ -30,10 +36,25 @@ _configured: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()
 _QUIET = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
 
 
-def note_options(optimizers: Mapping[str, Optimizer]) -> None:
-    """Notes the numbers that `configure_optimizers` gave each group: learning rate, decay and the like."""
+def note_rates(optimizers: Mapping[str, Optimizer], schedulers: Mapping[str, Scheduler]) -> None:
+    """Notes how schedulers are built, and the numbers that `configure_optimizers` gave each group: learning rate, decay
+    and the like."""
+    note_built(schedulers)
     for optimizer in optimizers.values():
         _configured[optimizer] = [_options(group) for group in optimizer.param_groups]
+
+
+def base_rates(optimizer: Optimizer) -> list[Any]:
+    """The rate of each group before any schedule changed it."""
+    return _base_rates(optimizer, _configured.get(optimizer, []))
+
+
+def _base_rates(optimizer: Optimizer, in_force: Options) -> list[Any]:
+    noted = chain(in_force, repeat({}))  # a group may have been added since
+    return [
+        group.get("initial_lr", options.get("lr", group["lr"]))
+        for group, options in zip(optimizer.param_groups, noted, strict=False)
+    ]
 
 
 def configured_options(optimizers: Mapping[str, Optimizer]) -> dict[str, Options]:
@@ -74,45 +95,77 @@ def refuse_branch(schedulers: Mapping[str, Any], branch: BranchParameters) -> No
             )
 
 
-def branch_rates(
-    schedulers: Mapping[str, Any], saved: Mapping[str, Any], caps: Mapping[str, list[float]], branch: BranchParameters
-) -> None:
-    """Gives schedulers their place, and optimizers the rate of it, after the optimizers' own state is restored.
+def restore_rates(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: BranchParameters) -> None:
+    """Gives schedulers their place, and optimizers the rate of it, after counters and the optimizers' own state.
 
     Args:
-        schedulers: As this config builds them.
-        saved: Their states in the checkpoint.
-        caps: Factors above which they did not go there.
+        trainer: With the schedulers that this config builds.
+        shared: What all ranks share of the checkpoint.
         branch: What goes along.
+
+    Raises:
+        CheckpointError: It has other schedulers, or they cannot go on.
     """
-    for name, scheduler in schedulers.items():
-        if branch.schedule == "new":
-            if isinstance(scheduler, LambdaLR) and branch.optimizer == "keep":
-                _rebase(scheduler, [group.get("initial_lr", group["lr"]) for group in scheduler.optimizer.param_groups])
+    schedulers, saved = trainer.named_schedulers(), shared["schedulers"]
+    if branch.schedule != "new" and set(schedulers) != set(saved):
+        raise CheckpointError(f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}.")
+    _place_in_tokens(trainer, shared, branch)
+    said = []
+    if branch.schedule == "new":
+        if branch.optimizer == "keep":
+            _begin_at_the_base(trainer, shared.get("configured_options", {}))
+        said = spent_before(trainer) if branch.counters == "keep" else []
+    else:
+        said = _go_on(schedulers, shared, branch)
+    if trainer.world.is_main:
+        for line in [*said, *what_goes_on(trainer, shared, branch, _configured, _caps)]:
+            logger.warning("%s", line)
+    if branch.optimizer == "keep":
+        for name, in_force in shared.get("configured_options", {}).items():
+            _configured[trainer.named_optimizers()[name]] = in_force
+
+
+def _place_in_tokens(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: BranchParameters) -> None:
+    """Schedules by tokens begin at the first token after their origin, however the run counts its tokens."""
+    now, then = trainer.progress.tokens_seen, shared["progress"].get("tokens_seen", 0)
+    for name, scheduler in trainer.named_schedulers().items():
+        passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
+        set_token_origin(scheduler, now - passed)
+
+
+def _begin_at_the_base(trainer: AbstractTrainer, in_force: Mapping[str, Options]) -> None:
+    """The checkpoint's learning rates as they were before any schedule changed them."""
+    for name, optimizer in trainer.named_optimizers().items():
+        bases = _base_rates(optimizer, in_force.get(name, []))
+        for group, base in zip(optimizer.param_groups, bases, strict=True):
+            set_rate(group, base)
+        for scheduler in trainer.named_schedulers().values():
+            if isinstance(scheduler, LambdaLR) and scheduler.optimizer is optimizer:
+                _rebase(scheduler, bases)
+
+
+def _go_on(schedulers: Mapping[str, Scheduler], shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
+    said = []
+    bases = {name: list(one.base_lrs) for name, one in schedulers.items() if isinstance(one, LambdaLR)}
+    for name, one, is_alone in outermost(schedulers):
+        line = take_back(
+            name, one, shared["schedulers"][name], shared.get("built_schedules", {}).get(name), is_alone=is_alone
+        )
+        said += [] if line is None else [line]
+        if not isinstance(one, LambdaLR):
             continue
-        bases = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else []
-        scheduler.load_state_dict(saved[name])
-        if not isinstance(scheduler, LambdaLR):
-            continue
-        if name in caps:
-            cap_rates(scheduler, caps[name])
+        if name in shared.get("rate_caps", {}):
+            cap_rates(one, shared["rate_caps"][name])
         if branch.schedule == "extend":
-            _cap_where_it_climbs(scheduler, _factors_of(saved[name]))
+            _cap_where_it_climbs(one, factors_of(shared["schedulers"][name]))
         if branch.optimizer != "keep":
-            _rebase(scheduler, bases)
+            _rebase(one, bases[name])
+    return said
 
 
 def rate_caps(schedulers: Mapping[str, Any]) -> dict[str, list[float]]:
     """The factors above which extended schedules do not go, one a group, for a checkpoint."""
     return {name: list(_caps[one]) for name, one in schedulers.items() if isinstance(one, LambdaLR) and one in _caps}
-
-
-def _factors_of(state: Mapping[str, Any]) -> list[float]:
-    """What a LambdaLR multiplied each group's own rate by when it was saved."""
-    return [
-        float(rate) / float(base) if float(base) else 1.0
-        for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
-    ]
 
 
 def cap_rates(scheduler: LambdaLR, caps: Sequence[float]) -> None:
@@ -142,75 +195,10 @@ def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
     for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
         rate = base * form(scheduler.last_epoch)
         group["initial_lr"] = _copy(base)
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+        set_rate(group, rate)
         rates.append(_copy(group["lr"]))
     scheduler._last_lr = rates
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def say_what_goes_on(
-    optimizers: Mapping[str, Optimizer],
-    schedulers: Mapping[str, Any],
-    shared: Mapping[str, Any],
-    branch: BranchParameters,
-) -> None:
-    """Warns of options that this config sets otherwise than the checkpoint's, which go on, of a stretched schedule, and
-    of one that is held at zero.
-
-    Args:
-        optimizers: As restored.
-        schedulers: As restored.
-        shared: What all ranks share of the checkpoint.
-        branch: What goes along.
-    """
-    if branch.optimizer == "keep":
-        for name, in_force in shared.get("configured_options", {}).items():
-            _say_which_options(name, _configured.get(optimizers[name], []), in_force)
-            _configured[optimizers[name]] = in_force
-    if branch.schedule == "keep":
-        for name, scheduler in schedulers.items():
-            if isinstance(scheduler, LambdaLR):
-                _say_if_stretched(name, scheduler, _factors_of(shared["schedulers"][name]))
-    if branch.schedule == "extend":
-        for name, scheduler in schedulers.items():
-            if isinstance(scheduler, LambdaLR):
-                _say_if_held_at_zero(name, scheduler)
-
-
-def _say_if_held_at_zero(name: str, scheduler: LambdaLR) -> None:
-    if min(_caps.get(scheduler, [math.inf])) < 1e-12:
-        logger.warning(
-            '%s: the learning rate was 0 at step %d, and branch.schedule="extend" keeps it there, so that nothing will '
-            'be learnt. Use branch.schedule="new", or begin from an earlier checkpoint.',
-            *(name, scheduler.last_epoch),
-        )
-
-
-def _say_which_options(name: str, ours: Options, in_force: Options) -> None:
-    for index, (mine, theirs) in enumerate(zip(ours, in_force, strict=False)):
-        for key in [key for key in mine if key in theirs and mine[key] != theirs[key]]:
-            logger.warning(
-                "%s: this config has %s=%s, and the checkpoint's %s goes on (group %d). For the new one begin a run of "
-                'another name: resume=<the checkpoint>, branch=BranchParameters(optimizer="moments").',
-                *(name, key, mine[key], theirs[key], index),
-            )
-
-
-def _say_if_stretched(name: str, scheduler: LambdaLR, saved: list[float]) -> None:
-    step = scheduler.last_epoch
-    for was, form in zip(saved, scheduler.lr_lambdas, strict=True):
-        now = form(step)
-        if not math.isclose(now, was, rel_tol=1e-6, abs_tol=1e-9):
-            logger.warning(
-                "%s has another form than in the checkpoint, as for another total_steps: at step %d it multiplied the "
-                "learning rate by %.4g, and the new form, which holds from the next step on, by %.4g. A run of another "
-                'name that begins there with branch=BranchParameters(schedule="extend") does not climb back.',
-                *(name, step, was, now),
-            )
-            return

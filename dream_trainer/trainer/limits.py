@@ -9,13 +9,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.trainer.branched_rates import cap_rates, rate_caps
+from dream_trainer.optim.learning_rates import set_token_origin, token_origins
+from dream_trainer.trainer.branched_rates import base_rates, cap_rates, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
+from dream_trainer.trainer.schedule_arguments import built_schedules, note_built, outermost, set_rate, take_back
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -44,8 +47,9 @@ class Limits(TypedDict, total=False):
 def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
     """Changes where the next `fit` ends; a collective once the trainer is set up.
 
-    `total_steps` is planned anew. Where it changes, schedulers are built again for it by `configure_schedulers`, and go
-    on from their state: as in another process that resumes with these limits.
+    `total_steps` is planned anew. Where it or `max_tokens` changes, `configure_schedulers` is called again, at the
+    learning rates that optimizers began from, and its schedulers take the place of those before: as in another process
+    that resumes with these limits. Arguments that differ from theirs are named in a warning.
 
     Raises:
         TypeError: There is no limit of that name.
@@ -58,16 +62,23 @@ def set_limits(trainer: AbstractTrainer, limits: Limits) -> None:
         raise TypeError(f"set_limits() has no limit {unknown[0]!r}. Use {', '.join(Limits.__annotations__)}.")
     if trainer._session.is_training:
         raise StepError("set_limits() was called inside fit(). Call it between two calls; request_stop() ends one.")
-    parameters = replace(trainer.config.training_parameters, **limits)
+    before = trainer.config.training_parameters
+    parameters = replace(before, **limits)
     if trainer._world is not None:
         refuse_differences(trainer._world, dict(limits), "Set the same limits on every rank.")
     change_training_parameters(trainer.config, trainer, parameters)
     trainer._schedule.follow(parameters)
-    if trainer._session.is_ready:
-        before = trainer.total_steps
-        trainer.total_steps = planned_steps(parameters, trainer.steps_per_epoch, global_batch_size(trainer))
-        if trainer.total_steps != before and trainer.named_schedulers():
-            _build_schedulers_again(trainer, before)
+    if not trainer._session.is_ready:
+        return
+    steps = trainer.total_steps
+    trainer.total_steps = planned_steps(parameters, trainer.steps_per_epoch, global_batch_size(trainer))
+    ends = []
+    if trainer.total_steps != steps:
+        ends.append(f"step {_spelled(trainer.total_steps)} instead of {_spelled(steps)}")
+    if before.max_tokens != parameters.max_tokens:
+        ends.append(f"{_spelled(parameters.max_tokens)} tokens instead of {_spelled(before.max_tokens)}")
+    if ends and trainer.named_schedulers():
+        _build_schedulers_again(trainer, " and ".join(ends))
 
 
 @contextmanager
@@ -85,14 +96,17 @@ def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
         trainer._schedule.follow(configured)
 
 
-def _build_schedulers_again(trainer: AbstractTrainer, before: int | None) -> None:
-    """Their form follows `total_steps`; where they are in it, and the rates of this moment, are kept."""
-    states = {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()}
-    caps = rate_caps(trainer.named_schedulers())
-    groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    for group in groups:
-        group["lr"] = group.pop("initial_lr", group["lr"])
+def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
+    """Their form follows `total_steps`; where they are in it is kept."""
+    before = trainer.named_schedulers()
+    states = {name: scheduler.state_dict() for name, scheduler in before.items()}
+    built, caps, origins = built_schedules(before), rate_caps(before), token_origins(before)
+    optimizers = list(trainer.named_optimizers().values())
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    options = [{key: _copy(value) for key, value in group.items() if key != "params"} for group in groups]
+    for group, base in zip(groups, [rate for one in optimizers for rate in base_rates(one)], strict=True):
+        group.pop("initial_lr", None)
+        set_rate(group, base)
     trainer.configure_schedulers()
     schedulers = trainer.named_schedulers()
     if schedulers.keys() != states.keys():
@@ -100,22 +114,37 @@ def _build_schedulers_again(trainer: AbstractTrainer, before: int | None) -> Non
             f"configure_schedulers was called again for total_steps={trainer.total_steps} and left the schedulers "
             f"{sorted(schedulers)}, not {sorted(states)}. Let it assign the same names each time."
         )
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(states[name])
-        if name in caps and isinstance(scheduler, LambdaLR):
-            cap_rates(scheduler, caps[name])
-    for group, kept in zip(groups, options, strict=True):
-        group.update(kept)
+    note_built(schedulers)
     if trainer.world.is_main:
         logger.warning(
-            "the run now ends at step %s instead of %s: its schedules (%s) were built again for that, and go on from "
-            "step %d as a restart with these limits would.",
-            _spelled(trainer.total_steps),
-            _spelled(before),
+            "the run now ends at %s: its schedules (%s) were built again for that, and go on from step %d as a restart "
+            "with these limits would.",
+            ends,
             ", ".join(schedulers),
             trainer.global_step,
         )
+    for group, kept in zip(groups, options, strict=True):
+        _put_back(group, kept)
+    for name, scheduler, is_alone in outermost(schedulers):
+        if scheduler is before[name]:
+            continue  # an object that was there before, which configure_schedulers only assigns
+        set_token_origin(scheduler, origins.get(name, 0))
+        said = take_back(name, scheduler, states[name], built.get(name), is_alone=is_alone)
+        if name in caps and isinstance(scheduler, LambdaLR):
+            cap_rates(scheduler, caps[name])
+        if said is not None and trainer.world.is_main:
+            logger.warning("%s", said)
 
 
-def _spelled(steps: int | None) -> Any:
-    return "an unknown one" if steps is None else steps
+def _put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
+    rate = kept["lr"]
+    group.update({key: value for key, value in kept.items() if key != "lr"})
+    set_rate(group, rate)  # in place: a captured step has the tensor
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _spelled(count: int | None) -> Any:
+    return "an unknown number" if count is None else count

@@ -1,4 +1,4 @@
-"""Runs that train nothing: without steps, or with steps without gradients; and those that would never end."""
+"""Runs that train nothing: without steps, or with steps without gradients; that would never end; or in eval mode."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class NothingTrained:
         self.is_looking = True
 
     def begin(self) -> None:
-        """Training begins with the weights as they are now."""
+        """Training begins with the weights and modes as they are now."""
         self._writes_before = self._writes()
+        self._say_what_is_in_eval_mode()
 
     def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
         """A window is complete; `had_gradients` if some step so far had one."""
@@ -85,6 +86,17 @@ class NothingTrained:
                 "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
                 "when `not self.is_accumulating_gradients`; or set n_epochs."
             )
+
+    def _say_what_is_in_eval_mode(self) -> None:
+        """Frozen parts may be meant to be; a whole model is as `from_pretrained` returns it."""
+        for name, model in self._trainer.named_models().items():
+            if not model.training and self._trainer.get_optimizers_by_model(model):
+                self._trainer.warn_once(
+                    f"eval mode {name}",
+                    f"self.{name} is in eval mode and an optimizer trains it: its dropout does nothing, and its "
+                    f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
+                    "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
+                )
 
     def _writes(self) -> int:
         return sum(write_count(parameter) for parameter in self._parameters())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,10 +29,10 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.branched_rates import branch_rates, refuse_branch, say_what_goes_on
+from dream_trainer.trainer.branched_rates import refuse_branch, restore_rates
+from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered, restore_callbacks
 from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.data_setup import global_batch_size
-from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, numbered
+from dream_trainer.trainer.other_run import naming_what_changed, refuse_other_run
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dream_trainer")
 
 
-def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
+def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParameters | None = None) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
     Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
@@ -51,17 +50,18 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParamete
     Args:
         trainer: Between two windows.
         manifest: Of the checkpoint.
-        branch: What goes along; weights, callbacks and the user's own state always do.
+        begins: What goes along, where the run begins from another one's checkpoint; None where it resumes its own.
+            Weights and the user's own state always go along, and of callbacks what they leave.
 
     Raises:
         DamagedCheckpointError: A file is damaged; the trainer's state is then neither the old nor the new one.
         CheckpointError: It is of another model, other adapters, another seed or global batch, or the words cannot work
             here. Both the same on every rank.
     """
-    path, world = manifest.path, trainer.world
+    path, world, branch = manifest.path, trainer.world, begins or ALL_KEPT
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
     if branch.data == "keep":
-        _refuse_other_run(trainer, shared, path)
+        refuse_other_run(trainer, shared, path, is_own=begins is None)
     refuse_branch(trainer.named_schedulers(), branch)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
@@ -88,8 +88,9 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, branch: BranchParamete
         return tensors
 
     optional = (CALLBACK_PREFIX, *([OPTIMIZER_PREFIX] if branch.optimizer == "new" else []))
-    load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=optional)
-    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), branch))
+    with naming_what_changed(manifest, trainer):
+        load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=optional)
+    on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
     data = shared.get("data")
@@ -103,33 +104,16 @@ def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:
     return mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"], mesh["cp"], mesh["tp"]
 
 
-def _refuse_other_run(trainer: AbstractTrainer, shared: dict[str, Any], path: Path) -> None:
-    of_this_run = {"seed": trainer.config.seed, "global_batch_size": global_batch_size(trainer)}
-    for name, value in of_this_run.items():
-        if shared[name] != value:
-            raise CheckpointError(
-                f"{path} was written with {name}={shared[name]}, and this run has {value}: the samples of each step "
-                f"would no longer be the same. Set {name}={shared[name]}, or begin another experiment from it, with "
-                'branch=BranchParameters(data="new").'
-            )
-
-
 def _restore_shared(
-    trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str], branch: BranchParameters
+    trainer: AbstractTrainer, shared: dict[str, Any], names: Collection[str], begins: BranchParameters | None
 ) -> None:
+    branch = begins or ALL_KEPT
     trainer.progress.load_state_dict(_progress(shared["progress"], branch))
     if branch.optimizer != "new":
         trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
     load_model_extra_state(trainer.named_models(), shared["extra_state"])
-    schedulers = trainer.named_schedulers()
-    if branch.schedule != "new" and set(schedulers) != set(shared["schedulers"]):
-        raise CheckpointError(
-            f"it has schedulers {sorted(shared['schedulers'])}, and this trainer {sorted(schedulers)}."
-        )
-    branch_rates(schedulers, shared["schedulers"], shared.get("rate_caps", {}), branch)
-    if trainer.world.is_main:
-        say_what_goes_on(trainer.named_optimizers(), schedulers, shared, branch)
-    _restore_callbacks(trainer, shared["callbacks"], names)
+    restore_rates(trainer, shared, branch)
+    restore_callbacks(trainer, shared["callbacks"], names, begins)
     if branch.counters == "keep":
         trainer._load_mixin_state(shared["mixins"])
     trainer.load_state_dict(shared["user"])
@@ -143,30 +127,6 @@ def _progress(saved: dict[str, Any], branch: BranchParameters) -> dict[str, Any]
     of_data = ("data", "is_pass_over", "loader_was_replaced")
     of_epoch = ("batch_idx", "epoch_steps") if branch.data == "new" else ()  # its data begin anew, so it does
     return counters | {name: position[name] for name in (*of_data, *of_epoch) if name in position}
-
-
-def _restore_callbacks(trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others.
-
-    Args:
-        trainer: The trainer.
-        saved: Class and state of each callback, in order.
-        names: Tensors of the checkpoint.
-    """
-    left = list(saved)
-    for class_name, prefix, callback in numbered(trainer.callbacks):
-        match = next((entry for entry in left if entry["class"] == class_name), None)
-        if match is not None:
-            left.remove(match)
-        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
-        if match is None or lacks_tensors:
-            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
-                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
-            continue
-        callback.load_state_dict(match["state"])
-    lost = [entry["class"] for entry in left if entry["state"]]
-    if lost and trainer.world.is_main:
-        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))
 
 
 def _say_if_the_data_changed(trainer: AbstractTrainer) -> None:

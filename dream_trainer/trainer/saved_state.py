@@ -7,8 +7,7 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +31,17 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.optim.learning_rates import token_origins
 from dream_trainer.trainer.branched_rates import configured_options, rate_caps
+from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
-    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
-
-CALLBACK_PREFIX = "callbacks."
-"""Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
 
 
 def snapshot(
@@ -81,6 +79,8 @@ def snapshot(
             "adapters": {name: asdict(a) for name, model in models.items() if (a := adapters_of(model)) is not None},
             "loss_scale": trainer._accumulation.loss_scale_state(),
             "rate_caps": rate_caps(trainer.named_schedulers()),
+            "token_origins": token_origins(trainer.named_schedulers()),
+            "built_schedules": built_schedules(trainer.named_schedulers()),
             "configured_options": configured_options(trainer.named_optimizers()),
         } | _given_state(trainer)
         random, tensors_of_rank = random_state(world.device)
@@ -151,15 +151,6 @@ def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCop
         import dream_trainer.checkpoint.dcp_writer  # noqa: F401  # loads a good part of torch.distributed
 
     return work
-
-
-def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
-    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
-    counts: Counter[str] = Counter()
-    for callback in callbacks:
-        name = type(callback).__name__
-        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
-        counts[name] += 1
 
 
 def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:

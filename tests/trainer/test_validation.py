@@ -367,3 +367,29 @@ def test_a_metric_that_is_nan_stays_nan() -> None:
 
     trainer = fit(Nan(make_config(n_epochs=1), batches(2), batches(2)))
     assert math.isnan(trainer.metrics[0]["val/loss"])
+
+
+def test_a_model_that_is_trained_in_eval_mode_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As `from_pretrained` returns it; parts that are in it on purpose are left alone, and what nobody trains."""
+
+    class Evaluating(Alone):
+        modes = (False, False, True)  # of the model, a part of it, and one that nobody trains
+
+        def setup(self) -> None:
+            super().setup()
+            self.teacher = torch.nn.Linear(1, 1)
+            for module, mode in zip((self.model, self.model[0], self.teacher), self.modes, strict=True):
+                module.train(mode)
+
+    with Evaluating(make_config(n_epochs=1), batches(2)) as trainer:
+        trainer.fit()
+        trainer.set_limits(n_epochs=2)
+        trainer.fit()
+    (line,) = [line for line in caplog.messages if "eval mode" in line]
+    assert line.startswith("self.model is in eval mode and an optimizer trains it")
+    assert "Call self.model.train() in configure_models" in line
+    caplog.clear()
+    Evaluating.modes = (True, False, False)
+    with Evaluating(make_config(n_epochs=1), batches(2)) as trainer:
+        trainer.fit()
+    assert "eval mode" not in caplog.text

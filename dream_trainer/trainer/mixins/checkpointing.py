@@ -31,7 +31,6 @@ from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
-from dream_trainer.config.serialize import difference, to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
@@ -39,20 +38,12 @@ from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.branch_parent import run_name
-from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.initial_weights import load_initial_weights
+from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import resume
 
 logger = logging.getLogger("dream_trainer")
-
-# Fields that say where files lie and how this start begins: no difference between the runs.
-_OF_ONE_START = (
-    "runs_dir:",
-    "checkpoint_parameters.directory:",
-    "checkpoint_parameters.resume:",
-    "checkpoint_parameters.branch.",
-)
 
 
 class CheckpointMixin(AbstractTrainer):
@@ -165,7 +156,6 @@ class CheckpointMixin(AbstractTrainer):
         writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
         is_dry = self.config.training_parameters.fast_dev_run
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
-        note_options(self.named_optimizers())
         saver = self._saver = Saver(
             parameters,
             self.world,
@@ -219,8 +209,8 @@ class CheckpointMixin(AbstractTrainer):
             yield
 
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
-        restore(self, manifest, branch)
         is_own = manifest.path.parent.resolve() == self.checkpoint_dir.resolve()
+        restore(self, manifest, None if is_own else branch)
         self._recorder.parent = manifest.parent
         if not is_own:
             path = os.path.abspath(manifest.path)
@@ -230,21 +220,20 @@ class CheckpointMixin(AbstractTrainer):
         self._saver.goes_on_from(
             self.global_step, metrics, is_own=is_own, has_pending_work=self.progress.owed is not None
         )
-        self._say_what_changed(manifest)
+        self._say_what_changed(manifest, branch)
         self._notify("on_load", manifest.path)
 
-    def _say_what_changed(self, manifest: Manifest) -> None:
+    def _say_what_changed(self, manifest: Manifest, branch: BranchParameters) -> None:
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
-        changed = [
-            line for line in difference(manifest.config, to_dict(self.config)) if not line.startswith(_OF_ONE_START)
-        ]
+        changed = changed_fields(manifest, self)
         if changed:
+            but = ", but for those of optimizers: learning rates and the like are the checkpoint's"
             logger.warning(
-                "the config differs from the checkpoint's: %s. The new values apply, except where optimizers and "
-                "schedulers saved the old ones, such as learning rates: those go on, unless `branch` says otherwise.",
+                "the config differs from the checkpoint's: %s. The new values apply%s.",
                 "; ".join(changed),
+                but if branch.optimizer == "keep" else "",
             )
 
     # -- what the loop tells

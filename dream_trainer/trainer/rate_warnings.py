@@ -1,0 +1,112 @@
+"""What is said of learning rates where a run goes on from a checkpoint, on rank 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.optim.learning_rates import tokens_left
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+Options = list[dict[str, Any]]
+
+
+def what_goes_on(
+    trainer: AbstractTrainer,
+    shared: Mapping[str, Any],
+    branch: BranchParameters,
+    configured: Mapping[Optimizer, Options],
+    caps: Mapping[LambdaLR, list[float]],
+) -> list[str]:
+    """Lines on options that this config sets otherwise than the checkpoint's, which go on, on a stretched schedule, and
+    on one that is held at zero.
+
+    Args:
+        trainer: As restored.
+        shared: What all ranks share of the checkpoint.
+        branch: What goes along.
+        configured: Options of each group as this config sets them.
+        caps: Factors above which schedules do not go.
+    """
+    said = []
+    if branch.optimizer == "keep":
+        optimizers = trainer.named_optimizers()
+        for name, in_force in shared.get("configured_options", {}).items():
+            said += _options_that_go_on(name, configured.get(optimizers[name], []), in_force)
+    for name, scheduler in trainer.named_schedulers().items():
+        if isinstance(scheduler, LambdaLR) and branch.schedule == "keep":
+            said += _is_stretched(name, scheduler, factors_of(shared["schedulers"][name]))
+        if isinstance(scheduler, LambdaLR) and branch.schedule == "extend":
+            said += _is_held_at_zero(name, scheduler, caps.get(scheduler, [math.inf]))
+    return said
+
+
+def spent_before(trainer: AbstractTrainer) -> list[str]:
+    """Lines on schedules that begin anew in a run whose counters go on, and so end before they are through."""
+    total, done = trainer.total_steps, trainer.global_step
+    said = []
+    for name, scheduler in trainer.named_schedulers().items():
+        takes, length, unit = 0, 0, "steps"
+        if (left := tokens_left(scheduler)) is not None:
+            takes, length, unit = *left, "tokens"
+        elif total is not None and not isinstance(scheduler, ReduceLROnPlateau):
+            takes, length = max(0, total - done), total
+        if takes < length:
+            said.append(
+                f'{name} begins anew (branch.schedule="new") and is built for {length} {unit}, of which this run takes '
+                f'only {takes}, since its counters go on (branch.counters="keep"). With counters="new" the limits '
+                "count from here, too."
+            )
+    return said
+
+
+def factors_of(state: Mapping[str, Any]) -> list[float]:
+    """What a LambdaLR multiplied each group's own rate by when it was saved."""
+    return [
+        float(rate) / float(base) if float(base) else 1.0
+        for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
+    ]
+
+
+def _options_that_go_on(name: str, ours: Options, in_force: Options) -> list[str]:
+    return [
+        f"{name}: this config has {key}={mine[key]}, and the checkpoint's {theirs[key]} goes on (group {index}). To "
+        "train on with this config's, begin another run from the checkpoint: a new experiment name, resume=<path of "
+        'the checkpoint> and branch=BranchParameters(optimizer="moments").'
+        for index, (mine, theirs) in enumerate(zip(ours, in_force, strict=False))
+        for key in mine
+        if key in theirs and mine[key] != theirs[key]
+    ]
+
+
+def _is_stretched(name: str, scheduler: LambdaLR, saved: Sequence[float]) -> list[str]:
+    step = scheduler.last_epoch
+    for was, form in zip(saved, scheduler.lr_lambdas, strict=True):
+        now = form(step)
+        if not math.isclose(now, was, rel_tol=1e-6, abs_tol=1e-9):
+            line = (
+                f"{name} has another form than in the checkpoint, as for another total_steps: at step {step} it "
+                f"multiplied the learning rate by {was:.4g}, and the new form, which holds from the next step on, by "
+                f"{now:.4g}. A run of another name that begins there with "
+                'branch=BranchParameters(schedule="extend") does not climb back.'
+            )
+            return [line]
+    return []
+
+
+def _is_held_at_zero(name: str, scheduler: LambdaLR, caps: Sequence[float]) -> list[str]:
+    if min(caps) >= 1e-12:
+        return []
+    line = (
+        f"{name}: the learning rate was 0 at step {scheduler.last_epoch}, and "
+        'branch.schedule="extend" keeps it there, so that nothing will be learnt. Use branch.schedule="new", or begin '
+        "from an earlier checkpoint."
+    )
+    return [line]

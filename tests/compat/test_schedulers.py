@@ -1,0 +1,18 @@
+"""The schedulers inside PyTorch's schedulers."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
+
+from dream_trainer.compat.schedulers import inner_schedulers
+
+
+def test_those_at_any_depth_are_found() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    warmup, cosine, constant = LinearLR(optimizer), CosineAnnealingLR(optimizer, 5), ConstantLR(optimizer)
+    sequence = SequentialLR(optimizer, [warmup, cosine], [2])
+    chain = ChainedScheduler([sequence, constant], optimizer)
+    assert inner_schedulers(chain) == [sequence, warmup, cosine, constant]
+    assert inner_schedulers(sequence) == [warmup, cosine]
+    assert inner_schedulers(warmup) == []

@@ -1,0 +1,285 @@
+"""What callbacks, schedules by tokens and the history keep of another run whose checkpoint a run begins from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA, EarlyStopping, Every
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.errors import CheckpointError
+from dream_trainer.optim.learning_rates import TokenAxis, rate_factor
+from dream_trainer.simple import Trainer
+from tests.trainer import saves
+from tests.trainer.small import Batch
+
+ANEW = BranchParameters(counters="new", data="new")
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Told(saves.Saves):
+    """Its validations, one after each epoch, find what they are told."""
+
+    values: tuple[float, ...] = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.values[self.current_epoch]}
+
+
+def fit(config: saves.Config, trainer_class: type[saves.Saves] = Told) -> saves.Saves:
+    return saves.fit(trainer_class(config))
+
+
+def make_config(experiment: str, *callbacks: dt.Callback, n_epochs: int = 6, **checkpoint: Any) -> saves.Config:
+    return saves.make_config(experiment=experiment, callbacks=callbacks, training={"n_epochs": n_epochs}, **checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("words", "epochs", "best"),
+    [(BranchParameters(), 5, 1.0), (BranchParameters(counters="new"), 3, 1.0), (ANEW, 3, 1.0)],
+    ids=["all kept", "new counters", "new counters and data"],
+)
+def test_a_branch_of_a_run_that_early_stopping_ended_trains_with_all_its_patience(
+    words: BranchParameters, epochs: int, best: float
+) -> None:
+    """With its counters it has the best value of before, 1.0 at epoch 0, and waits two more epochs; without it is as
+    any run."""
+    first = fit(make_config("run", EarlyStopping(patience=2)))
+    assert first.current_epoch == 3
+    stopping = EarlyStopping(patience=2)
+    branch = fit(make_config("branch", stopping, resume=str(first.run_dir), branch=words))
+    assert (branch.current_epoch, stopping.best) == (epochs, best)
+
+
+def test_best_values_begin_anew_with_the_counters() -> None:
+    class Worse(Told):
+        values = (5.0, 4.0, 3.0, 3.0, 3.0, 3.0)
+
+    first = fit(make_config("run", EarlyStopping(patience=2)))
+    stopping = EarlyStopping(patience=2)
+    branch = fit(make_config("branch", stopping, resume=str(first.run_dir), branch=ANEW), Worse)
+    assert (branch.current_epoch, stopping.best) == (5, 3.0)
+
+
+def test_a_plain_resume_of_a_run_that_early_stopping_ended_says_so_and_what_to_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fit(make_config("run", EarlyStopping(patience=2)))
+    caplog.clear()
+    assert fit(make_config("run", EarlyStopping(patience=2))).current_epoch == 3
+    (line,) = [line for line in caplog.messages if "EarlyStopping had ended this run" in line]
+    assert "Use a patience above 2 to go on, or begin a run of another name" in line
+    assert fit(make_config("run", EarlyStopping(patience=3))).current_epoch == 4
+
+
+class Counts(dt.Callback):
+    """A user's: of two numbers one is the run's own."""
+
+    def __init__(self) -> None:
+        self.vocabulary = 0
+        self.epochs = 0
+        self.words: list[tuple[bool, bool]] = []
+
+    def post_epoch(self, trainer: Any) -> None:
+        self.vocabulary += 1
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.vocabulary, self.epochs = state["vocabulary"], state["epochs"]
+
+    def begin_branch(self, *, new_counters: bool, new_data: bool) -> None:
+        self.words.append((new_counters, new_data))
+        if new_counters:
+            self.epochs = 0
+
+
+def test_a_user_s_callback_decides_what_it_forgets_once_when_a_branch_begins() -> None:
+    first = fit(make_config("run", Counts(), n_epochs=2))
+    second, third = Counts(), Counts()
+    fit(make_config("run", second, n_epochs=3))
+    assert (second.vocabulary, second.epochs, second.words) == (3, 3, [])
+    fit(make_config("branch", third, n_epochs=2, resume=str(first.run_dir), branch=ANEW))
+    assert (third.vocabulary, third.epochs, third.words) == (5, 2, [(True, True)])
+    again = Counts()
+    fit(make_config("branch", again, n_epochs=3, resume=str(first.run_dir), branch=ANEW))
+    assert (again.vocabulary, again.epochs, again.words) == (6, 3, [])
+
+
+def test_every_counts_from_the_start_with_new_counters() -> None:
+    def steps_of(name: str, **checkpoint: Any) -> list[int]:
+        seen: list[int] = []
+        every = Every(1, "steps", lambda trainer: seen.append(trainer.global_step))
+        fit(make_config(name, every, n_epochs=1, **checkpoint))
+        return seen
+
+    assert steps_of("run") == [1, 2, 3, 4, 5, 6]
+    path = "runs/tests/checkpoint/run"
+    assert steps_of("branch", resume=path, branch=ANEW) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_averages_of_ema_go_along_with_every_word() -> None:
+    first = EMA(decay=0.5)
+    parent = fit(make_config("run", first, n_epochs=1))
+    averages = {name: tensor.clone() for name, tensor in first.checkpoint_tensors().items()}
+    second = EMA(decay=0.5)
+    words = BranchParameters(optimizer="new", schedule="new", counters="new", data="new")
+    config = make_config("branch", second, n_epochs=0, resume=str(parent.run_dir), branch=words)
+    fit(config)
+    found = second.checkpoint_tensors()
+    assert averages
+    assert all(torch.equal(found[name], tensor) for name, tensor in averages.items())
+
+
+class ByTokens(saves.Saves):
+    """Two tokens a batch; notes the rate of each step."""
+
+    schedule = dt.ScheduleParameters(name="cosine", unit="token", min_lr_ratio=0.1)
+
+    def __init__(self, config: saves.Config) -> None:
+        super().__init__(config, length=64)
+        self.rates: list[float] = []
+
+    def batch_tokens(self, batch: Any) -> int:
+        return 2
+
+    def configure_schedulers(self) -> None:
+        tokens = TokenAxis(lambda: self.tokens_before_next_step, self.config.training_parameters.max_tokens)
+        self.scheduler = dt.build_schedule(self.schedule, self.optimizer, total_steps=None, tokens=tokens)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step(self.model, self.optimizer, self.scheduler)
+        return {"loss": loss}
+
+
+def by_tokens(experiment: str, max_tokens: int, **checkpoint: Any) -> list[float]:
+    config = saves.make_config(
+        experiment=experiment,
+        training={"max_tokens": max_tokens, "val_every_n_epochs": None},
+        **{"save_every_n_steps": 2, "save_every_n_epochs": None} | checkpoint,
+    )
+    return saves.fit(ByTokens(config)).rates  # type: ignore[return-value,attr-defined]
+
+
+def rates_by_tokens(total: int, tokens: range) -> list[float]:
+    factor = rate_factor(ByTokens.schedule, total_steps=total)
+    return [0.1 * factor(seen) for seen in tokens]
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "after"),
+    [
+        ({}, 20, range(8, 20, 2)),
+        ({"schedule": "new"}, 20, range(0, 12, 2)),
+        ({"schedule": "new", "counters": "new"}, 12, range(0, 12, 2)),
+        ({"counters": "new"}, 12, range(8, 20, 2)),
+    ],
+    ids=str,
+)
+def test_a_schedule_by_tokens_has_its_word_and_the_counters_theirs(
+    words: dict[str, Any], before: int, after: range
+) -> None:
+    """It begins at token 8; of its `before` tokens the run takes those from there, or 12."""
+    assert by_tokens("parent", 20) == pytest.approx(rates_by_tokens(20, range(0, 20, 2)))
+    path = "runs/tests/checkpoint/parent/checkpoints/step_00000004"
+    expected = rates_by_tokens(before, after)
+    if words.get("schedule") != "new":
+        expected[0] = rates_by_tokens(20, range(8, 9))[0]  # what the parent's last step has set
+    options = {"resume": path, "branch": BranchParameters(**words)}
+    assert by_tokens("child", before, **options) == pytest.approx(expected)
+    # Killed and started again it goes on there.
+    child = Path("runs/tests/checkpoint/child/checkpoints")
+    for checkpoint in sorted(child.glob("step_*"))[1:]:
+        checkpoint.rename(child / f"gone_{checkpoint.name}")
+    again = by_tokens("child", before, **options)
+    assert again == pytest.approx(expected[-len(again) :])
+    assert len(again) == 4
+
+
+def test_a_new_schedule_in_a_run_whose_counters_go_on_is_said_to_end_early(caplog: pytest.LogCaptureFixture) -> None:
+    by_tokens("parent", 20)
+    path = "runs/tests/checkpoint/parent/checkpoints/step_00000004"
+    by_tokens("child", 20, resume=path, branch=BranchParameters(schedule="new"))
+    assert "scheduler begins anew" in caplog.text
+    assert "is built for 20 tokens, of which this run takes only 12" in caplog.text
+    caplog.clear()
+    by_tokens("other", 12, resume=path, branch=BranchParameters(schedule="new", counters="new"))
+    assert "begins anew" not in caplog.text
+
+
+def test_new_limits_in_tokens_build_schedules_by_tokens_again() -> None:
+    config = saves.make_config(
+        experiment="limits", training={"max_tokens": 8, "val_every_n_epochs": None}, save_every_n_epochs=None
+    )
+    with ByTokens(config) as trainer:
+        trainer.fit()
+        trainer.set_limits(max_tokens=20)
+        trainer.fit()
+    expected = rates_by_tokens(20, range(0, 20, 2))
+    assert trainer.rates[5:] == pytest.approx(expected[5:])
+
+
+def simple(name: str, epochs: int, **options: Any) -> Trainer:
+    x = torch.linspace(-1, 1, 16).reshape(8, 2)
+    torch.manual_seed(0)
+    trainer = Trainer(
+        torch.nn.Linear(2, 1),
+        loss=mse_loss,
+        optimizer="sgd",
+        train=DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4),
+        epochs=epochs,
+        name=name,
+        device="cpu",
+        **options,
+    )
+    with trainer:
+        trainer.fit()
+    return trainer
+
+
+def test_the_history_of_a_branch_is_its_own_with_new_counters() -> None:
+    simple("parent", 2)
+    (path,) = Path("runs").glob("**/parent")
+
+    def history(name: str, **words: Any) -> list[tuple[float, float]]:
+        branch = dt.CheckpointParameters(resume=str(path), branch=BranchParameters(**words))
+        return [(row["epoch"], row["step"]) for row in simple(name, 3, checkpoints=branch).history]
+
+    assert history("anew", counters="new", data="new") == [(0, 2), (1, 4), (2, 6)]
+    assert history("on") == [(0, 2), (1, 4), (2, 6)]
+    assert history("on_with_new_data", data="new") == [(0, 2), (1, 4), (2, 6)]
+
+
+def test_other_shapes_are_refused_with_the_fields_of_the_config_that_differ() -> None:
+    class Wide(Told):
+        def configure_models(self) -> None:
+            self.model = torch.nn.Linear(3, 2).double()
+
+    fit(make_config("run", n_epochs=1))
+    config = make_config("run", n_epochs=1)
+    config.learning_rate = 0.3
+    with pytest.raises(CheckpointError, match=r"The config differs from the checkpoint's: .*learning_rate: 0.1 -> 0.3"):
+        fit(config, Wide)
+
+
+def test_a_name_that_another_seed_has_used_is_refused_with_a_free_one() -> None:
+    fit(make_config("run", n_epochs=1))
+    config = make_config("run", n_epochs=1)
+    config.seed = 7
+    with pytest.raises(CheckpointError, match="another name, such as experiment='run-seed-7'"):
+        fit(config)
