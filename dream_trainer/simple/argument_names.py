@@ -17,6 +17,7 @@ OF_OTHERS: dict[str, str] = {
     **dict.fromkeys(
         ("eval_dataloader", "val_loader", "valid_dl", "valid", "eval_dataset", "val_dataset", "validation_data"), "val"
     ),
+    **dict.fromkeys(("eval_steps", "eval_every", "val_every_n_steps", "val_check_interval"), "val_every"),
     **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("max_steps", "num_steps", "n_steps"), "steps"),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),

@@ -84,6 +84,10 @@ class EpochRows(Callback):
         """Takes a validation of the training."""
         if not trainer.is_evaluating and not trainer.is_sanity_validation:
             self._validation = dict(metrics)
+            if trainer.config.training_parameters.val_every_n_steps is not None:
+                self._line_due = time.monotonic() + LINE_SECONDS
+                if self.prints and trainer.world.is_main:
+                    print(f"{_place(trainer)}  {format_metrics(metrics)}", flush=True)
 
     def post_epoch(self, trainer: AbstractTrainer) -> None:
         """The row is complete."""

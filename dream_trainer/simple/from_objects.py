@@ -65,7 +65,8 @@ class Trainer:
             `(*inputs, targets)` or a dict of them. Or batches: a DataLoader, an iterable, a function that makes one for
             each epoch. A batch is `(*inputs, target)`, a dict of the model's arguments with the target under `target`,
             or whatever `step` takes.
-        val: Validation data, or a dict of them by name; None validates nothing. Validated is after each epoch.
+        val: Validation data, or a dict of them by name; None validates nothing.
+        val_every: Optimizer steps between validations; None validates after each epoch.
         metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of functions of `(outputs, targets)`,
             whose values are averaged over samples, and torchmetrics' objects.
         schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
@@ -77,7 +78,7 @@ class Trainer:
         target: Name of the target in batches that are dicts.
         batch_size: Samples of one rank's batch.
         val_batch_size: The same for `val`; None is `batch_size`.
-        shuffle: Whether each epoch of a training dataset has an order of its own.
+        shuffle: Whether each epoch of a training dataset has an order of its own; a Mixture has its order.
         workers: Processes that load a dataset; 0 loads in this one.
         collate: Makes a batch of a list of a dataset's samples; None is torch's.
         epochs: Epochs of the whole run; with neither this nor `steps` one.
@@ -131,6 +132,7 @@ class Trainer:
         optimizer: GivenOptimizer = "adamw",
         lr: float | None = None,
         val: Any = None,
+        val_every: int | None = None,
         metrics: Iterable[str] | Mapping[str, Any] = (),
         schedule: GivenSchedule | None = None,
         schedule_unit: Literal["step", "epoch"] = "step",
@@ -175,7 +177,7 @@ class Trainer:
         loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
         watched = None
         if val is None:
-            refuse_without_validation(patience, monitor)
+            refuse_without_validation(patience, monitor, val_every)
         else:
             watched = monitored(
                 monitor,
@@ -213,7 +215,12 @@ class Trainer:
             runs_dir=runs_dir if scratch is None else str(scratch),
             seed=seed,
             training_parameters=TrainingParameters(
-                n_epochs=epochs, max_steps=steps, gradient_accumulation_steps=accumulate, gradient_clip_val=clip
+                n_epochs=epochs,
+                max_steps=steps,
+                gradient_accumulation_steps=accumulate,
+                gradient_clip_val=clip,
+                val_every_n_steps=val_every,
+                val_every_n_epochs=1 if val_every is None else None,
             ),
             device_parameters=DeviceParameters(
                 device=device,

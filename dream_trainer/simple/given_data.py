@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.nested import leaves
+from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import DataError
 from dream_trainer.simple.described import described
 
@@ -40,7 +41,7 @@ class LoaderOptions(NamedTuple):
 
     Attributes:
         batch_size: Samples in one rank's batch.
-        shuffle: Whether each epoch has a random order of its own.
+        shuffle: Whether each epoch has a random order of its own; an OrderedDataset, as a Mixture, has its order.
         workers: Processes that load.
         collate: Makes a batch of a list of samples; None is torch's.
     """
@@ -72,7 +73,7 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
         return DistributedDataLoader(
             dataset,
             options.batch_size,
-            shuffle=options.shuffle,
+            shuffle=options.shuffle and not isinstance(dataset, OrderedDataset),
             drop_last=False,
             num_workers=options.workers,
             collate_fn=options.collate,

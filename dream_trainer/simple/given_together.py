@@ -60,10 +60,12 @@ def refuse_without_name(name: str | None, **given: object) -> None:
         raise ConfigError(f"{needs[0]}= needs a run to keep it in. Give the run a name: name='baseline'.")
 
 
-def refuse_without_validation(patience: int | None, monitor: str) -> None:
+def refuse_without_validation(patience: int | None, monitor: str, val_every: int | None) -> None:
     """Raises ConfigError for what goes by validations where there are none."""
     if patience is not None:
         raise ConfigError(f"patience={patience} counts validations, and there are none. Give val=.")
+    if val_every is not None:
+        raise ConfigError(f"val_every={val_every} is how often to validate, and there is no data for it. Give val=.")
     if monitor != DEFAULT_MONITOR:
         raise ConfigError(f"monitor={monitor!r} is a metric of validations, and there are none. Give val=.")
 

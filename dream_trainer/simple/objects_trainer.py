@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
@@ -128,13 +130,16 @@ class ObjectsTrainer(DreamTrainer):
     # -- steps
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Forward, backward, and at the window's end the optimizers and the schedules that go by steps."""
+        """Forward, backward, and at the window's end the optimizers and the schedules that go by steps.
+
+        Where ranks have different numbers of samples, at an epoch's end, each sample counts the same.
+        """
         given = self._given
         if given.step is None:
             result: dict[str, Any] = {"loss": given.calls.forward(self.model, batch).loss}
         else:
             result = values_of(given.step(self.model, batch), "step")
-        self.backward(result["loss"])
+        self.backward(result["loss"], weight=self._samples_in_batch() if self._accumulation.is_uneven else None)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizers, self._scheduled("step"))
         return {name: value for name, value in result.items() if value is not None}
@@ -193,6 +198,21 @@ class StepsSchedules(Callback):
         assert isinstance(trainer, ObjectsTrainer)  # nothing else makes this callback
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
+        if trainer._given.val is not None and _ends_in_its_first_epoch(trainer):
+            trainer.warn_once(
+                "no validation",
+                "val= is validated after each epoch, and the run ends in its first one. Set val_every=, in steps.",
+            )
+
+    def post_fit(self, trainer: AbstractTrainer) -> None:
+        """What was given to be validated should have been."""
+        assert isinstance(trainer, ObjectsTrainer)
+        names = {name for line in trainer.history for name in line}
+        has_validated = trainer._given.val is None or any(name.startswith("val/") for name in names)
+        if not has_validated and not trainer._agreement.stopped:
+            every = trainer.config.training_parameters.val_every_n_steps
+            when = "no epoch is complete" if every is None else f"val_every={every} is more than the steps so far"
+            trainer.warn_once("no validation", f"val= was not validated yet: {when}. Set val_every=, in steps.")
 
     def post_epoch(self, trainer: AbstractTrainer) -> None:
         """An epoch is over."""
@@ -213,3 +233,12 @@ class StepsSchedules(Callback):
                 monitor = given.monitor or DEFAULT_MONITOR
                 refuse_unknown_monitor(monitor, metrics)
                 scheduler.step(metrics[monitor])
+
+
+def _ends_in_its_first_epoch(trainer: ObjectsTrainer) -> bool:
+    """Whether that is known before, and nothing else than an epoch's end is validated at."""
+    limits, steps, loader = trainer.config.training_parameters, trainer.steps_per_epoch, trainer._given.train
+    if limits.max_steps is None or limits.val_every_n_steps is not None:
+        return False
+    is_endless = isinstance(loader, DistributedDataLoader) and len(loader.dataset) == ENDLESS
+    return is_endless or (steps is not None and steps > limits.max_steps)

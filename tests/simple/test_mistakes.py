@@ -71,6 +71,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no loss of a step": ({"step": lambda m, b: {"l": 1}}, HookError, r"step returned \{'l': int\}. Return the loss"),
     "patience without validations": ({"patience": 2}, ConfigError, r"patience=2 counts validations.*Give val="),
     "monitor without validations": ({"monitor": "val/accuracy"}, ConfigError, r"monitor='val/accuracy' is.*Give val="),
+    "validations of nothing": ({"val_every": 5}, ConfigError, r"val_every=5 is how often to validate.*Give val="),
     "a misspelt monitor": (
         {"val": ready(), "monitor": "val/los"},
         ConfigError,

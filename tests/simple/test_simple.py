@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dream_trainer as dt
+from dream_trainer.data import Mixture
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import DataError
 from dream_trainer.simple import Trainer
@@ -373,6 +374,35 @@ def test_schedules_go_by_name_by_steps_and_by_a_metric() -> None:
     plateau = partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)
     with make(optimizer=torch.optim.SGD, lr=1.0, schedule=plateau, val=ready(), epochs=3) as trainer:
         assert [row["lr"] for row in trainer.fit()] == [0.5, 0.25, 0.125]
+
+
+def test_validations_come_by_steps_too(capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = Mixture({"one": samples()})  # endless, and in an order of its own
+    with make(train=mixture, batch_size=4, val=ready(), val_every=3, steps=8, patience=9, progress=True) as trainer:
+        (row,) = trainer.fit()
+        assert [step for step, _ in trainer.dream.history_of("val/loss")] == [3, 6]
+        assert row["val/loss"] == trainer.dream.history_of("val/loss")[-1][1]
+    assert "step 6/8  val/loss 1." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "is_known_before"),
+    [
+        ({"train": Mixture({"one": samples()}), "steps": 2}, True),
+        ({"steps": 2}, True),
+        ({"train": one_by_one, "steps": 2}, False),
+        ({"val_every": 3, "steps": 2}, False),
+        ({"steps": 6}, None),
+    ],
+)
+def test_validation_data_that_no_validation_reads_is_named(
+    options: dict[str, Any], is_known_before: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with make(val=ready(), **options) as trainer:
+        trainer.fit()
+    assert ("ends in its first one. Set val_every=" in caplog.text) is (is_known_before is True)
+    assert ("was not validated yet" in caplog.text) is (is_known_before is False)
 
 
 def test_functions_are_called_after_each_epoch_and_may_stop_the_run() -> None:

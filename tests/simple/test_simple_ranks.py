@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.simple import Trainer
-from tests.simple.loops import adam, batches, classifier, plain_loop, samples
+from tests.simple.loops import SAMPLES, adam, batches, classifier, plain_loop, samples
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
@@ -23,7 +23,7 @@ CASES = ("replicas", "shards", "arrays", "stopped and resumed")
 
 def train(directory: str, case: str) -> dict[str, Any]:
     os.chdir(directory)
-    data, val = samples(dtype=torch.float64), samples(7, dtype=torch.float64)
+    data, val = samples(21 if case == "uneven" else SAMPLES, torch.float64), samples(7, dtype=torch.float64)
     name = "run" if case == "stopped and resumed" else None
     for limits in ({"steps": 4}, {"epochs": 2}) if name else ({},):
         model = classifier(torch.float64)
@@ -33,7 +33,7 @@ def train(directory: str, case: str) -> dict[str, Any]:
             model,
             loss=cross_entropy,
             optimizer=adam(model),
-            train=data.tensors if case == "arrays" else DataLoader(data, 4),
+            train=data.tensors if case in ("arrays", "uneven") else DataLoader(data, 4),
             batch_size=4,
             shuffle=False,
             val=val,
@@ -60,7 +60,7 @@ def train(directory: str, case: str) -> dict[str, Any]:
 
 def train_all(directory: str, for_unnamed: str) -> dict[str, Any]:
     tempfile.tempdir = for_unnamed  # of this world alone
-    return {case: train(directory, case) for case in CASES}
+    return {case: train(directory, case) for case in (*CASES, "uneven")}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,16 @@ def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str,
         assert found["is"] == (number == 0, True)
         assert found["files"] == (["runs"] if case == CASES[-1] else [])
         assert found["history"] == ranks[0][case]["history"]
+
+
+def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(ranks: list[dict[str, Any]]) -> None:
+    expected = classifier(torch.float64)
+    x, y = samples(21, torch.float64).tensors  # windows of 8, 8 and 5 samples
+    batches_of_both = list(zip(x.split(8), y.split(8), strict=True))
+    plain_loop(expected, adam(expected), batches_of_both, epochs=2, clip=0.1)
+    for rank in ranks:
+        for one, other in zip(rank["uneven"]["weights"], expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]], for_unnamed: Path) -> None:

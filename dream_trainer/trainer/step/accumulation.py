@@ -39,6 +39,7 @@ class Accumulation:
         turns: Which gradients each optimizer's parameters have in the window.
         stepped: Whether `step` ran in the window.
         is_open: Whether a window is running.
+        is_uneven: Whether ranks hold different numbers of samples in it.
         losses: Losses of the running micro-batch's backwards; None, and not kept, unless a listener sets a list.
         counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
@@ -58,7 +59,7 @@ class Accumulation:
         self.stepped = False
         self.is_open = False
         self.counted_batches = 0
-        self._is_uneven = False
+        self.is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
         self._spent: set[int] = set()
@@ -91,7 +92,7 @@ class Accumulation:
         self.size = size
         self.stepped = False
         self.is_open = True
-        self._is_uneven = is_uneven
+        self.is_uneven = is_uneven
         self._weighted = None
         self._totals.clear()
         self._spent.clear()
@@ -124,7 +125,7 @@ class Accumulation:
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
-            if self._is_uneven:
+            if self.is_uneven:
                 raise StepError(
                     "the ranks have different numbers of samples in this window, so micro-batches do not count the "
                     "same. Pass backward(loss, weight=number of samples), or use drop_last=True."
