@@ -45,7 +45,7 @@ class Digits(DreamTrainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate, weight_decay=0.05)
 
     def configure_schedulers(self):
-        self.scheduler = CosineAnnealingLR(self.optimizer, self.total_steps)
+        self.scheduler = CosineAnnealingLR(self.optimizer, self.planned_steps)
 
     def training_step(self, batch, batch_idx):
         images, labels = batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import dream_trainer as dt
 from dream_trainer.errors import ConfigError, RanksDifferError, StepError
@@ -26,7 +26,7 @@ from tests.trainer.resumable import (
     make_config,
     train,
 )
-from tests.trainer.small import Alone, Samples, Spread, assert_same_weights, batches, by_hand, weights
+from tests.trainer.small import Alone, Samples, Sharded, Spread, assert_same_weights, batches, by_hand, weights
 from tests.trainer.small import make_config as small_config
 from tests.worlds import run_world
 
@@ -45,8 +45,7 @@ class Cosine(Resumable):
     """Its schedule follows the length of the run."""
 
     def configure_schedulers(self) -> None:
-        total = self.total_steps
-        assert total is not None
+        total = self.planned_steps
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / (total + 1))  # type: ignore[assignment]
 
 
@@ -158,3 +157,18 @@ def test_misuse_is_refused_by_name() -> None:
         other.close()
         trainer.set_limits(n_epochs=3)
         assert config.training_parameters == replace(config.training_parameters, n_epochs=3)
+
+
+def test_steps_that_nobody_planned_are_an_error_of_those_who_ask_for_them() -> None:
+    class Endless(Sharded):
+        def configure_schedulers(self) -> None:
+            self.scheduler = CosineAnnealingLR(self.optimizer, self.planned_steps)
+
+    def run(**training: Any) -> int:
+        with Endless(small_config(**training), batches(4)) as trainer:
+            trainer.fit()
+            return trainer.planned_steps
+
+    assert run(n_epochs=2) == 8
+    with pytest.raises(ConfigError, match="no planned number of steps.*Set max_steps"):
+        run(max_time=timedelta(seconds=5))

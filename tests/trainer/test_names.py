@@ -39,7 +39,7 @@ def everything_config(**fields: Any) -> dt.DreamTrainerConfig:
     )
 
 
-PUBLIC = ["accumulation_window", "changing_weights", "warn_once", "seconds_saving", "steps_per_pass"]
+PUBLIC = ["accumulation_window", "changing_weights", "warn_once", "seconds_saving", "steps_per_pass", "planned_steps"]
 PUBLIC += ["batch_size", "best", "progress", "log", "step", "training", "val_name", "history", "world", "config", "fit"]
 PRIVATE = ["_session", "_events", "_window", "_land", "_schedule", "_run_log", "_saver", "_resume", "_names_of_ours"]
 

@@ -119,6 +119,7 @@ class MyTrainer(DreamTrainer, CountsWords):
 
     def configure_schedulers(self) -> None:
         assert_type(self.total_steps, int | None)
+        assert_type(self.planned_steps, int)
         self.scheduler = build_schedule(self.config.schedule, self.optimizer, total_steps=self.total_steps)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.errors import HookError
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
@@ -101,6 +101,20 @@ class SetupMixin(AbstractTrainer):
         for stage in SETUP:
             stage.run(self)
         del self._build
+
+    @property
+    def planned_steps(self) -> int:
+        """`total_steps`, for schedules that need one: `CosineAnnealingLR(self.optimizer, self.planned_steps)`.
+
+        Raises:
+            ConfigError: Nobody knows where the run ends, or not yet: the data is not set up.
+        """
+        if self.total_steps is None:
+            raise ConfigError(
+                "the run has no planned number of steps: nothing that counts steps ends it, or the data is not set up "
+                "yet. Set max_steps, or n_epochs over data that has a length, and ask in configure_optimizers or later."
+            )
+        return self.total_steps
 
     def _sharding_policies(self) -> dict[str, Any]:
         """Keyword arguments of `fully_shard` beside the mesh."""
