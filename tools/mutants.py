@@ -1060,6 +1060,34 @@ MUTANTS = [
         "self.documents.begin(seed, None)",
         "tests/data/test_packed_mixture.py tests/data/test_packed_resume.py",
     ),
+    Mutant(
+        "adapters of another config resumed",
+        "dream_trainer/trainer/restored_state.py",
+        '    refuse_other_adapters(path, models, shared.get("adapters"), world=world)\n',
+        "",
+        "tests/weights/test_adapter_config.py -k does_not_go_on",
+    ),
+    Mutant(
+        "adapters of another scaling loaded",
+        "dream_trainer/weights/adapter_config.py",
+        "        and before.get(name) != now.get(name)\n",
+        "        and type(before.get(name)) is not type(now.get(name))\n",
+        "tests/weights/test_adapter_config.py -k compared_too",
+    ),
+    Mutant(
+        "a base that nobody loaded passed over",
+        "dream_trainer/trainer/unloaded_base.py",
+        "2 * drawn > total",
+        "drawn > total",
+        "tests/trainer/test_unloaded_base.py -k numbers",
+    ),
+    Mutant(
+        "weights copied by hand taken for drawn",
+        "dream_trainer/trainer/unloaded_base.py",
+        "torch.equal(_some_of(parameter), self._drawn[name])",
+        "parameter.shape is not None",
+        "tests/trainer/test_unloaded_base.py -k no_fault",
+    ),
 ]
 
 

@@ -55,7 +55,8 @@ class Recorder(TorchFunctionMode):
         if any(leaf.is_meta for leaf in leaves):
             return self._tracked(func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_meta and ("device" in kwargs or not leaves):
+        is_new_on_meta = isinstance(result, Tensor) and result.is_meta and ("device" in kwargs or not leaves)
+        if is_new_on_meta and not _is_empty(result):
             self._append(func, args, {**kwargs, "device": "cpu"}, result, [])  # made under torch.device("meta")
         return result
 
@@ -131,7 +132,8 @@ class Recorder(TorchFunctionMode):
                 value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
                 return func(tensor, value)
             return func(*args)
-        if tensor.is_meta:
+        # An empty one that is not recorded asks whether `torch.device("meta")` is on, as transformers does.
+        if tensor.is_meta and not (_is_empty(tensor) and not self.history.knows(tensor)):
             answers = {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}
             if name in answers:
                 return answers[name]
@@ -300,6 +302,11 @@ def _overwritten(func: Callable[..., Any], refs: list[Ref], writes: list[Tensor]
     is_whole = target.is_contiguous() and target.numel() * target.element_size() == target.untyped_storage().nbytes()
     is_read_too = sum(ref.storage == storage_id(target) for ref in refs) > 1
     return storage_id(target) if is_whole and not is_read_too else None
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor without elements; a parameter of a lazy module cannot be asked."""
+    return type(tensor) is Tensor and tensor.numel() == 0
 
 
 def _is_opaque(tensor: Tensor) -> bool:

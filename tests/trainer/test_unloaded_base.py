@@ -57,11 +57,10 @@ class Lora(Probe):
 
 
 class Llama(Probe):
+    sizes = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+
     def configure_models(self) -> None:
-        sizes = LlamaConfig(
-            vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-        )
-        base = AutoModelForCausalLM.from_config(sizes)
+        base = AutoModelForCausalLM.from_config(self.sizes)
         self.model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"]))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -69,6 +68,15 @@ class Llama(Probe):
         self.backward(self.model(input_ids=rows, labels=rows).loss)
         self.step(self.model, self.optimizer)
         return {}
+
+
+class FromPretrained(Llama):
+    """The base is there when its constructor returns, as transformers' users write it."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        base = AutoModelForCausalLM.from_pretrained("llama")
+        self.model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"]))
 
 
 class InHalf(Probe):
@@ -172,6 +180,11 @@ def test_a_base_that_nobody_loaded_is_warned_of(kind: type[Probe], warned: Calla
     (said,) = warned(kind)
     assert "model 'model' trains " in said
     assert "no weights were loaded into them. Load them in load_pretrained, by load_base_weights under adapters" in said
+
+
+def test_what_transformers_have_loaded_is_not(warned: Callable[..., list[str]]) -> None:
+    AutoModelForCausalLM.from_config(Llama.sizes).save_pretrained("llama")
+    assert warned(FromPretrained) == []
 
 
 def test_the_numbers_are_those_of_the_parameters(warned: Callable[..., list[str]]) -> None:
