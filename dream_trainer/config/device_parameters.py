@@ -39,9 +39,11 @@ class DeviceParameters:
     `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
     one `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
     dp_replicate: int | Literal["auto"] = "auto"
-    """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves."""
+    """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves; where both are "auto",
+    one for each host."""
     dp_shard: int | Literal["auto"] = "auto"
-    """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without."""
+    """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without; where both are
+    "auto" on several hosts, those of a host."""
     tensor_parallel: int = 1
     """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
     cpu_offload: bool = False
@@ -56,7 +58,9 @@ class DeviceParameters:
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: float = 600.0
     """Seconds a collective may take after the first step; longer means that a rank is gone."""
-
+    host_timeout_seconds: float | None = 10.0
+    """Seconds of silence after which a host counts as lost and the job ends, where it has several; None: as any lost
+    rank, after a collective's time-out. A shorter silence costs nothing."""
     hang_timeout_seconds: float | Literal["auto"] | None = "auto"
     """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
     never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first
@@ -87,6 +91,8 @@ class DeviceParameters:
             )
         check_positive("start_timeout_seconds", self.start_timeout_seconds)
         check_positive("step_timeout_seconds", self.step_timeout_seconds)
+        if self.host_timeout_seconds is not None:
+            check_positive("host_timeout_seconds", self.host_timeout_seconds)
         if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
             check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
 
@@ -126,13 +132,17 @@ class MeshShape(NamedTuple):
     tp: int
 
 
-def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> MeshShape:
+def resolve_mesh(
+    parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int | None = None
+) -> MeshShape:
     """Divides `world_size` ranks as `parameters` asks.
 
     Args:
         parameters: of the run.
         world_size: ranks of the job.
         shard_by_default: whether the trainer can shard (it has FSDPMixin), so that "auto" means sharding.
+        ranks_per_host: ranks of each host, where there are several: "auto" for both then shards inside of hosts and
+            replicates between them. None: one host.
 
     Raises:
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
@@ -144,7 +154,7 @@ def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default
             f"{spell(divisors(world_size))}, or start another number of processes."
         )
     data_ranks = world_size // tensor
-    replicate, shard = _data_parallel(parameters, world_size, shard_by_default)
+    replicate, shard = _data_parallel(parameters, world_size, shard_by_default, ranks_per_host or world_size)
     if shard > 1 and not shard_by_default:
         raise ConfigError(
             f"dp_replicate={parameters.dp_replicate}, dp_shard={parameters.dp_shard} at world_size={world_size} asks "
@@ -160,10 +170,14 @@ def resolve_mesh(parameters: DeviceParameters, world_size: int, shard_by_default
     return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tensor)
 
 
-def _data_parallel(parameters: DeviceParameters, world_size: int, shard_by_default: bool) -> tuple[int, int]:
+def _data_parallel(
+    parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int
+) -> tuple[int, int]:
     """`(dp_replicate, dp_shard)` with "auto" filled in."""
     tensor = parameters.tensor_parallel
     match parameters.dp_replicate, parameters.dp_shard:
+        case "auto", "auto" if shard_by_default and world_size % ranks_per_host == ranks_per_host % tensor == 0:
+            return world_size // ranks_per_host, ranks_per_host // tensor
         case "auto", "auto":
             return (1, world_size // tensor) if shard_by_default else (world_size // tensor, 1)
         case "auto", int(shard):

@@ -394,7 +394,7 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
 
 def _describe(loader: object) -> str:
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-        return f"A {type(loader).__name__} with batch_size=None, of ready batches,"
+        return f"A {type(loader).__name__} with batch_size=None, of ready batches from {type(loader.dataset).__name__},"
     if isinstance(loader, DataLoader):
         sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
         kind = type(loader.dataset).__name__ if isinstance(loader.dataset, IterableDataset) else type(sampler).__name__

@@ -1,12 +1,15 @@
 """The job's store: where ranks leave notes for one another beside all collectives.
 
 One connection serves all trainers of a process. Each attempt of the job has keys of its own: a restart under the same
-torchrun agent must not find the last one's.
+torchrun agent must not find the last one's. The number of restarts does not tell attempts apart, since it stays as it
+is when hosts join or leave; so the ranks of an attempt agree on a name for it.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from dream_trainer.compat.stores import Store
 
 _store: Store | None = None
+_attempt = ""  # what the keys of this attempt begin with
+
+_LOOK_SECONDS = 0.02
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -28,12 +34,13 @@ def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta)
     Raises:
         ConfigError: The process was not started by torchrun, or in its way.
     """
-    global _store
+    global _attempt, _store
     from dream_trainer.compat.stores import PrefixStore
 
     if _store is None:
-        _store = _connect(rank, world_size, timeout)
-    return PrefixStore(f"{_prefix()}/{number}", _store)
+        _store, agent_hosts = _connect(rank, world_size, timeout)
+        _attempt = _agree_on_attempt(_store, rank, world_size, timeout) if agent_hosts else "dream_trainer"
+    return PrefixStore(f"{_attempt}/{number}", _store)
 
 
 def job_store() -> Store | None:
@@ -42,7 +49,7 @@ def job_store() -> Store | None:
         return None
     from dream_trainer.compat.stores import PrefixStore
 
-    return PrefixStore(_prefix(), _store)
+    return PrefixStore(_attempt, _store)
 
 
 def job_store_for_thread() -> Store | None:
@@ -51,7 +58,7 @@ def job_store_for_thread() -> Store | None:
         return None
     from dream_trainer.compat.stores import PrefixStore
 
-    return PrefixStore(_prefix(), connect_again(_store))
+    return PrefixStore(_attempt, connect_again(_store))
 
 
 def another_rank_failed() -> bool:
@@ -59,7 +66,7 @@ def another_rank_failed() -> bool:
     if _store is None:
         return False
     try:
-        return bool(_store.check([f"{_prefix()}/failed"]))
+        return bool(_store.check([f"{_attempt}/failed"]))
     except RuntimeError:  # the store went away with its rank
         return True
 
@@ -68,7 +75,7 @@ def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
     """Says `what`, and returns whether all ranks have said it within the time."""
     if _store is None:
         return True
-    key = f"{_prefix()}/said/{what}"
+    key = f"{_attempt}/said/{what}"
     try:
         if _store.add(key, 1) == world_size:
             _store.set(f"{key}/all", "")
@@ -89,25 +96,54 @@ def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
     """
     if _store is None:
         return
-    key = f"{_prefix()}/{number}/leaving"
+    key = f"{_attempt}/{number}/leaving"
     if _store.add(key, 1) == world_size:
         _store.set(f"{key}/all", "")
     if timeout_seconds is not None:
         _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
 
 
-def _prefix() -> str:
-    return f"dream_trainer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ranks of this attempt have, and none of an earlier one on the same store.
+
+    Every other rank leaves a word that nobody had before where rank 0 looks for it, and reads the name where that word
+    leads. What an earlier attempt has left there leads a rank of this one nowhere.
+    """
+    calls = [f"dream_trainer/call/{other}" for other in range(1, world_size)]
+    if rank > 0:
+        word = secrets.token_hex(8)
+        store.set(calls[rank - 1], word)
+        store.wait([f"dream_trainer/answer/{word}"], timeout)
+        name = store.get(f"dream_trainer/answer/{word}").decode()
+        store.add(f"{name}/came", 1)
+        return name
+    name = f"dream_trainer/{secrets.token_hex(8)}"
+    answered: dict[str, bytes] = {}
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store.add(f"{name}/came", 0) < world_size - 1:
+        for call in calls:
+            word_there = store.get(call) if store.check([call]) else b""
+            if word_there and answered.get(call) != word_there:
+                answered[call] = word_there
+                store.set(f"dream_trainer/answer/{word_there.decode()}", name)
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"only {store.add(f'{name}/came', 0) + 1} of {world_size} ranks came within "
+                f"{timeout.total_seconds():.0f} s (start_timeout_seconds). Look at what the others' processes say."
+            )
+        time.sleep(_LOOK_SECONDS)
+    return name
 
 
-def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
+def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, bool]:
+    """A connection to the job's store, and whether the agent has it, and so keeps it over attempts."""
     from dream_trainer.compat.stores import TCPStore
 
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,
@@ -115,3 +151,4 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
         timeout=timeout,
         multi_tenant=True,
     )
+    return store, agent_hosts

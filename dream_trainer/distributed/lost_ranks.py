@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,10 @@ _LOST = re.compile(
 )
 
 
+class LostHostError(RuntimeError):
+    """What ends the others where a host of the job is gone, or cannot be reached. Nobody catches it."""
+
+
 def announce(store: Store, rank: int) -> None:
     """Leaves in the store where this rank's process is."""
     store.set(_key(rank), f"{os.getpid()} {socket.gethostname()}")
@@ -31,6 +36,8 @@ def announce(store: Store, rank: int) -> None:
 
 def is_lost_connection(exc: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
+    if isinstance(exc, LostHostError):
+        return True
     return isinstance(exc, RuntimeError) and _LOST.search(str(exc)) is not None
 
 
@@ -61,11 +68,31 @@ def _is_alive(number: int) -> bool:
         return False
     except PermissionError:
         return True
-    try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # not Linux, or gone by now
+    state = _state(number)
+    if state is None:  # not Linux, or gone by now
         return Path("/proc/self").exists() is False
     return state not in ("Z", "X")
+
+
+def _state(number: int) -> str | None:
+    """What Linux says that a process does: a letter, T where it is stopped; None elsewhere, or where it is gone."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def announced_processes(store: Store, ranks: Sequence[int]) -> dict[int, int]:
+    """The process numbers of `ranks`; none until all of them have announced themselves."""
+    keys = [_key(rank) for rank in ranks]
+    if not store.check(keys):
+        return {}
+    return {rank: int(store.get(key).split()[0]) for rank, key in zip(ranks, keys, strict=True)}
+
+
+def is_stopped(number: int) -> bool:
+    """Whether a process of this host was stopped by a signal (Linux)."""
+    return _state(number) == "T"
 
 
 def _key(rank: int) -> str:

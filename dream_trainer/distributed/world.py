@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -21,6 +22,8 @@ from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job
 from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_all
+from dream_trainer.distributed.heartbeat import Heartbeat
+from dream_trainer.distributed.hosts import meet_hosts, place_among_hosts
 from dream_trainer.distributed.lost_ranks import announce
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
@@ -39,6 +42,7 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _group_users = 0
 _launches = 0
 _owns_group = False
+_heartbeat: Heartbeat | None = None
 
 
 # How long a rank with an exception waits for the others to have one too: they may still be at their last step.
@@ -109,7 +113,10 @@ class World(Ranks):
         from dream_trainer.config.device_parameters import resolve_mesh
 
         rank, self.local_rank, world_size = environment_ranks()
-        self.mesh_shape: MeshShape = resolve_mesh(parameters, world_size, shard_by_default=shard_by_default)
+        place = place_among_hosts(_launches)
+        self.mesh_shape: MeshShape = resolve_mesh(
+            parameters, world_size, shard_by_default, ranks_per_host=None if place is None else len(place.ranks)
+        )
         super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
@@ -190,23 +197,41 @@ class World(Ranks):
             backend = (
                 "gloo" if self.device.type == "cpu" else f"cpu:gloo,{self.device.type}:{_backend(self.device.type)}"
             )
+            store = job_store.store_for_group(_launches, self.rank, self.world_size, timeout)
+            self._meet_other_hosts()
             dist.init_process_group(
                 backend,
-                store=job_store.store_for_group(_launches, self.rank, self.world_size, timeout),
+                store=store,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timeout,
                 device_id=self.device if self.device.type == "cuda" else None,
             )
             _owns_group = True
-            store = job_store.job_store()
-            if store is not None:
-                announce(store, self.rank)
         _group_users += 1
         self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+
+    def _meet_other_hosts(self) -> None:
+        """Before anything waits for them in vain."""
+        global _heartbeat
+        store, place = job_store.job_store(), place_among_hosts(_launches)
+        assert store is not None  # there since `store_for_group`
+        announce(store, self.rank)
+        if place is None:
+            return
+        meet_hosts(store, place, self.world_size, timeout_seconds=self._parameters.start_timeout_seconds)
+        own_store, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
+        if limit is not None and own_store is not None:
+            _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit)
+            _heartbeat.start()
+
+    def tell_where(self, where: Callable[[], str]) -> None:
+        """Has the message that names a lost host say where training was; `where` is called from a thread."""
+        if _heartbeat is not None:
+            _heartbeat.where = where
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
@@ -283,7 +308,7 @@ class World(Ranks):
         Raises:
             RuntimeError: Another rank is gone, or did not come in time.
         """
-        global _group_users, _owns_group
+        global _group_users, _heartbeat, _owns_group
         if not self._open:
             return
         self._open = False
@@ -295,6 +320,9 @@ class World(Ranks):
         if _group_users == 0 and _owns_group and dist.is_initialized():
             job_store.leave(_launches, self.world_size, timeout_seconds)
             dist.barrier(group=self.cpu_group)
+            if _heartbeat is not None:
+                _heartbeat.close()
+                _heartbeat = None
             dist.destroy_process_group()
             _owns_group = False
             self.cpu_group = self.data_group = self.mesh = None

@@ -37,6 +37,8 @@ def launch(trainer: AbstractTrainer) -> None:
         atexit.register(_close_if_alive, weakref.ref(trainer))
     else:
         close_at_exit(world)
+    reference = weakref.ref(trainer)
+    world.tell_where(lambda: _where(reference))
     refuse_different_configs(trainer)
     for hook in uncalled_hooks(cls):
         trainer.warn_once(hook, f"{cls.__name__}.{hook} is never called: only SetupMixin does. Add SetupMixin.")
@@ -52,6 +54,11 @@ def _record_collectives(trainer: AbstractTrainer) -> None:
     device = trainer.config.device_parameters.device
     if world_size > 1 and choose_device(device, local_rank).type == "cuda":
         enable_flight_recorder(trainer.run_dir / "flight_recorder")
+
+
+def _where(reference: weakref.ref[AbstractTrainer]) -> str:
+    trainer = reference()
+    return "the end" if trainer is None else f"step {trainer.global_step}"
 
 
 def _close_if_alive(reference: weakref.ref[AbstractTrainer]) -> None:

@@ -24,6 +24,7 @@ _MAY_DIFFER = (
     "start_timeout_seconds",
     "step_timeout_seconds",
     "hang_timeout_seconds",
+    "host_timeout_seconds",
     "directory",
     "init_from",
     "init_renames",

@@ -8,9 +8,11 @@ from dream_trainer.config import DeviceParameters, MeshShape, resolve_mesh
 from dream_trainer.errors import ConfigError
 
 
-def shape(parameters: DeviceParameters, world_size: int, *, fsdp: bool = True) -> tuple[int, int]:
-    mesh = resolve_mesh(parameters, world_size, shard_by_default=fsdp)
-    assert (mesh.pp, mesh.cp, mesh.tp) == (1, 1, 1)
+def shape(
+    parameters: DeviceParameters, world_size: int, *, fsdp: bool = True, per_host: int | None = None
+) -> tuple[int, int]:
+    mesh = resolve_mesh(parameters, world_size, shard_by_default=fsdp, ranks_per_host=per_host)
+    assert (mesh.pp, mesh.cp, mesh.tp) == (1, 1, parameters.tensor_parallel)
     return mesh.dp_replicate, mesh.dp_shard
 
 
@@ -22,6 +24,17 @@ def test_the_mesh_names_its_dimensions_in_order() -> None:
 def test_the_default_shards_over_all_ranks_with_fsdp_and_replicates_without(world_size: int) -> None:
     assert shape(DeviceParameters(), world_size, fsdp=True) == (1, world_size)
     assert shape(DeviceParameters(), world_size, fsdp=False) == (world_size, 1)
+
+
+def test_on_several_hosts_the_default_shards_inside_of_each_and_replicates_between_them() -> None:
+    assert shape(DeviceParameters(), 16, per_host=8) == (2, 8)
+    assert shape(DeviceParameters(), 3, per_host=1) == (3, 1)
+    assert shape(DeviceParameters(), 16, fsdp=False, per_host=8) == (16, 1)
+    assert shape(DeviceParameters(tensor_parallel=2), 16, per_host=8) == (2, 4)
+    assert shape(DeviceParameters(tensor_parallel=8), 32, per_host=4) == (1, 4)  # wider than a host
+    assert shape(DeviceParameters(), 7, per_host=4) == (1, 7)  # 4 and 3
+    assert shape(DeviceParameters.fsdp(), 16, per_host=8) == (1, 16)
+    assert shape(DeviceParameters(dp_shard=4), 16, per_host=8) == (4, 4)
 
 
 @pytest.mark.pitfall(22)

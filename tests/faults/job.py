@@ -21,6 +21,7 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ class Job:
     step_seconds: float = 0.01
     workers: int = 0
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_every_n_steps": 2})
+    devices: dict[str, Any] = field(default_factory=dict)
+    imports: str | None = None
+    """A module that lies in the directory `OWN_CODE`."""
     fault: Fault | None = None
     pause: Pause | None = None
 
@@ -204,7 +208,7 @@ def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
         experiment="run",
         seed=42,
         callbacks=dt.CallbackCollection([diary, validations]),
-        device_parameters=dt.DeviceParameters(device="cpu"),
+        device_parameters=dt.DeviceParameters(**{"device": "cpu", **job.devices}),
         training_parameters=dt.TrainingParameters(
             max_steps=job.n_steps,
             val_every_n_steps=VALIDATE_EVERY,
@@ -241,6 +245,9 @@ def main(job: Job, attempt: int) -> None:
     directory = Path("attempts") / f"{attempt:03d}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"rank_{rank}.pid").write_text(str(os.getpid()))
+    if job.imports is not None:
+        sys.path.insert(0, os.environ["OWN_CODE"])
+        import_module(job.imports)
     if job.fault is not None:
         arm(job.fault, rank, directory)
     diary, validations = Diary(directory, rank), Validations()

@@ -11,14 +11,16 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.faults.job import Job, main
+from tests.faults.namespaces import Hosts, enter
 from tests.worlds import SERVER, free_port, rank_environment
 
 
-def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path) -> None:
+def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path, place: HostEnvironment | None) -> None:
     """A rank's life, in the forked process."""
     os.setsid()
     os.chdir(cwd)
@@ -27,7 +29,32 @@ def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path) -> None:
         os.dup2(file.fileno(), 2)
     if job.ranks > 1:
         os.environ.update(rank_environment(rank, job.ranks, port))
+    if place is not None:
+        os.environ.update(place.environment)
+        enter(place.namespace)
     main(job, attempt)
+
+
+@dataclass(frozen=True)
+class HostEnvironment:
+    """Where a rank is, if its job has several hosts."""
+
+    namespace: Path
+    environment: dict[str, str]
+
+
+def place_on(hosts: Hosts, rank: int, world_size: int, environment: dict[str, str]) -> HostEnvironment:
+    """The place of a rank where each host has as many, with what torchrun would set there, and `environment`."""
+    local_size = world_size // hosts.count
+    host = rank // local_size
+    of_torchrun = {
+        "MASTER_ADDR": hosts.address(0),
+        "LOCAL_RANK": str(rank % local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(hosts.count),
+    }
+    return HostEnvironment(hosts.namespace(host), of_torchrun | environment)
 
 
 def attempt_directory(directory: Path, attempt: int) -> Path:
@@ -44,14 +71,31 @@ class Attempt:
         job: What to run.
         directory: Working directory; the same for each start of one run.
         number: Which start this is, from 0.
+        hosts: What its ranks are spread over; None on one host.
+        environment: Further variables of the ranks of each host.
     """
 
-    def __init__(self, job: Job, directory: Path, number: int = 0) -> None:
+    def __init__(
+        self,
+        job: Job,
+        directory: Path,
+        number: int = 0,
+        *,
+        hosts: Hosts | None = None,
+        environment: Sequence[dict[str, str]] = (),
+    ) -> None:
         self.job, self.number = job, number
         self.directory = attempt_directory(directory, number)
         port = free_port()
+        places: list[HostEnvironment | None] = [None] * job.ranks
+        if hosts is not None:
+            of_hosts = environment or [{}] * hosts.count
+            places = [
+                place_on(hosts, rank, job.ranks, of_hosts[rank * hosts.count // job.ranks]) for rank in range(job.ranks)
+            ]
         self.processes: list[ForkServerProcess] = [
-            SERVER.Process(target=_enter, args=(rank, port, job, number, directory)) for rank in range(job.ranks)
+            SERVER.Process(target=_enter, args=(rank, port, job, number, directory, place))
+            for rank, place in enumerate(places)
         ]
         for process in self.processes:
             process.start()
@@ -83,6 +127,11 @@ class Attempt:
                 os.killpg(process.pid or 0, number)
 
     # -- what it tells
+
+    def ranks_of(self, host: int, hosts: Hosts) -> list[int]:
+        """The ranks on a host."""
+        size = self.job.ranks // hosts.count
+        return list(range(host * size, (host + 1) * size))
 
     def codes(self) -> list[int | None]:
         """Exit code of each rank; None while it runs, minus the signal's number if one killed it."""

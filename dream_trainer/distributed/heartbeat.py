@@ -1,0 +1,160 @@
+"""Heartbeat: a host that is lost, cut off or frozen ends the job in seconds, and is named.
+
+Nothing in gloo, NCCL or TCP tells a silent host from a slow one before the groups' time-out, which has to be long. So
+where a job has several hosts, each rank renews its host's key in the job's store, from a thread of its own, and looks
+at the next host's, around a ring:
+
+    this host's key + 1 -> the next host's key: has it moved? -> has anyone found a host lost?
+
+What the store does not answer within the limit is a lost host too: the one that keeps the store, or the way to it. That
+is judged by a second thread, since a call into a store that is gone does not return.
+
+All ranks of a host renew one key, so that a rank whose main thread holds Python's lock for long is not taken for a lost
+host; a process that is stopped (SIGSTOP) is found by its neighbours on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from dream_trainer.distributed.failure import LATER_SECONDS, first_to_fail, tell_failure
+from dream_trainer.distributed.hosts import HostPlace, name_of_host
+from dream_trainer.distributed.lost_ranks import LostHostError, announced_processes, is_stopped
+
+if TYPE_CHECKING:
+    from dream_trainer.compat.stores import Store
+
+BEATS = 5
+"""Beats within the limit."""
+LONGEST_BEAT_SECONDS = 2.0
+JOIN_SECONDS = 3.0
+
+
+class Heartbeat:
+    """One rank's side of the heartbeat, from launch until the world is closed.
+
+    Args:
+        store: A connection of its own to the job's store, under this attempt's prefix.
+        store_of_main: The main thread's.
+        place: Of this process among the hosts.
+        limit_seconds: Silence after which a host counts as lost.
+
+    Attributes:
+        where: Says where training is, such as "step 12"; called from a thread.
+    """
+
+    def __init__(self, store: Store, store_of_main: Store, place: HostPlace, *, limit_seconds: float) -> None:
+        self._store, self._store_of_main, self._place = store, store_of_main, place
+        self._limit_seconds = limit_seconds
+        self.where: Callable[[], str] = lambda: "launch"
+        self._period = min(LONGEST_BEAT_SECONDS, limit_seconds / BEATS)
+        self._answered = time.monotonic()
+        self._processes: dict[int, int] = {}
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._judge, name="heartbeat judge", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begins to beat and to look."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        with suppress(RuntimeError):  # the store has left with its rank
+            self._store_of_main.set(self._left(self._place.number), "")
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+
+    # -- the thread that speaks with the store
+
+    def _beat(self) -> None:
+        next_host = (self._place.number + 1) % self._place.n_hosts
+        seen, since = -1, time.monotonic()
+        stopped: dict[int, float] = {}
+        while not self._closing.wait(self._period):
+            try:
+                self._store.add(self._heart(self._place.number), 1)
+                beats = self._store.add(self._heart(next_host), 0)
+                if self._store.check([self._key("lost")]):
+                    self._end(self._store.get(self._key("lost")).decode(), first=int(self._store.get("failed")))
+                has_left = beats == seen and self._store.check([self._left(next_host)])
+                self._answered = now = time.monotonic()
+                if beats != seen or has_left:
+                    seen, since = beats, now
+                elif now - since > self._limit_seconds:
+                    self._end_all(self._lost(next_host, now - since))
+                stopped = self._look_at_neighbours(stopped, now)
+            except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself
+                continue
+
+    def _lost(self, number: int, seconds: float) -> str:
+        name = name_of_host(self._store, self._place, number)
+        return (
+            f"{name} has not been heard of for {seconds:.0f} s, at {self.where()}: it is down, frozen, or cut off from "
+            "the network"
+        )
+
+    def _look_at_neighbours(self, known: dict[int, float], now: float) -> dict[int, float]:
+        """Ranks of this host whose processes are stopped, each with the time since; too long ends the job."""
+        self._processes = self._processes or announced_processes(self._store, self._place.ranks)
+        stopped = {rank: known.get(rank, now) for rank, number in self._processes.items() if is_stopped(number)}
+        for rank, since in stopped.items():
+            if now - since > self._limit_seconds:
+                self._end_all(
+                    f"the process of rank {rank} on {self._place.name} has been stopped for {now - since:.0f} s "
+                    f"(SIGSTOP), at {self.where()}"
+                )
+        return stopped
+
+    def _end_all(self, reason: str) -> NoReturn:
+        """Ends the job for what this rank has found; the first to find anything tells the others."""
+        first = first_to_fail(self._store, self._place.rank)
+        if first == self._place.rank:
+            self._store.set(self._key("lost"), reason)
+        self._end(reason, first=first)
+
+    # -- the thread that needs no answer
+
+    def _judge(self) -> None:
+        while not self._closing.wait(min(0.5, self._period)):
+            silent = time.monotonic() - self._answered
+            if silent > self._limit_seconds + self._period:
+                address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                self._end(
+                    f"the job's store at {address} has not answered {self._place.name} for {silent:.0f} s, at "
+                    f"{self.where()}: the host that keeps it is down or frozen, or this one is cut off",
+                    first=self._place.ranks.start,
+                )
+
+    def _end(self, reason: str, *, first: int) -> NoReturn:
+        report = f"{reason}.\n{_ADVICE}"
+        tell_failure(LostHostError(reason), report, rank=self._place.rank, first=first)
+        if first != self._place.rank:
+            time.sleep(LATER_SECONDS)
+        os._exit(1)
+
+    def _heart(self, number: int) -> str:
+        return self._key(f"heart/{number}")
+
+    def _left(self, number: int) -> str:
+        return self._key(f"left/{number}")
+
+    def _key(self, what: str) -> str:
+        return f"{self._place.meeting}/{what}"
+
+
+_ADVICE = (
+    "Start the job again when the host is back, or without it; it goes on from its newest checkpoint. How long silence "
+    "is borne: host_timeout_seconds in DeviceParameters."
+)

@@ -1,0 +1,210 @@
+"""The hosts of a job: which this one is among them, and what has to be the same on all, compared before they connect.
+
+A job is on several hosts where torchrun says that fewer of its ranks are here than there are. They meet in the job's
+store, which every host reaches by `MASTER_ADDR` whatever interface gloo would take.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dream_trainer.distributed.network import take_reachable_interface
+from dream_trainer.errors import ConfigError, RanksDifferError
+from dream_trainer.version import __version__
+
+if TYPE_CHECKING:
+    from dream_trainer.compat.stores import Store
+
+logger = logging.getLogger("dream_trainer")
+
+CLOCKS_MAY_DIFFER_SECONDS = 5.0
+_HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every rank reads why
+
+PACKAGE = Path(__file__).parent.parent
+
+
+class HostPlace(NamedTuple):
+    """Where this process is among the hosts of its job.
+
+    Attributes:
+        number: This host, 0-based; host 0 has rank 0.
+        n_hosts: Number of hosts.
+        rank: Of this process.
+        ranks: Those on this host. The first speaks for it.
+        meeting: Which process group of these processes the hosts meet for, 1-based.
+    """
+
+    number: int
+    n_hosts: int
+    rank: int
+    ranks: range
+    meeting: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its host."""
+        return self.rank == self.ranks.start
+
+    @property
+    def name(self) -> str:
+        """What people call this host."""
+        return host_name(self.number, socket.gethostname())
+
+
+def host_name(number: int, name: str) -> str:
+    """How messages name a host; names alone may be the same on several."""
+    return f"host {number} ({name})"
+
+
+def place_among_hosts(meeting: int) -> HostPlace | None:
+    """This process's place, as torchrun sets it; None where the job has one host, or nobody says how many it has."""
+    world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not 0 < local < world_size:
+        return None
+    rank = int(os.environ["RANK"])
+    first = rank - int(os.environ.get("LOCAL_RANK", rank % local))
+    number = int(os.environ.get("GROUP_RANK", rank // local))
+    count = int(os.environ.get("GROUP_WORLD_SIZE", -(-world_size // local)))
+    return HostPlace(number, count, rank, range(first, first + local), meeting)
+
+
+def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
+    """Compares the hosts and picks the address by which they reach one another; every rank calls it.
+
+    Args:
+        store: The job's, under this attempt's prefix.
+        place: Of this process.
+        world_size: Number of ranks.
+        timeout_seconds: How long a host may take to come.
+
+    Raises:
+        ConfigError: Some host would be reached by no other, or did not come in time; the same on every rank.
+        RanksDifferError: The hosts run other versions or other code; the same on every rank.
+    """
+    problem = None
+    try:
+        take_reachable_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    except ConfigError as error:
+        problem = str(error)
+    if place.is_leader:
+        facts = {"name": socket.gethostname(), "problem": problem, "versions": _versions(), "code": _code()}
+        store.set(_key(place, place.number), json.dumps(facts))
+    if place.rank == 0:
+        refusal = _missing(store, place, timeout_seconds) or _refusal(store, place)
+        told = None if refusal is None else [type(refusal).__name__, str(refusal)]
+        store.set(_key(place, "verdict"), json.dumps({"refusal": told, "time": time.time()}))
+    store.wait([_key(place, "verdict")], timedelta(seconds=2 * timeout_seconds))
+    verdict = json.loads(store.get(_key(place, "verdict")))
+    ahead = time.time() - verdict["time"]
+    if verdict["refusal"] is not None:
+        _wait_until_all_know(store, place, world_size)
+        kind, text = verdict["refusal"]
+        raise {"ConfigError": ConfigError, "RanksDifferError": RanksDifferError}[kind](text)
+    if place.is_leader and abs(ahead) > CLOCKS_MAY_DIFFER_SECONDS:
+        logger.warning(
+            "the clock of %s is %.0f s %s of host 0's: times in logs and file names will not fit together. Have the "
+            "hosts take their time from one server (chrony, ntpd).",
+            place.name,
+            abs(ahead),
+            "ahead" if ahead > 0 else "behind",
+        )
+
+
+def _missing(store: Store, place: HostPlace, timeout_seconds: float) -> ConfigError | None:
+    """Waits for the hosts; what to say of those that do not come."""
+    keys = [_key(place, number) for number in range(place.n_hosts)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+    except RuntimeError:
+        missing = ", ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
+        return ConfigError(
+            f"of the job's {place.n_hosts} hosts number {missing} did not come within {timeout_seconds:.0f} s "
+            "(start_timeout_seconds). Look at what their processes say."
+        )
+    return None
+
+
+def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError | None:
+    """What keeps the hosts, who have all come, from running as one job."""
+    hosts = [json.loads(value) for value in store.multi_get([_key(place, number) for number in range(place.n_hosts)])]
+    names = [host_name(number, host["name"]) for number, host in enumerate(hosts)]
+    problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
+    if problems:
+        return ConfigError("\n".join(problems))
+    versions = "; ".join(_differences(names, [host["versions"] for host in hosts]))
+    if versions:
+        return RanksDifferError(f"the hosts of this job run other versions: {versions}. Install the same on each.")
+    code = list(_differences(names, [host["code"] for host in hosts]))
+    if code:
+        more = f" and {len(code) - 3} more modules differ" if len(code) > 3 else ""
+        return RanksDifferError(
+            f"the hosts of this job run other code (modules and digests of their files): {'; '.join(code[:3])}{more}. "
+            "Start every host from the same files."
+        )
+    return None
+
+
+def _differences(names: Sequence[str], facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """What all hosts have and not all have the same of, in words."""
+    for key in facts[0]:
+        values = [own[key] for own in facts if key in own]
+        if len(values) == len(facts) and len(set(values)) > 1:
+            yield f"{key} is " + ", ".join(f"{value} on {name}" for value, name in zip(values, names, strict=True))
+
+
+def _versions() -> dict[str, str]:
+    python = ".".join(platform.python_version_tuple()[:2])  # a patch of Python changes nothing that ranks share
+    return {"Python": python, "torch": torch.__version__, "dream_trainer": __version__}
+
+
+def _code() -> dict[str, str]:
+    """Digests of the job's own code by module: the package, and what was imported that nobody installed."""
+    package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
+    digests = {"dream_trainer": _digest(b"".join(package))}
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for name, module in list(sys.modules.items()):
+        path = Path(vars(module).get("__file__") or "") if module is not None else Path()
+        if path.suffix != ".py" or any(path.is_relative_to(place) for place in (*installed, PACKAGE)):
+            continue
+        try:
+            digests[name] = _digest(path.read_bytes())
+        except OSError:  # of an archive, or gone since
+            continue
+    return digests
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _wait_until_all_know(store: Store, place: HostPlace, world_size: int) -> None:
+    """Rank 0 leaves last: the store may go with its process."""
+    if store.add(_key(place, "know"), 1) == world_size:
+        store.set(_key(place, "all_know"), "")
+    if place.rank == 0:
+        with suppress(RuntimeError):  # some rank is gone
+            store.wait([_key(place, "all_know")], timedelta(seconds=_HEARD_SECONDS))
+
+
+def name_of_host(store: Store, place: HostPlace, number: int) -> str:
+    """A host that has met the others, as messages name it."""
+    return host_name(number, str(json.loads(store.get(_key(place, number)))["name"]))
+
+
+def _key(place: HostPlace, what: int | str) -> str:
+    return f"{place.meeting}/hosts/{what}"

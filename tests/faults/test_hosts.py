@@ -1,0 +1,185 @@
+"""A job of several hosts: equal to one on one host, quick to say what keeps it from running, and quick to end where a
+host is lost, cut off or frozen; started again it ends as if nothing had been.
+
+Hosts are network namespaces with real wires between them; it takes root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.job import Job
+from tests.faults.kills import outcome
+from tests.faults.namespaces import Hosts, can_make_hosts
+from tests.faults.ranks import Attempt
+
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and network namespaces")
+
+LIMIT = 3.0
+"""Seconds of silence that these jobs bear."""
+NOTICED = 15.0
+"""Within how many seconds after a fault all ranks that can have ended; their collectives would wait for 60."""
+
+
+def job_of(ranks: int, **options: Any) -> Job:
+    devices = {"host_timeout_seconds": LIMIT, "step_timeout_seconds": 60.0, "start_timeout_seconds": 60.0}
+    return Job(ranks=ranks, devices=devices, **options)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """How the job ends undisturbed on one host, on the mesh that two hosts have by default."""
+    known: dict[int, dict[str, Any]] = {}
+
+    def find(ranks: int) -> dict[str, Any]:
+        if ranks not in known:
+            directory = tmp_path_factory.mktemp("truth")
+            mesh = {"dp_replicate": 2, "dp_shard": ranks // 2}
+            with Attempt(Job(ranks=ranks, devices=mesh), directory) as attempt:
+                assert attempt.wait(60) == [0] * ranks
+            known[ranks] = outcome(directory)
+        return known[ranks]
+
+    return find
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_two_hosts_train_what_one_does_though_their_names_lead_to_the_loopback(
+    ranks: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    with Attempt(job_of(ranks), tmp_path, hosts=hosts) as attempt:
+        assert attempt.wait(60) == [0] * ranks, attempt.report()
+    assert outcome(tmp_path) == truth(ranks)
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("lo", "only this host is reached by it, and the job has several hosts"),
+        ("eth7", "this host has no such interface with an address"),
+    ],
+)
+def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks_at_once(
+    variable: str, said: str, hosts: Hosts, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    environment = [{}, {"GLOO_SOCKET_IFNAME": variable}]
+    with Attempt(job_of(2), tmp_path, hosts=hosts, environment=environment) as attempt:
+        assert attempt.wait(30) == [1, 1]
+    assert time.monotonic() - began < 20
+    for rank in (0, 1):
+        error = (attempt.directory / f"rank_{rank}.err").read_text()
+        assert f"GLOO_SOCKET_IFNAME={variable}: {said}" in error
+        assert "Unset it, or set it to 'eth0', on the way to 10.77.0.1" in error
+        assert "host 1 (" in error
+
+
+FAULTS: dict[str, Callable[[Hosts, Attempt], None]] = {
+    "silent": lambda hosts, attempt: hosts.silence(1),
+    "the silent host has the store": lambda hosts, attempt: hosts.silence(0),
+    "without power": lambda hosts, attempt: _without_power(hosts, attempt, 1),
+    "without power, and the store": lambda hosts, attempt: _without_power(hosts, attempt, 0),
+    "frozen": lambda hosts, attempt: attempt.send(signal.SIGSTOP, attempt.ranks_of(1, hosts)),
+    "one process frozen": lambda hosts, attempt: attempt.send(signal.SIGSTOP, attempt.ranks_of(1, hosts)[-1:]),
+}
+ORDINARY = [("silent", 2), ("one process frozen", 4)]
+
+
+def _without_power(hosts: Hosts, attempt: Attempt, host: int) -> None:
+    hosts.cut(host)  # first, so that no connection of its processes is closed to the others
+    attempt.send(signal.SIGKILL, attempt.ranks_of(host, hosts))
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks"),
+    [
+        pytest.param(fault, ranks, marks=[] if (fault, ranks) in ORDINARY else pytest.mark.slow)
+        for fault in FAULTS
+        for ranks in (2, 4)
+        if (fault, ranks) != ("one process frozen", 2)  # which is its host
+    ],
+)
+def test_a_lost_host_ends_the_job_in_seconds_and_started_again_it_ends_as_undisturbed(
+    fault: str, ranks: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    job = job_of(ranks, step_seconds=0.1)
+    lost = 0 if "store" in fault else 1
+    with Attempt(job, tmp_path, hosts=hosts) as attempt:
+        assert attempt.wait_for("saved 4")
+        FAULTS[fault](hosts, attempt)
+        began = time.monotonic()
+        survivors = attempt.ranks_of(1 - lost, hosts)
+        try:
+            while any(attempt.codes()[rank] is None for rank in survivors):
+                assert time.monotonic() - began < NOTICED, attempt.report()
+                time.sleep(0.05)
+        finally:
+            hosts.hear(lost) if "silent" in fault else hosts.mend(lost)
+        assert all(attempt.codes()[rank] == 1 for rank in survivors), attempt.report()
+    said = attempt.report()
+    assert "[rank " in said
+    assert said.count("failed, the job ends") >= 1
+    if fault == "one process frozen":
+        assert f"the process of rank {ranks - 1} on host 1 (" in said
+        assert "has been stopped for" in said
+    elif lost == 1:
+        assert "host 1 (" in said
+        assert "has not been heard of for" in said
+    else:
+        assert "the job's store at 10.77.0.1:" in said
+        assert "has not answered host 1 (" in said
+    assert "at step " in said
+
+    with Attempt(job, tmp_path, 1, hosts=hosts) as attempt:
+        assert attempt.wait(60) == [0] * ranks, attempt.report()
+    assert attempt.numbers("resumed") >= [4]
+    assert outcome(tmp_path) == truth(ranks)
+
+
+def test_a_shorter_silence_changes_nothing(
+    hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    with Attempt(job_of(2, step_seconds=0.1), tmp_path, hosts=hosts) as attempt:
+        assert attempt.wait_for("step 4")
+        hosts.silence(1)
+        time.sleep(LIMIT / 3)
+        hosts.hear(1)
+        assert attempt.wait(60) == [0, 0], attempt.report()
+    assert outcome(tmp_path) == truth(2)
+
+
+def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    environment = []
+    for host in range(2):
+        directory = tmp_path / f"code_{host}"
+        directory.mkdir()
+        (directory / "own.py").write_text(f"VALUE = {host}\n")
+        environment.append({"OWN_CODE": str(directory)})
+    with Attempt(job_of(2, imports="own"), tmp_path, hosts=hosts, environment=environment) as attempt:
+        assert attempt.wait(30) == [1, 1]
+    for rank in (0, 1):
+        error = (attempt.directory / f"rank_{rank}.err").read_text()
+        assert (
+            "RanksDifferError: the hosts of this job run other code (modules and digests of their files): own is "
+            in error
+        )
+
+
+def test_the_hosts_are_gone_afterwards() -> None:
+    with Hosts(2) as hosts:
+        assert all(hosts.namespace(host).exists() for host in range(2))
+    assert not any(hosts.namespace(host).exists() for host in range(2))
+    assert not os.path.exists("/run/netns") or not [name for name in os.listdir("/run/netns") if hosts.name in name]
