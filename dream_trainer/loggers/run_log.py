@@ -186,12 +186,13 @@ class RunLog:
             self.land()
 
     def fit_ended(self, step: int) -> None:
-        """Writes what the last events logged, as of the run's last epoch, unless a resumed run will; a collective.
+        """After `land`: writes what the last events logged, as of the run's last epoch, unless a resumed run will.
+
+        A collective.
 
         Args:
             step: Optimizer steps completed.
         """
-        self.land()
         if not self._pending_is_saved(step):
             self._decide(None)
             self._write(self.metrics.reduce(self._world), self._stamp())

@@ -215,7 +215,7 @@ class BaseTrainer(AbstractTrainer):
         if agreement.ended_by is not None:
             self._notify("on_interrupt")
         self._notify("post_fit")
-        self._fit_ended()
+        self._land(is_last=True)
 
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
@@ -370,7 +370,7 @@ class BaseTrainer(AbstractTrainer):
         one would have. After a signal that only asks for a checkpoint, the validation starts again.
         """
         self.settle()
-        self._land()
+        self._land(is_last=False)
         agreement, schedule, loaders = self._agreement, self._schedule, self._data.validation
         while True:
             try:

@@ -56,11 +56,9 @@ class Cooperation:
         """Loggers flush when due: after each window and its events, after a resume, and with `is_last` where the run
         ends, which may be found out only after the window's validation."""
 
-    def _land(self) -> None:
-        """Before a validation of the training, loggers write what is on its way to them; a collective."""
-
-    def _fit_ended(self) -> None:
-        """After the last event of a `fit` that trained, on all ranks."""
+    def _land(self, *, is_last: bool) -> None:
+        """Loggers write what is on its way to them: before a validation of the training, and with `is_last`, what the
+        last events of a `fit` logged too, after them; a collective."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""

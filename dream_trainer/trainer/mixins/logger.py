@@ -356,13 +356,11 @@ class LoggerMixin(AbstractTrainer):
         super()._window_finished(is_last=is_last)
         self._run_log.window_finished(self.global_step, is_last=is_last, is_stopped=self._agreement.stopped)
 
-    def _land(self) -> None:
-        super()._land()
+    def _land(self, *, is_last: bool) -> None:
+        super()._land(is_last=is_last)
         self._run_log.land()
-
-    def _fit_ended(self) -> None:
-        super()._fit_ended()
-        self._run_log.fit_ended(self.global_step)
+        if is_last:
+            self._run_log.fit_ended(self.global_step)
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
