@@ -18,6 +18,7 @@ from typing import Any
 from tests.faults.job import Job
 from tests.faults.namespaces import Hosts, can_make_hosts
 from tests.trainer.small import ROOT
+from tools import elastic
 
 RANKS, N_HOSTS = 4, 2
 DEVICES = {"step_timeout_seconds": 120.0, "start_timeout_seconds": 120.0}
@@ -233,6 +234,8 @@ def main(names: Sequence[str]) -> int:
     if not can_make_hosts():
         print("tools/hosts.sh makes network namespaces, which takes root and iproute2 (Linux). Nothing was run.")
         return 0
+    if names[:1] == ["--elastic"]:
+        return elastic.main(int(names[1]) if names[1:] else 100, int(names[2]) if names[2:] else 0)
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         print(f"no fault {unknown[0]!r}; there are: {'; '.join(FAULTS)}", file=sys.stderr)

@@ -19,6 +19,7 @@ from tests.faults.job import Job
 from tests.faults.kills import outcome
 from tests.faults.namespaces import Hosts, can_make_hosts
 from tests.faults.ranks import Attempt
+from tools import elastic
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and network namespaces")
 
@@ -159,6 +160,12 @@ def test_a_shorter_silence_changes_nothing(
         hosts.hear(1)
         assert attempt.wait(60) == [0, 0], attempt.report()
     assert outcome(tmp_path) == truth(2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hosts_come_and_go_and_each_step_has_the_samples_of_the_undisturbed_run() -> None:
+    assert elastic.main(10, seed=0) == 0
 
 
 def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
