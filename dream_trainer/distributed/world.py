@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -114,8 +114,9 @@ class World(Ranks):
 
         rank, self.local_rank, world_size = environment_ranks()
         place = place_among_hosts(_launches)
+        self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.mesh_shape: MeshShape = resolve_mesh(
-            parameters, world_size, shard_by_default, ranks_per_host=None if place is None else len(place.ranks)
+            parameters, world_size, shard_by_default, ranks_per_host=self._ranks_per_host
         )
         super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
         self.device = choose_device(parameters.device, self.local_rank)
@@ -253,6 +254,11 @@ class World(Ranks):
     def connect_to_store(self) -> Store | None:
         """A connection of its own to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
+
+    def links(self, ranks: Sequence[int]) -> str:
+        """Over which links `ranks` speak to one another, in words."""
+        n_hosts = len({rank // self._ranks_per_host for rank in ranks})
+        return "inside the host" if n_hosts == 1 else f"between {n_hosts} hosts"
 
     def further_group(self) -> dist.ProcessGroup:
         """A group of all ranks whose collectives meet no others, with the time-out of a step's; every rank calls it."""

@@ -1,4 +1,4 @@
-"""What `describe()` shows: the setup order with its reasons, and who listens to which event."""
+"""What `describe()` shows: the setup order with its reasons, who listens to which event, and the mesh."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.trainer.event_table import describe_events
+from dream_trainer.trainer.mesh_table import mesh_lines
 from dream_trainer.trainer.step.gradients import guards_itself
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def describe(trainer: AbstractTrainer) -> str:
     lines = [f"# {name}", "", "## Setup order", "", "| # | Stage | Why here |", "| --- | --- | --- |"]
     lines += [f"| {number} | {stage} | {reason} |" for number, (stage, reason) in enumerate(stages, start=1)]
     lines += ["", "## Events", "", describe_events(trainer)]
+    mesh = mesh_lines(trainer)
+    if mesh:
+        lines += ["", "## Mesh", "", *mesh]
     optimizers = trainer.named_optimizers()
     if optimizers:
         lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]

@@ -255,6 +255,7 @@ def main(job: Job, attempt: int) -> None:
     trainer.fit()
     found = outcome(trainer, validations)
     if rank == 0:
+        Path("described.md").write_text(trainer.describe())
         Path("outcome.tmp").write_text(json.dumps(found))
         Path("outcome.tmp").rename("outcome.json")
     trainer.close()

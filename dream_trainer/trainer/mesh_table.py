@@ -1,0 +1,62 @@
+"""The mesh as `describe()` draws it: whose ranks a dimension joins, over which links, and what crosses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.distributed.world import MESH_DIMS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def mesh_lines(trainer: AbstractTrainer) -> list[str]:
+    """Rows of a Markdown table, one for each dimension of more than one rank; none before launch, or on one rank."""
+    world = trainer._world
+    if world is None or world.mesh is None:
+        return []
+    rows = ["| Dimension | Ranks | With this rank | Links | What crosses them |", "| --- | --- | --- | --- | --- |"]
+    for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True):
+        if size > 1:
+            ranks = world.mesh[name].mesh.tolist()
+            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {world.links(ranks)} | {_crossing(trainer, name)} |")
+    return rows
+
+
+def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
+    parameters = [parameter for model in trainer.named_models().values() for parameter in model.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    shards = trainer.world.mesh_shape.dp_shard
+    match dimension:
+        case "dp_replicate":
+            return f"gradients of {_size(_here(trained))}, once per step" if trained else "gradients"
+        case "dp_shard":
+            whole, gradients = _here(parameters) * shards, _here(trained) * shards
+            often = (
+                "once per step" if trainer.config.training_parameters.sync_policy == "no_sync" else "per micro-batch"
+            )
+            if not parameters:
+                return "weights and gradients"
+            return (
+                f"weights of {_size(whole)}, gathered for forward and again for backward of each micro-batch; gradients "
+                f"of {_size(gradients)}, {often}"
+            )
+        case _:
+            return "activations and their gradients, in each split layer"
+
+
+def _here(parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of this rank's parts."""
+    return sum(local.numel() * local.element_size() for local in map(local_tensor, parameters))
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:.2f} MiB"
+
+
+def _spelled(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f", ... {ranks[-1]}" if len(ranks) > 8 else "")
