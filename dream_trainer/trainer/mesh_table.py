@@ -42,8 +42,8 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
             if not parameters:
                 return "weights and gradients"
             return (
-                f"weights of {_size(whole)}, gathered for forward and again for backward of each micro-batch; gradients "
-                f"of {_size(gradients)}, {often}"
+                f"weights of {_size(whole)}, gathered for forward and again for backward of each micro-batch; "
+                f"gradients of {_size(gradients)}, {often}"
             )
         case _:
             return "activations and their gradients, in each split layer"
