@@ -99,8 +99,9 @@ class Saver(Saving):
         self._validation: tuple[int, dict[str, float]] = (-1, {})
         self._best_value: float | None = None
         self._is_best = False
-        # The step of another run's checkpoint that this run continues. Its own later checkpoints are of another branch.
-        self._branched_at: int | None = None
+        # What this run saved after this step belongs to a branch that it has left; None where there is no such branch.
+        self._leaves_after: int | None = None
+        self._leaves_at_first_save = False
         self._claimed: list[Path] = []
 
     @property
@@ -219,9 +220,7 @@ class Saver(Saving):
             return
         replace = self._saved == Moment(now.step, has_pending_work=True)
         try:
-            if self._branched_at is not None:  # checkpoints of the other branch would be taken for this one's
-                leave_branch(self._writer.directory, self._branched_at - 1, self._world)
-                self._branched_at = None
+            self._leave_branch()
             validated_at, metrics = self._validation
             snapshot = self._snapshot(metrics if validated_at == now.step else {}, self._writer.copies)
         except CheckpointError as error:
@@ -267,12 +266,20 @@ class Saver(Saving):
 
     def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
         self.lacks_checkpoint = False
-        if is_own:
-            leave_branch(self._writer.directory, step, self._world)
-            self._saved, self._branched_at = Moment(step, has_pending_work), None
-        else:
-            self._saved, self._branched_at = None, step
+        self._saved = Moment(step, has_pending_work) if is_own else None
+        self._leaves_after = step if is_own else step - 1
+        self._leaves_at_first_save = not is_own
         self._validation = step, dict(metrics)
+
+    def begin_training(self) -> None:
+        if not self._leaves_at_first_save:
+            self._leave_branch()
+
+    def _leave_branch(self) -> None:
+        """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""
+        if self._leaves_after is not None:
+            leave_branch(self._writer.directory, self._leaves_after, self._world)
+            self._leaves_after = None
 
     def state(self) -> dict[str, Any]:
         return {"best_value": self._best_value}

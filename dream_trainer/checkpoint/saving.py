@@ -72,7 +72,8 @@ class Saving:
         """
 
     def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
-        """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves now; a collective.
+        """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves once it trains on or
+        saves; where it is another run's, once it saves.
 
         Args:
             step: Where the run goes on.
@@ -80,6 +81,9 @@ class Saving:
             is_own: Whether the checkpoint is this run's, and not another one's.
             has_pending_work: Whether something was still to be done after its last window.
         """
+
+    def begin_training(self) -> None:
+        """Training goes on from where the run is; a collective."""
 
     def close(self) -> None:
         """Waits for everything that threads are doing.

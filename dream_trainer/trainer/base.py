@@ -199,6 +199,7 @@ class BaseTrainer(AbstractTrainer):
                 )
             schedule.stop()
             return
+        self._saver.begin_training()
         tf32 = float32_products(self.config.device_parameters, self.world.device, self.warn_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()

@@ -320,6 +320,8 @@ def test_what_a_run_leaves_by_going_back_is_set_aside(tmp_path: Path) -> None:
         save(tmp_path, step)
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
         goes_on_from(run.saver, list_checkpoints(tmp_path)[1], is_own=True)
+        assert run.on_disk == [1, 2, 3, 4]  # as yet it may only be evaluated
+        run.saver.begin_training()
         assert run.on_disk == [1, 2]
         run.step = 2
         run.saver.save()  # it is there
@@ -337,6 +339,7 @@ def test_a_run_that_goes_on_from_another_runs_checkpoint_sets_its_own_aside_when
     with counting(own, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.step = 2
         goes_on_from(run.saver, theirs, is_own=False)
+        run.saver.begin_training()
         assert run.on_disk == [1, 2, 3, 4]
         run.train()
         assert run.on_disk == [1, 3]

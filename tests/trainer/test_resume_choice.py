@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import dream_trainer as dt
 from dream_trainer.checkpoint.store import read_shared
@@ -102,6 +103,42 @@ def test_best_is_the_one_whose_own_validation_was_best(mode: str, step: int, cap
     assert f"going on from step {step}; set aside: " in caplog.text
     assert trainer.saved == [*range(step + 2, 8, 2), 7]
     assert steps_of(trainer) == [*range(1, step + 1), *trainer.saved]
+
+
+@pytest.mark.parametrize("way", ["resume", "load_checkpoint"])
+def test_an_evaluation_of_an_older_checkpoint_leaves_the_run_as_it_is(way: str) -> None:
+    def config(**checkpoint: Any) -> Config:
+        made = make_config(training={"n_epochs": 3}, **checkpoint)
+        made.logger_parameters = dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=1)
+        return made
+
+    class Logs(dt.LoggerMixin, Saves):
+        def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+            return self.model(batch[0])
+
+    first = Logs(config())
+    fit(first)
+    before = files_of(first.run_dir)
+    with Logs(config(resume=STEPS) if way == "resume" else config()) as trainer:
+        if way == "load_checkpoint":
+            trainer.load_checkpoint(first.checkpoint_dir / f"step_{STEPS:08d}")
+        assert trainer.evaluate() == pytest.approx(dict.fromkeys(["val/loss"], first.history_of("val/loss")[0][1]))
+        assert len(trainer.predict(DataLoader(Samples(4), 2))) == 2
+        assert trainer.global_step == STEPS
+        assert files_of(first.run_dir) == before
+    assert files_of(first.run_dir) == before
+    second = Logs(config(resume=STEPS))
+    with second:
+        second.evaluate()
+        second.fit()
+    assert steps_of(second) == [STEPS, 2 * STEPS, 3 * STEPS]
+    assert len(list(second.checkpoint_dir.glob(".aside-*"))) == 2
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """What lies under a directory, but for the lock, by its path."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "run.lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 def test_best_without_a_value_is_an_error_that_says_so() -> None:

@@ -82,9 +82,9 @@ class CheckpointMixin(AbstractTrainer):
     def load_checkpoint(self, path: str | Path) -> None:
         """Loads the checkpoint at `path` into this trainer; between windows, called by every rank.
 
-        Launches and sets up on the first call. Newer checkpoints of this run are set aside (renamed, not deleted): the
-        run continues from this one and writes those steps again. Every file's checksum is compared before anything is
-        loaded.
+        Launches and sets up on the first call. If the run then trains on, its newer checkpoints are set aside (renamed,
+        not deleted), since it writes those steps again; `evaluate` and `predict` change nothing. Every file's checksum
+        is compared before anything is loaded.
 
         Raises:
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
