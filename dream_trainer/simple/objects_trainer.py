@@ -132,14 +132,15 @@ class ObjectsTrainer(DreamTrainer):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Forward, backward, and at the window's end the optimizers and the schedules that go by steps.
 
-        Where ranks have different numbers of samples, at an epoch's end, each sample counts the same.
+        Each sample of a window counts the same, however they are shared out among its batches and the ranks.
         """
-        given = self._given
+        given, window = self._given, self._accumulation
         if given.step is None:
             result: dict[str, Any] = {"loss": given.calls.forward(self.model, batch).loss}
         else:
             result = values_of(given.step(self.model, batch), "step")
-        self.backward(result["loss"], weight=self._samples_in_batch() if self._accumulation.is_uneven else None)
+        counts_samples = window.size > 1 or window.is_uneven  # one batch alone is its samples' mean already
+        self.backward(result["loss"], weight=self._samples_in_batch() if counts_samples else None)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizers, self._scheduled("step"))
         return {name: value for name, value in result.items() if value is not None}

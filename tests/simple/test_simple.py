@@ -87,6 +87,31 @@ def test_gradients_from_before_are_not_part_of_the_first_step() -> None:
     assert_same_bits(model, expected)
 
 
+@pytest.mark.parametrize("form", ["loader", "batches"])
+def test_each_sample_of_a_window_counts_the_same_in_a_short_batch_too(form: str) -> None:
+    """21 samples in batches of 4, three for a step: windows of 4 + 4 + 4 and of 4 + 4 + 1 samples."""
+    x, y = samples(21, torch.float64).tensors
+    parts = list(zip(x.split(4), y.split(4), strict=True))
+    found, expected = classifier(torch.float64), classifier(torch.float64)
+    data = DataLoader(TensorDataset(x, y), 4) if form == "loader" else (lambda: iter(parts))
+    with make(found, optimizer=adam(found), train=data, accumulate=3, epochs=2, clip=0.1) as trainer:
+        history = trainer.fit()
+    windows = list(zip(x.split(12), y.split(12), strict=True))  # a step of 12 samples, and one of 9
+    plain_loop(expected, adam(expected), windows, epochs=2, clip=0.1)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert history[-1]["step"] == 4
+
+
+def test_the_loss_of_windows_with_a_short_batch_is_a_mean_over_samples() -> None:
+    x, y = samples(21, torch.float64).tensors
+    model = classifier(torch.float64)
+    expected = cross_entropy(model(x), y).item()
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    with make(model, optimizer=frozen, train=DataLoader(TensorDataset(x, y), 4), accumulate=4) as trainer:
+        assert trainer.fit()[-1]["train/loss"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_in_several_calls_of_fit_and_train_epoch_too() -> None:
     model, expected = classifier(), classifier()
     with make(model, optimizer=adam(model), val=ready(), epochs=1) as trainer:

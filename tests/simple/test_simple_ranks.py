@@ -19,11 +19,12 @@ from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
 CASES = ("replicas", "shards", "arrays", "stopped and resumed")
+SHORT = ("uneven", "accumulated")
 
 
 def train(directory: str, case: str) -> dict[str, Any]:
     os.chdir(directory)
-    data, val = samples(21 if case == "uneven" else SAMPLES, torch.float64), samples(7, dtype=torch.float64)
+    data, val = samples(23 if case in SHORT else SAMPLES, torch.float64), samples(7, dtype=torch.float64)
     name = "run" if case == "stopped and resumed" else None
     for limits in ({"steps": 4}, {"epochs": 2}) if name else ({},):
         model = classifier(torch.float64)
@@ -33,8 +34,9 @@ def train(directory: str, case: str) -> dict[str, Any]:
             model,
             loss=cross_entropy,
             optimizer=adam(model),
-            train=data.tensors if case in ("arrays", "uneven") else DataLoader(data, 4),
-            batch_size=4,
+            train=data.tensors if case in ("arrays", *SHORT) else DataLoader(data, 4),
+            batch_size=2 if case == "accumulated" else 4,
+            accumulate=2 if case == "accumulated" else 1,
             shuffle=False,
             val=val,
             val_batch_size=2,
@@ -60,7 +62,7 @@ def train(directory: str, case: str) -> dict[str, Any]:
 
 def train_all(directory: str, for_unnamed: str) -> dict[str, Any]:
     tempfile.tempdir = for_unnamed  # of this world alone
-    return {case: train(directory, case) for case in (*CASES, "uneven")}
+    return {case: train(directory, case) for case in (*CASES, *SHORT)}
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +95,16 @@ def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str,
         assert found["history"] == ranks[0][case]["history"]
 
 
-def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", SHORT)
+def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
     expected = classifier(torch.float64)
-    x, y = samples(21, torch.float64).tensors  # windows of 8, 8 and 5 samples
+    x, y = samples(23, torch.float64).tensors  # windows of 8, 8 and 7 samples
     batches_of_both = list(zip(x.split(8), y.split(8), strict=True))
     plain_loop(expected, adam(expected), batches_of_both, epochs=2, clip=0.1)
     for rank in ranks:
-        for one, other in zip(rank["uneven"]["weights"], expected.parameters(), strict=True):
+        for one, other in zip(rank[case]["weights"], expected.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
 
 
