@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
+from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
@@ -49,11 +51,50 @@ def mode_of(
         return "max" if higher_is_better else "min"
     known = mode_by_name(metric)
     if known is None:
+        near = _with_a_known_word(metric)
+        advice = f" Did you mean {near!r}?" if near else ""
         raise ConfigError(
             f"{named_by}={metric!r} does not say whether lower or higher values are better. "
-            f'Set {set_by}="min" or "max".'
+            f'Set {set_by}="min" or "max".{advice}'
         )
     return known
+
+
+def _with_a_known_word(metric: str) -> str | None:
+    """The name as it may have been meant, where its last part nearly is a word that is known."""
+    place, slash, name = metric.rpartition("/")
+    near = get_close_matches(name, [*_LOWER, *_HIGHER], n=1, cutoff=0.85)
+    return f"{place}{slash}{near[0]}" if near else None
+
+
+def refuse_other_places(metric: str, loaders: Collection[str], *, named_by: str) -> None:
+    """Raises ConfigError for a metric that no validation of these loaders can give, whatever it logs.
+
+    Args:
+        metric: Its name.
+        loaders: Names of the validation's loaders; "" is a single one. With none, nothing is refused.
+        named_by: The field that names the metric.
+    """
+    places = [f"val/{name}/" if name else "val/" for name in loaders]
+    if not places or metric.startswith(tuple(places)):
+        return
+    possible = [place + metric.rpartition("/")[2] for place in places]
+    raise ConfigError(
+        f"{named_by}={metric!r} is no name of a validation's metric, which here begin with {' or '.join(places)}. "
+        f"Did you mean {' or '.join(map(repr, possible))}?"
+    )
+
+
+def refuse_missing(metric: str, metrics: Collection[str], *, named_by: str) -> None:
+    """Raises ConfigError for a metric that is not among those that a validation gave."""
+    if metric in metrics:
+        return
+    last = metric.rpartition("/")[2]
+    near = [name for name in metrics if name.rpartition("/")[2] == last] or get_close_matches(metric, [*metrics], n=1)
+    advice = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ConfigError(
+        f"{named_by}={metric!r} is not among the validation's metrics. {advice}Use one of {sorted(metrics)}."
+    )
 
 
 def mode_by_name(metric: str) -> Literal["min", "max"] | None:

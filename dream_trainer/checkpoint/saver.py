@@ -9,13 +9,13 @@ with the pulse (`flags`, `heard`), so that all ranks collect an outcome at the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dream_trainer.best_value import is_better
+from dream_trainer.best_value import is_better, refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.branch import leave_branch
 from dream_trainer.checkpoint.run_directory import claim, release
@@ -98,6 +98,7 @@ class Saver(Saving):
         self._saved: Moment | None = None  # of the last save, which may still be written
         self._validation: tuple[int, dict[str, float]] = (-1, {})
         self._best_value: float | None = None
+        self._knows_best_metric = parameters.best_metric is None
         self._is_best = False
         # What this run saved after this step belongs to a branch that it has left; None where there is no such branch.
         self._leaves_after: int | None = None
@@ -129,6 +130,11 @@ class Saver(Saving):
         if self._is_to_warm and self._writer.copies is not None:
             self._is_to_warm = False
             self._writer.warm(self._warm(self._writer.copies))
+
+    def expect_best_metric(self, metrics: Collection[str]) -> None:
+        if not self._knows_best_metric:
+            refuse_missing(self._parameters.best_metric or "", metrics, named_by="best_metric")
+            self._knows_best_metric = True
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validation = step, dict(metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dream_trainer.errors import StepError
@@ -27,6 +27,9 @@ class Saving:
 
     def window_finished(self) -> None:
         """A window is finished, and optimizers have created their state."""
+
+    def expect_best_metric(self, metrics: Collection[str]) -> None:
+        """A validation, or that for sanity, gave these; raises ConfigError if the first one has no `best_metric`."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation after `step` gave `metrics`."""

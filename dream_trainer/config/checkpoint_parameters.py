@@ -62,7 +62,8 @@ class CheckpointParameters:
     keep_best: int | None = None
     """Best checkpoints to keep, by `best_metric`."""
     best_metric: str | None = None
-    """Name of a validation metric, such as "val/loss". NaN is never best."""
+    """Name of a validation metric, such as "val/loss". NaN is never best. One that the first validation does not give
+    is an error there, or before the first step if no validation could give it."""
     best_mode: Mode | None = None
     """Whether the smallest ("min") or the largest ("max") value is best. None asks the metric: its torchmetrics object,
     else its name, such as "val/loss" or "val/accuracy"; where neither says, the run does not begin."""

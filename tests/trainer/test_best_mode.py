@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,44 @@ def test_a_name_that_says_nothing_is_an_error_before_the_first_step(asked: Any, 
     with Unknown(asked) as trainer, pytest.raises(ConfigError, match=UNSAID.format(field)):
         trainer.fit()
     assert trainer.global_step == 0
+
+
+class TwoLoaders(Scored):
+    def configure_dataloaders(self) -> Any:
+        train, val = super().configure_dataloaders()
+        return train, {"near": val, "far": val}
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "sanity", "advice", "step"),
+    [
+        (Scored, "accuracy", 0, r"begin with val/\. Did you mean 'val/accuracy'\?", 0),
+        (Scored, "train/loss", 0, r"begin with val/\. Did you mean 'val/loss'\?", 0),
+        (TwoLoaders, "val/accuracy", 0, "Did you mean 'val/near/accuracy' or 'val/far/accuracy'", 0),
+        (Scored, "val/acuracy", 0, r'Set best_mode="min" or "max"\. Did you mean \'val/accuracy\'\?', 0),
+        (Scored, "val/accuracy1", 0, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 1),
+        (Scored, "val/accuracy1", 1, r"Did you mean 'val/accuracy'\? Use one of \['val/accuracy'\]", 0),
+        (Scored, "val/f1", 0, r"not among the validation's metrics\. Use one of \['val/accuracy'\]", 1),
+    ],
+)
+def test_a_best_metric_that_never_comes_is_an_error_as_soon_as_that_is_known(
+    kind: type[Scored], metric: str, sanity: int, advice: str, step: int
+) -> None:
+    asked = config(metric)
+    asked.training_parameters = replace(asked.training_parameters, num_sanity_val_steps=sanity)
+    with kind(asked) as trainer, pytest.raises(ConfigError, match=f"best_metric='{metric}'.*{advice}"):
+        trainer.fit()
+    assert trainer.global_step == step
+
+
+MISNAMED = config("val/f1")
+
+
+def test_every_rank_raises_it(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_best_mode import MISNAMED, Scored, fit\nfit(Scored(MISNAMED))\n"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert "best_metric='val/f1' is not among the validation's metrics" in text
 
 
 @pytest.mark.parametrize("asked", ["KEEPS", "STOPS"])

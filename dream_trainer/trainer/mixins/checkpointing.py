@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from dream_trainer.best_value import refuse_other_places
 from dream_trainer.checkpoint.elsewhere import link_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
@@ -152,6 +153,8 @@ class CheckpointMixin(AbstractTrainer):
     def _finish_setup(self) -> None:
         super()._finish_setup()
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
+        if parameters.best_metric is not None:
+            refuse_other_places(parameters.best_metric, self._data.validation, named_by="best_metric")
         copies = HostCopies(self.world.device) if parameters.async_save else None
         writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
         is_dry = self.config.training_parameters.fast_dev_run
@@ -240,7 +243,13 @@ class CheckpointMixin(AbstractTrainer):
 
     def _validated(self, metrics: dict[str, float]) -> None:
         super()._validated(metrics)
+        self._saver.expect_best_metric(metrics)
         self._saver.validated(self.global_step, metrics)
+
+    def _tell_validated(self, metrics: dict[str, float]) -> None:
+        if self.is_sanity_validation:
+            self._saver.expect_best_metric(metrics)
+        super()._tell_validated(metrics)
 
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
