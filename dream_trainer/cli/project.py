@@ -59,7 +59,7 @@ SOURCES: dict[Template, Source] = {
         requires=("matplotlib",),
     ),
 }
-LAUNCH = ("launch/slurm.sh", "launch/kubernetes.yaml")
+LAUNCH = ("launch/slurm.sh", "launch/kubernetes.yaml", "launch/jobset.yaml")
 
 
 def examples_folder() -> Path:

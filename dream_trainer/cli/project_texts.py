@@ -38,6 +38,7 @@ again goes on where it stopped. `dream-trainer plot RUN` draws the curves of one
 | `test_train.py` | that it learns, and learns the same on two processes |
 | `launch/slurm.sh` | `sbatch launch/slurm.sh train.py --config run.yaml` |
 | `launch/kubernetes.yaml` | `kubectl apply -f launch/kubernetes.yaml`, with your image and volume filled in |
+| `launch/jobset.yaml` | the same on several nodes |
 """
 
 TEST = '''\

@@ -1,6 +1,5 @@
-"""The launch files, as far as a machine without a cluster can tell: examples/launch/slurm.sh runs with commands
-that stand in for SLURM's, under which a real torchrun trains, is interrupted, and goes on;
-examples/launch/kubernetes.yaml says what it must."""
+"""examples/launch/slurm.sh, as far as a machine without a cluster can tell: it runs with commands
+that stand in for SLURM's, under which a real torchrun trains, is interrupted, and goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,13 @@ COMMANDS = {
     "scontrol": 'if [ "$1" = show ]; then echo localhost; echo other-node; else echo "$*" >> scontrol.log; fi',
     "scancel": 'echo "$*" >> scancel.log; kill -TERM "$(cat torchrun.pid)"',
 }
+# srun on two nodes, each with a process group of its own; --kill-on-bad-exit ends the other where one fails.
+SRUN_ON_TWO_NODES = """
+echo "$*" >> srun.log; while [ "${1#--}" != "$1" ]; do shift; done
+set -m; "$@" & echo $! > node-0.pid; "$@" & echo $! > node-1.pid
+wait -n && wait -n; status=$?
+kill -TERM -- -$(cat node-0.pid) -$(cat node-1.pid) 2> /dev/null; wait; exit $status
+"""
 
 
 class Launched(Sharded, dt.CheckpointMixin):
@@ -49,27 +55,34 @@ class Launched(Sharded, dt.CheckpointMixin):
         Path(f"ended-{self.world.rank}").write_text(str(self.global_step))
 
 
-def train() -> None:
+def train(save_every_n_steps: int | None = None) -> None:
     config = make_config(max_steps=STEPS, n_epochs=10_000)
-    config.checkpoint_parameters = dt.CheckpointParameters(save_every_n_epochs=None)
+    config.checkpoint_parameters = dt.CheckpointParameters(
+        save_every_n_steps=save_every_n_steps, save_every_n_epochs=None
+    )
     with Launched(config, DistributedDataLoader(Samples(64), 2)) as trainer:
         trainer.fit()
 
 
 @contextmanager
-def batch_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """The script as SLURM's batch shell runs it on a job's first node, for 2 ranks of `train`."""
+def batch_script(
+    directory: Path, *, n_nodes: int = 1, n_restarts: int = 0, save_every_n_steps: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The script as SLURM's batch shell runs it on a job's first node, for 2 ranks of `train`, on 1 or 2 nodes."""
     (directory / "bin").mkdir(exist_ok=True)
-    for name, text in COMMANDS.items():
+    for name, text in (COMMANDS | ({"srun": SRUN_ON_TWO_NODES} if n_nodes == 2 else {})).items():
         command = directory / "bin" / name
         command.write_text(f"#!/bin/bash\n{text}\n")
         command.chmod(0o755)
-    (directory / "train.py").write_text("from tests.examples.test_launch_files import train; train()")
+    (directory / "train.py").write_text(
+        f"from tests.examples.test_launch_files import train; train({save_every_n_steps})"
+    )
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "1",
-        "NPROC_PER_NODE": "2",
+        "SLURM_JOB_NUM_NODES": str(n_nodes),
+        "SLURM_RESTART_COUNT": str(n_restarts),
+        "NPROC_PER_NODE": str(2 // n_nodes),
     }
     path = f"{directory / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(
@@ -83,7 +96,9 @@ def batch_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         if process.poll() is None:
-            os.kill(int((directory / "torchrun.pid").read_text()), signal.SIGTERM)
+            for started in (directory / name for name in ("torchrun.pid", "node-0.pid", "node-1.pid")):
+                if started.exists():
+                    os.kill(int(started.read_text()), signal.SIGTERM)
             process.communicate(timeout=60)
 
 
@@ -93,6 +108,11 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    psutil = pytest.importorskip("psutil", reason="psutil knows the children of a process")
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def steps(directory: Path) -> list[int]:
@@ -144,6 +164,40 @@ def test_slurm_sh_outlives_a_cancellation_until_all_ranks_have_saved_and_does_no
     assert not (tmp_path / "scontrol.log").exists()
 
 
+@pytest.mark.slow
+def test_after_a_lost_node_slurm_queues_the_job_again_and_slurm_sh_goes_on_from_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with batch_script(tmp_path, n_nodes=2, save_every_n_steps=5) as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"trains-{rank}", process)
+        while len(steps(tmp_path)) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        # A node without power; then SLURM ends what is left of the job, and the script, on the others.
+        torchruns = [int((tmp_path / f"node-{node}.pid").read_text()) for node in range(2)]
+        os.kill(torchruns[1], signal.SIGSTOP)  # so that it reaps nobody, and starts nobody
+        for pid in (*descendants(torchruns[1]), torchruns[1]):
+            os.kill(pid, signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        with suppress(ProcessLookupError):  # --kill-on-bad-exit may have been first
+            os.kill(torchruns[0], signal.SIGTERM)
+        text = process.communicate(timeout=90)[1]
+    assert process.returncode not in (0, None), text
+    assert not (tmp_path / "scontrol.log").exists()  # SLURM does that, as --requeue asks
+    newest = steps(tmp_path)[-1]
+    assert newest < STEPS
+
+    (tmp_path / "hurry").touch()
+    with batch_script(tmp_path, n_nodes=2, n_restarts=1, save_every_n_steps=STEPS) as process:
+        text = process.communicate(timeout=90)[1]
+    assert process.returncode == 0, text
+    assert [(tmp_path / f"resumed-{rank}").read_text() for rank in range(2)] == [str(newest)] * 2
+    assert steps(tmp_path)[-1] == STEPS
+    attempts = re.findall(r"--rdzv-id=(\S+)", (tmp_path / "srun.log").read_text())
+    assert attempts == [f"{os.getpid()}-0", f"{os.getpid()}-1"]  # the second does not meet what is left of the first
+
+
 def test_slurm_sh_is_bash_and_asks_slurm_for_what_its_parts_lean_on() -> None:
     text = (LAUNCH / "slurm.sh").read_text()
     subprocess.run(["bash", "-n", LAUNCH / "slurm.sh"], check=True)
@@ -159,46 +213,3 @@ def test_slurm_sh_is_bash_and_asks_slurm_for_what_its_parts_lean_on() -> None:
     # Directives after the first command are ignored by sbatch.
     first = next(i for i, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
     assert all("#SBATCH" not in line for line in text.splitlines()[first:])
-
-
-def test_kubernetes_yaml_names_its_pods_bears_evictions_and_leaves_time_to_save() -> None:
-    yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest")
-    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    name = job["metadata"]["name"]
-    assert (service["kind"], job["kind"], job["apiVersion"]) == ("Service", "Job", "batch/v1")
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"]
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy demands it
-    ignored = [rule for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
-    assert {"type": "DisruptionTarget"} in ignored[0]["onPodConditions"]
-    assert ignored[1]["onExitCodes"] == {
-        "containerName": container["name"],
-        "operator": "In",
-        "values": [128 + signal.SIGTERM],
-    }
-    command = container["command"]
-    assert command[0] == "torchrun"  # itself the first process, which gets SIGTERM
-    assert f"--nnodes={spec['completions']}" in command
-    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in command
-    assert any(part.startswith(f"--rdzv-endpoint={name}-0.{pod['subdomain']}:") for part in command)
-    assert (ROOT / command[-1]).exists()
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert 30 < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts["runs"] == f"{container['workingDir']}/runs"
-    assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
-
-
-def test_the_arguments_given_to_torchrun_are_known_to_it() -> None:
-    from torch.distributed.run import parse_args
-
-    yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest")
-    job = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))[1]
-    arguments = parse_args(job["spec"]["template"]["spec"]["containers"][0]["command"][1:])
-    assert arguments.training_script == "examples/gpt/train.py"
-    assert arguments.rdzv_conf == "read_timeout=300,join_timeout=1800"
