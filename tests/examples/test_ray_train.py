@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,8 @@ def test_the_number_of_workers_is_asked_for_before_ray_is_imported_and_the_scrip
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray starts the workers")  # importing it changes the environment
 def test_a_run_whose_worker_is_killed_is_started_again_by_ray_and_ends_as_under_torchrun(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", reason="Ray starts the workers")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     (tmp_path / "hurry").touch()
