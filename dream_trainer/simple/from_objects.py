@@ -70,7 +70,7 @@ class Trainer:
         metrics: For validations: names ("accuracy", "mse", "mae"), or a dict of functions of `(outputs, targets)`,
             whose values are averaged over samples, and torchmetrics' objects.
         schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
-            optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
+            optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`, in its mode.
         schedule_unit: When a schedule that is an object or made by a function steps; a name goes by steps.
         step: Function of `(model, batch)` that returns the loss, or a dict with "loss" and values to log; it takes the
             place of `loss`.
@@ -200,6 +200,7 @@ class Trainer:
             val_step=val_step,
             metrics=measured,
             monitor=watched,
+            better=better,
         )
         me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
         functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]

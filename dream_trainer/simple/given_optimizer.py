@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch.nn as nn
 from torch.optim import Optimizer
@@ -109,9 +110,13 @@ def check_schedule(given: GivenSchedule | None) -> None:
 
 
 def build_given_schedules(
-    given: GivenSchedule | None, optimizers: Sequence[Optimizer], total_steps: int | None, steps_per_epoch: int | None
+    given: GivenSchedule | None,
+    optimizers: Sequence[Optimizer],
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    better: Literal["min", "max"],
 ) -> list[Scheduler]:
-    """The schedules over `optimizers`, one for each.
+    """The schedules over `optimizers`, one for each; a "plateau" takes whether lower or higher is `better`.
 
     Raises:
         ConfigError: It is neither a schedule nor makes one, or needs a length that is not known.
@@ -129,6 +134,8 @@ def build_given_schedules(
         parameters = (
             given if isinstance(given, ScheduleParameters) else ScheduleParameters(name=given)  # pyright: ignore[reportArgumentType]  # as above
         )
+        if parameters.name == "plateau" and parameters.mode is None:
+            parameters = replace(parameters, mode=better)
         return [*build_schedules(parameters, optimizers, total_steps=total_steps, steps_per_epoch=steps_per_epoch)]
     made = [given(optimizer) for optimizer in optimizers]
     for schedule in made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
@@ -45,6 +45,7 @@ class Given(NamedTuple):
         val_step: The user's own validation step; None for `step`, or the model's call.
         metrics: What is measured in validations.
         monitor: Metric of validations that the run goes by; None for none.
+        better: Whether lower or higher values of it are better.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Given(NamedTuple):
     val_step: Step | None
     metrics: GivenMetrics
     monitor: str | None
+    better: Literal["min", "max"]
 
 
 class ObjectsTrainer(DreamTrainer):
@@ -97,10 +99,19 @@ class ObjectsTrainer(DreamTrainer):
     def configure_schedulers(self) -> None:
         """Schedules are built for `total_steps`; objects are what they are."""
         given = self._given
-        self.schedulers = build_given_schedules(given.schedule, self.optimizers, self.total_steps, self.steps_per_epoch)
-        is_plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self.schedulers)
-        if is_plateau and given.val is None:
+        self.schedulers = build_given_schedules(
+            given.schedule, self.optimizers, self.total_steps, self.steps_per_epoch, given.better
+        )
+        plateaus = [scheduler for scheduler in self.schedulers if isinstance(scheduler, ReduceLROnPlateau)]
+        if plateaus and given.val is None:
             raise ConfigError("the schedule follows a validation's metric, and there is none. Give val=.")
+        for plateau in plateaus:
+            if plateau.mode != given.better:
+                raise ConfigError(
+                    f"the schedule's mode={plateau.mode!r} would lower the rate while "
+                    f"{given.monitor or DEFAULT_MONITOR} improves. Give ReduceLROnPlateau(mode={given.better!r}), or "
+                    f"the trainer mode={plateau.mode!r}."
+                )
 
     def configure_metrics(self) -> None:
         """torchmetrics' objects move to the device."""

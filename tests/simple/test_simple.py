@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dream_trainer as dt
 from dream_trainer.data import Mixture
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import DataError
+from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.simple import Trainer
 from tests.simple.loops import (
     CLASSES,
@@ -399,6 +399,42 @@ def test_schedules_go_by_name_by_steps_and_by_a_metric() -> None:
     plateau = partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)
     with make(optimizer=torch.optim.SGD, lr=1.0, schedule=plateau, val=ready(), epochs=3) as trainer:
         assert [row["lr"] for row in trainer.fit()] == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("schedule", ["name", "parameters", "object"])
+def test_a_rate_that_follows_an_accuracy_falls_where_it_stops_rising(schedule: str) -> None:
+    model = nn.Linear(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau: Any = {
+        "name": "plateau",
+        "parameters": dt.ScheduleParameters(name="plateau"),
+        "object": ReduceLROnPlateau(optimizer, mode="max"),
+    }[schedule]
+    accuracies = [min(epoch, 13) / 20 for epoch in range(26)]  # longer on the rise, and then flat, than it is patient
+    values = iter(accuracies)
+    metrics = {"accuracy": lambda outputs, targets: next(values)}
+    data = TensorDataset(torch.ones(4, 1), torch.zeros(4, dtype=torch.long))
+    options: dict[str, Any] = {"train": data, "val": data, "epochs": 26, "monitor": "val/accuracy", "metrics": metrics}
+    with make(model, optimizer=optimizer, schedule=plateau, **options) as trainer:
+        rates = [row["lr"] for row in trainer.fit()]
+    assert rates == pytest.approx([1.0] * 24 + [0.1] * 2)  # 11 without a rise, after the one of epoch 13
+
+
+@pytest.mark.parametrize("form", ["object", "function", "parameters"])
+def test_a_plateau_of_the_other_direction_is_refused(form: str) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule: Any = {
+        "object": ReduceLROnPlateau(optimizer),
+        "function": ReduceLROnPlateau,
+        "parameters": dt.ScheduleParameters(name="plateau", mode="min"),
+    }[form]
+    options: dict[str, Any] = {"val": ready(), "metrics": ["accuracy"], "monitor": "val/accuracy"}
+    with (
+        make(model, optimizer=optimizer, schedule=schedule, **options) as trainer,
+        pytest.raises(ConfigError, match=r"while val/accuracy improves. Give ReduceLROnPlateau\(mode='max'\)"),
+    ):
+        trainer.fit()
 
 
 def test_validations_come_by_steps_too(capsys: pytest.CaptureFixture[str]) -> None:
