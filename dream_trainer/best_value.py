@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
-from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
 
@@ -18,11 +17,15 @@ _LOWER = frozenset(
     "crossentropy".split()
 )
 _HIGHER = frozenset(
-    "accuracy acc top f1 f2 auc auroc auprc precision recall sensitivity specificity map miou iou dice jaccard bleu "
-    "rouge rougel meteor psnr ssim reward rewards return returns success win ndcg mrr r2 kappa mcc correlation pearson "
-    "spearman exactmatch".split()
+    "accuracy acc top f1 f2 auc auroc auprc precision recall sensitivity specificity miou iou dice jaccard bleu "
+    "rouge rougel meteor psnr ssim reward rewards return returns success winrate ndcg mrr r2 kappa mcc correlation "
+    "pearson spearman exactmatch".split()
 )
-_TURNS_IT_ROUND = frozenset(("neg", "negative", "minus", "inverse", "inv"))
+_LAST_AND_NEUTRAL = frozenset(
+    "rate score mean avg average macro micro weighted total sum ema epoch step per token tokens byte char word dim val "
+    "valid validation test dev eval train at".split()
+)
+_NOBODY_KNOWS = frozenset("neg negative minus inverse inv to until per no non without win".split())
 
 
 def mode_of(
@@ -98,19 +101,22 @@ def refuse_missing(metric: str, metrics: Collection[str], *, named_by: str) -> N
 
 
 def mode_by_name(metric: str) -> Literal["min", "max"] | None:
-    """What the words in the last part of a name say: the last word alone, or all that are known; None if they do not.
+    """What the last word in the last part of a name says, or the last two in one; None if it does not.
 
-    "val/token_accuracy" and "val/top5" are better high, "val/accuracy_loss" and "val/word_error_rate" low; of
-    "val/score" or "val/negative_loss" nobody knows.
+    "val/token_accuracy" and "val/top5" are better high, "val/dice_loss" and "val/word_error_rate" low; of "val/score",
+    "val/negative_loss", "val/accuracy_gap" or "val/steps_to_success" nobody knows.
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", metric.rpartition("/")[2])]
-    if _TURNS_IT_ROUND.intersection(words):
+    name = metric.rpartition("/")[2]
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)]
+    if words[-2:] == ["win", "rate"]:
+        words = [*words[:-2], "winrate"]
+    while len(words) > 1 and words[-1] in _LAST_AND_NEUTRAL and _mode_of_word("".join(words[-2:])) is None:
+        words.pop()
+    if not words or _NOBODY_KNOWS.intersection(words) or re.match(r"\d", name):
         return None
-    joined = [*words, *(first + second for first, second in pairwise(words))]
-    of_words = [mode for word in joined if (mode := _mode_of_word(word)) is not None]
-    if words and (of_last := _mode_of_word(words[-1])) is not None:
-        return of_last
-    return of_words[0] if len(set(of_words)) == 1 else None
+    if "".join(words).rstrip("0123456789") == "map":  # a word of its own elsewhere, as in "feature_map"
+        return "max"
+    return _mode_of_word(words[-1]) or _mode_of_word("".join(words[-2:]))
 
 
 def _mode_of_word(word: str) -> Literal["min", "max"] | None:

@@ -11,8 +11,12 @@ LOWER = """val/loss loss val/near/loss val/val_loss val/reward_loss val/accuracy
 val/WER val/word_error_rate val/cross_entropy val/crossEntropy val/bits_per_byte val/error val/loss.0""".split()
 HIGHER = """val/accuracy accuracy val/near/accuracy val/loss/accuracy val/acc@1 val/top5 val/token_accuracy val/f1
 val/f1_score val/F1 val/BinaryAUROC val/auc val/mAP val/mAP50 val/mIoU val/mean_reward val/R2 val/rougeL val/bleu
-val/win_rate""".split()
+val/win_rate val/f1_macro val/recall_at_5 val/acc_top1 val/accuracy_val""".split()
 UNKNOWN = ["val/score", "val/negative_loss", "val/x", "", "val/error_accuracy_x", "val/length", "val/f", "val/lossy"]
+# Known words beside others that change what they mean.
+UNKNOWN += """accuracy_drop recall_gap auc_std return_std accuracy_variance acc_diff 1-accuracy time_to_success
+steps_to_success success_time rewards_rejected reward_kl accuracy_rank feature_map loss_reduction error_reduction
+perplexity_drop error_free no_loss win_loss""".split()
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,16 @@ def trained_copies(model: PeftModel) -> list[tuple[nn.Module, nn.Module]]:
     ]
 
 
+def adapters_taken_out_of_the_base(model: PeftModel) -> str | None:
+    """The way of starting adapters that changes the base's weights with them (PiSSA, OLoRA, CorDA, LoftQ), if one is
+    used."""
+    for config in model.peft_config.values():
+        way = vars(config).get("init_lora_weights")
+        if isinstance(way, str) and way.startswith(("pissa", "olora", "corda", "loftq")):
+            return way
+    return None
+
+
 def describe_adapters(
     model: PeftModel, names: Iterable[str], *, base_class: type[nn.Module], base_path: str | None
 ) -> Adapters:
@@ -171,6 +181,9 @@ def _mergeable(
         if isinstance(module, ModulesToSaveWrapper):
             for inner, _ in module.original_module.named_parameters():
                 original = f"{name}.original_module.{inner}"
+                tied = [other for other in names_of[model.get_parameter(original)] if not other.startswith(f"{name}.")]
+                if tied:
+                    return {}, {}, f"{name} is trained whole, and its weight was also {tied[0]}, which is not"
                 if original in authors:
                     copies[authors[original]] = f"{name}.modules_to_save.{adapter}.{inner}"
         elif isinstance(module, AuxiliaryTrainingWrapper):

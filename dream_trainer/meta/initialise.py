@@ -6,8 +6,10 @@ The constructors have run on the tape, so what they chose stands: PyTorch's own 
 1. A module that was built on meta *before* the recording has lost what its constructor computed: a module with
    untouched parameters or buffers gets its `reset_parameters()`, as its constructor would have done.
 2. A module with an `init_weights()` of its own (callable without arguments) gets it called, so a parent's has the last
-   word over its children's. Left alone are modules with weights that were given rather than drawn: all parameters
-   real, or one of them copied from a real tensor, as `load_state_dict` does.
+   word over its children's. Left alone are modules that have had it: their constructor called it, as timm's do, or they
+   are models of transformers, whose `post_init` does, and which would draw again what was put on them since (an
+   adapter, a head). So are those with weights that were given rather than drawn: all parameters real, or one of them
+   copied from a real tensor, as `load_state_dict` does.
 """
 
 from __future__ import annotations
@@ -38,6 +40,13 @@ class HasResetParameters(Protocol):
     def reset_parameters(self) -> None: ...
 
 
+@runtime_checkable
+class HasPostInit(Protocol):
+    """A model of transformers, as far as it matters here: its constructor ends with `post_init()`."""
+
+    def post_init(self) -> None: ...
+
+
 def default_init(model: nn.Module, tape: Tape) -> None:
     """Initialises what `model`'s constructor left to do (see the module's docstring), on the tape.
 
@@ -51,7 +60,7 @@ def default_init(model: nn.Module, tape: Tape) -> None:
             if any(tape.is_untouched(tensor) for tensor in tensors):
                 _reset(module)
         for module in _children_first(model):
-            if isinstance(module, HasInitWeights) and _needs_no_arguments(module) and not _is_given(module, tape):
+            if isinstance(module, HasInitWeights) and not _has_had_it(module, tape):
                 module.init_weights()
 
 
@@ -64,6 +73,13 @@ def _reset(module: nn.Module) -> None:
         reset_attention_parameters(module)
     elif isinstance(module, HasResetParameters):
         module.reset_parameters()
+
+
+def _has_had_it(module: HasInitWeights, tape: Tape) -> bool:
+    """Whether `init_weights` is not to be called: what it does is done, or cannot be asked for."""
+    assert isinstance(module, nn.Module)
+    is_done = isinstance(module, HasPostInit) or tape.has_initialised(module)
+    return is_done or not _needs_no_arguments(module) or _is_given(module, tape)
 
 
 def _needs_no_arguments(module: HasInitWeights) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from sys import _getframe
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.pytorch import storage_id, write_count
@@ -33,11 +36,17 @@ LARGE = 1 << 20
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
+    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need.
 
-    def __init__(self, history: RecordedCalls) -> None:
+    Args:
+        history: What is kept.
+        initialised: Modules whose `init_weights()` has written to something while this was entered; added to.
+    """
+
+    def __init__(self, history: RecordedCalls, initialised: WeakSet[nn.Module]) -> None:
         super().__init__()
         self.history = history
+        self._initialised = initialised
 
     def __torch_function__(
         self,
@@ -292,6 +301,19 @@ class Recorder(TorchFunctionMode):
             torch.get_default_dtype(),
         )
         self.history.append(op, new)
+        if writes:
+            self._initialised.update(_initialising())
+
+
+def _initialising() -> Iterator[nn.Module]:
+    """The modules whose `init_weights()` is running: looked up on the stack, since nothing of theirs is replaced."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "init_weights" and frame.f_code.co_argcount > 0:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(owner, nn.Module):
+                yield owner
+        frame = frame.f_back
 
 
 def _overwritten(func: Callable[..., Any], refs: list[Ref], writes: list[Tensor]) -> int | None:

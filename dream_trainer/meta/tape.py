@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dream_trainer.compat.pytorch import without_torch_function
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu
@@ -36,6 +37,7 @@ class Tape:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.history = RecordedCalls(seed)
+        self._initialised: WeakSet[nn.Module] = WeakSet()
         self._recordings = 0
         self._is_recording = False
 
@@ -54,10 +56,14 @@ class Tape:
         try:
             with preserved_random_state():
                 seed_cpu(hash_seed(b"recording", self.seed, self._recordings))
-                with Recorder(self.history):
+                with Recorder(self.history, self._initialised):
                     yield
         finally:
             self._is_recording = False
+
+    def has_initialised(self, module: nn.Module) -> bool:
+        """Whether `module.init_weights()` ran in a recording, and wrote to something: its constructor may call it."""
+        return module in self._initialised
 
     def tracks(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a meta tensor that this tape can replay."""

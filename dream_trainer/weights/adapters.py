@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import local_path
-from dream_trainer.compat.peft import Adapters, base_names, peft_model, trained_copies
+from dream_trainer.compat.peft import Adapters, adapters_taken_out_of_the_base, base_names, peft_model, trained_copies
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
@@ -51,11 +51,19 @@ def load_base_weights(
 
     Raises:
         CheckpointError: As `load_weights`.
-        ConfigError: `model` is not wrapped by peft, or `renames` has a faulty regular expression.
+        ConfigError: `model` is not wrapped by peft, its adapters were made from the base's weights, or `renames` has a
+            faulty regular expression.
     """
     wrapped = peft_model(model)
     if wrapped is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")
+    taken_out = adapters_taken_out_of_the_base(wrapped)
+    if taken_out is not None:
+        raise ConfigError(
+            f"init_lora_weights={taken_out!r} computes the adapters from the base's weights and takes them out of "
+            "these, so the base must be there before they are made, and not be loaded over afterwards. Call "
+            "from_pretrained, and get_peft_model on what it returns, in configure_models."
+        )
     names = list(model.state_dict(keep_vars=True))
     base = base_names(wrapped, names)
     moved = {author: name for author, name in base.items() if author != name}

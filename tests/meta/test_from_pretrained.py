@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,6 +17,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.realize import materialize, remember
 from dream_trainer.meta.tape import Tape
 
@@ -64,3 +67,57 @@ def test_code_that_asks_for_meta_is_told_that_it_is_on() -> None:
             assert torch.tensor([]).device.type == "meta"
             made = torch.nn.Linear(2, 2)
         assert made.weight.device.type == "cpu"
+
+
+def zeroed_head(model: torch.nn.Module) -> torch.nn.Module:
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
+def adapted(model: torch.nn.Module) -> torch.nn.Module:
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    return get_peft_model(model, lora)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["from_config", "from_pretrained"])
+@pytest.mark.parametrize(("change", "name"), [(zeroed_head, "lm_head.weight"), (adapted, "lora_B")])
+def test_what_is_put_on_a_model_afterwards_stands(
+    way: str, change: Callable[[torch.nn.Module], torch.nn.Module], name: str, tmp_path: Path
+) -> None:
+    untied = LlamaConfig.from_dict(CONFIGS[0].to_dict() | {"tie_word_embeddings": False})
+    AutoModelForCausalLM.from_config(untied).save_pretrained(tmp_path)
+    tape = Tape(seed=1)
+    with tape.recording():
+        make = AutoModelForCausalLM.from_pretrained
+        model = change(AutoModelForCausalLM.from_config(untied) if way == "from_config" else make(tmp_path))
+    default_init(model, tape)
+    materialize({"model": model}, remember({"model": model}, tape), "cpu")
+    found = [value for key, value in model.named_parameters() if name in key]
+    assert found
+    assert not any(value.any() for value in found)
+    others = [value for key, value in model.named_parameters() if "up_proj" in key]
+    assert all(0.01 < value.detach().std().item() < 0.03 for value in others)
+
+
+class Own(torch.nn.Module):
+    """Initialises itself, as timm's models do."""
+
+    def __init__(self, in_constructor: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        if in_constructor:
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        torch.nn.init.ones_(self.layer.weight)
+
+
+def test_a_constructor_that_has_called_init_weights_has_had_its_word() -> None:
+    for in_constructor in (True, False):
+        tape = Tape(seed=1)
+        with tape.recording():
+            model = Own(in_constructor)
+            torch.nn.init.zeros_(model.layer.weight)
+        default_init(model, tape)
+        materialize({"model": model}, remember({"model": model}, tape), "cpu")
+        assert torch.equal(model.layer.weight, torch.full((4, 4), 0.0 if in_constructor else 1.0))

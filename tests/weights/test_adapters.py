@@ -156,6 +156,13 @@ def test_adapters_start_from_a_directory_of_peft(runs: Runs) -> None:
         assert_close(dict(trainer.model.state_dict()), runs["shards"]["straight"]["weights"])
 
 
+@pytest.mark.parametrize("way", ["pissa", "olora"])
+def test_a_base_is_not_loaded_under_adapters_that_were_taken_out_of_it(way: str) -> None:
+    model = get_peft_model(Net(), lora(init_lora_weights=way, target_modules=["up"]))  # peft takes no float64 here
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{way}' .* Call from_pretrained"):
+        dt.load_base_weights(model, "base.safetensors")
+
+
 def test_what_cannot_be_merged_is_named(runs: Runs) -> None:
     with make("dora", 1, kind=Dora, resume=None) as trainer:
         trainer.fit()
@@ -178,6 +185,9 @@ def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Run
         def load_pretrained(self) -> None:
             pass
 
+    class TrainedWhole(Tied):
+        changes = {"target_modules": ["up"], "modules_to_save": ["head"]}
+
     class Untouched(Tied):
         changes = {"target_modules": ["up"], "modules_to_save": None}
 
@@ -192,6 +202,7 @@ def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Run
 
     for kind, said in (
         (Tied, r"model.embed is added to a weight that is also base_model.model.head.weight"),
+        (TrainedWhole, r"head is trained whole, and its weight was also base_model.model.embed.weight"),
         (Two, r"\['default', 'second'\] are active at once"),
     ):
         with make(kind.__name__, 1, kind=kind, resume=None) as trainer:
