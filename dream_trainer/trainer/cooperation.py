@@ -83,6 +83,10 @@ class Cooperation:
         """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}
 
+    def _best_values(self) -> dict[str, tuple[float, int]]:
+        """The best values so far, also from before a resume, each with its step."""
+        return {}
+
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""
 

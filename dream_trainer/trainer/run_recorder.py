@@ -87,7 +87,7 @@ class RunRecorder:
             started=before.started,
             starts=before.starts + is_new_process,
             metrics=before.metrics,
-            best={name: best for name, best in before.best.items() if best["step"] <= trainer.global_step},
+            best=self._best_before(before),
             parent=self.parent or before.parent,
             argv=sys.argv,
             host=socket.gethostname(),
@@ -96,6 +96,16 @@ class RunRecorder:
             versions={"torch": torch.__version__, "dream_trainer": __version__},
         )
         self._write("running")
+
+    def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
+        """What a checkpoint brought along, of another run's too, and what the record knows of no later step."""
+        trainer = self._trainer
+        best = {name: found for name, found in before.best.items() if found["step"] <= trainer.global_step}
+        modes = trainer._best_modes()
+        for name, (value, step) in trainer._best_values().items():
+            if name in modes:
+                best[name] = {"value": value, "step": step, "mode": modes[name]}
+        return best
 
     def _validated(self, metrics: dict[str, float]) -> None:
         trainer, record = self._trainer, self._record

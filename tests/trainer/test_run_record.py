@@ -17,7 +17,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.run_record import RunRecord, is_alive, read_record
 from tests.trainer import small
-from tests.trainer.saves import Saves, fit, fit_scripted, make_config, run
+from tests.trainer.saves import Saves, Scripted, fit, fit_scripted, make_config, run
 from tests.trainer.small import Alone, Batch, Spread, batches
 from tests.worlds import run_world
 
@@ -72,6 +72,30 @@ def test_best_values_have_their_step_and_outlive_a_restart() -> None:
     fit_scripted((2.5, 0.5), save_every_n_steps=1, experiment="back")
     fit_scripted((2.5, 0.75), resume=1, experiment="back")  # of before the best
     assert record_of(RUN.with_name("back")).best["val/loss"] == {"value": 0.75, "step": 2, "mode": "min"}
+
+
+def test_a_branch_that_keeps_its_counters_keeps_the_best_values_of_its_checkpoint_everywhere() -> None:
+    def branch(experiment: str, counters: Any, script: tuple[float, ...]) -> Any:
+        words = dt.BranchParameters(counters=counters)
+        return fit_scripted(script, experiment=experiment, resume=str(parent / "step_00000002"), branch=words)
+
+    parent = fit_scripted((0.75, 0.5, -1.0), save_every_n_steps=1).checkpoint_dir
+    kept = branch("kept", "keep", (9.0, 9.0, 2.5))
+    assert kept.best == {"val/loss": 0.5}  # the one of step 3 was later
+    assert record_of(RUN.with_name("kept")).best["val/loss"] == {"value": 0.5, "step": 2, "mode": "min"}
+    new = branch("new", "new", (2.5,))
+    assert new.best == {"val/loss": 2.5}
+    assert record_of(RUN.with_name("new")).best["val/loss"] == {"value": 2.5, "step": 1, "mode": "min"}
+
+
+def test_what_checkpoints_are_best_by_is_among_the_best_values() -> None:
+    parameters: dict[str, Any] = {"save_every_n_epochs": None, "best_metric": "val/loss"}
+    config = make_config(training={"max_steps": 2, "val_every_n_steps": 1}, **parameters)
+    config.eval_parameters = dt.EvalParameters(best_metrics={})
+    trainer = Scripted(config)
+    trainer.script = (0.5, 0.75)
+    fit(trainer)
+    assert trainer.best == {"val/loss": 0.5}
 
 
 def test_a_finished_run_that_is_started_again_stays_as_it_was() -> None:

@@ -29,7 +29,8 @@ class EvalMixin(AbstractTrainer):
     """Validation beyond a single loader's means.
 
     Attributes:
-        best: Best value so far by metric name; NaN is never best.
+        best: Best value so far of each of `eval_parameters.best_metrics`, and of the checkpoints' `best_metric`, by
+            name; NaN is never best.
     """
 
     _config_class: ClassVar[type | None] = EvalConfigMixin
@@ -41,6 +42,7 @@ class EvalMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.best: dict[str, float] = {}
+        self._best_steps: dict[str, int] = {}
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The prediction for one batch, without gradients and in eval mode. Required by `predict`."""
@@ -148,16 +150,22 @@ class EvalMixin(AbstractTrainer):
                 "best_metrics",
                 f"best_metrics names {missing}, which the validation did not give. It gave {sorted(metrics)}.",
             )
-        for name, mode in parameters.best_metrics.items():
+        for name, mode in self._best_modes().items():
             if is_better(metrics.get(name), self.best.get(name), mode):
-                self.best[name] = metrics[name]
+                self.best[name], self._best_steps[name] = metrics[name], self.global_step
 
     def _best_modes(self) -> dict[str, Mode]:
         return super()._best_modes() | dict(self.config.eval_parameters.best_metrics)
 
+    def _best_values(self) -> dict[str, tuple[float, int]]:
+        # A checkpoint of before the steps were kept has none.
+        return super()._best_values() | {name: (self.best[name], step) for name, step in self._best_steps.items()}
+
     def _mixin_state(self) -> dict[str, Any]:
-        return super()._mixin_state() | {"evaluation": {"best": dict(self.best)}}
+        state = {"best": dict(self.best), "best_steps": dict(self._best_steps)}
+        return super()._mixin_state() | {"evaluation": state}
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         super()._load_mixin_state(state)
-        self.best = dict(state.get("evaluation", {}).get("best", {}))
+        saved = state.get("evaluation", {})
+        self.best, self._best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
