@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch.nn as nn
 
 from dream_trainer.callbacks.early_stopping import EarlyStopping
+from dream_trainer.callbacks.weight_average import averages_of
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
@@ -345,7 +346,7 @@ class Trainer:
         """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is none; or an average of the weights, such as EMA's, was validated in their place.
         """
         dream = self.dream
         with dream._session.failing_for_all():
@@ -354,6 +355,18 @@ class Trainer:
         found = best_checkpoint(dream.checkpoints(), parameters.best_metric or "", parameters.known_best_mode())
         if found is None:
             raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
+        averages = averages_of(dream)
+        validated = [
+            f"{average.export_name}.{[one for one in averages if type(one) is type(average)].index(average)}"
+            for average in averages
+            if average.validate
+        ]
+        if validated:  # the weights of that step were never validated, and evaluate() would go on with today's averages
+            raise CheckpointError(
+                f"load_best() puts weights into the model, and what was best is their average ({validated[0]}). Export "
+                f"it: dream-trainer checkpoints export {found.path} DESTINATION --weights {validated[0]}; or leave it "
+                "out of validations, with validate=False."
+            )
         with dream.changing_weights():
             load_weights(dream.model, found.path, world=dream.world)
         return found.path
