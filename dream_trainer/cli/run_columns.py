@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -16,6 +17,8 @@ from dream_trainer.errors import ConfigError
 SHOWN_FIELDS = 5
 # They are in the run's name, or say nothing of what is trained.
 _NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")
+_OF_BRANCHES = "checkpoint_parameters.branch."
+_NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 _OF_EVERY_CONFIG = frozenset(field.name for field in fields(DreamTrainerConfig))
 
 
@@ -28,14 +31,22 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
         for name in dict.fromkeys(name for values in known for name in values)
         if name not in _NOT_COMPARED and len({values.get(name) for values in known}) > 1
     ]
-    names.sort(key=lambda name: name.partition(".")[0] in _OF_EVERY_CONFIG)
+    names.sort(key=lambda name: _rank(name, {values.get(name, "") for values in known}))
     short = _shortened(names)
     cells = []
-    for values in flat:
-        shown = [f"{short[name]} {values[name]}" for name in names if name in values]
+    for run, values in zip(runs, flat, strict=True):
+        shown = [f"{short[name]} {values[name]}" for name in names if name in values and _is_of(run, name)]
         more = [f"and {len(shown) - SHOWN_FIELDS} more"] if len(shown) > SHOWN_FIELDS else []
         cells.append(", ".join(shown[:SHOWN_FIELDS] + more))
     return cells
+
+
+def _rank(name: str, cells: set[str]) -> tuple[bool, bool, bool, bool]:
+    """A script's own fields first, then numbers of training and optimizers; what only branches have is last."""
+    section = name.partition(".")[0]
+    is_number = any(_NUMBER.fullmatch(cell) for cell in cells)
+    is_main = section == "training_parameters" or section not in _OF_EVERY_CONFIG
+    return name.startswith(_OF_BRANCHES), section in _OF_EVERY_CONFIG, not (is_main and is_number), not is_number
 
 
 def asked_for(runs: Sequence[ListedRun], columns: Iterable[str]) -> list[list[str]]:
@@ -65,11 +76,19 @@ def _full(column: str, names: list[str]) -> str:
     raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
 
 
+def _is_of(run: ListedRun, name: str) -> bool:
+    return run.record.parent is not None or not name.startswith(_OF_BRANCHES)
+
+
 def _flat(run: ListedRun) -> dict[str, str]:
     return {name: value_cell(value) for name, value in leaves(run.config)}
 
 
 def _shortened(names: list[str]) -> dict[str, str]:
     """Each dotted name by its last part, or whole where several end alike."""
-    ends = [name.rpartition(".")[2] for name in names]
+    ends = [_end(name) for name in names]
     return {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
+
+
+def _end(name: str) -> str:
+    return f"branch.{name.removeprefix(_OF_BRANCHES)}" if name.startswith(_OF_BRANCHES) else name.rpartition(".")[2]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from dream_trainer.cli.found_runs import ListedRun
 from dream_trainer.cli.main import main
+from dream_trainer.cli.run_columns import differing
 from dream_trainer.trainer.run_record import RunRecord, write_record
 
 NOW = time.time()
@@ -64,6 +66,29 @@ def test_runs_are_listed_with_state_step_best_and_what_differs(capsys: pytest.Ca
     assert cells["p/b/old"].startswith("- 0 ")
     assert cells["p/b/far"].startswith("unknown 0 val/loss nan")
     assert lines[-1] == "p/a/two: failed at step 3: ValueError: nan"
+
+
+def test_numbers_come_before_switches_and_what_branches_have_is_named_and_only_theirs() -> None:
+    branch = {"optimizer": "keep", "counters": "keep"}
+    config: dict[str, Any] = {
+        "checkpoint_parameters": {"save_on_best": False, "keep_last": 1, "branch": branch},
+        "training_parameters": {"deterministic": False, "n_epochs": 3},
+        "lr": 0.1,
+    }
+    other: dict[str, Any] = {
+        "checkpoint_parameters": {"save_on_best": True, "keep_last": 2, "branch": {**branch, "optimizer": "new"}},
+        "training_parameters": {"deterministic": True, "n_epochs": 5},
+        "lr": 0.2,
+    }
+    origin = ListedRun(name="a", path=Path("a"), state="finished", record=RunRecord(), config=config)
+    branched = ListedRun(name="b", path=Path("b"), state="finished", record=RunRecord(parent={"step": 1}), config=other)
+    assert differing([origin, branched]) == [
+        "lr 0.1, n_epochs 3, keep_last 1, save_on_best false, deterministic false",
+        "lr 0.2, n_epochs 5, keep_last 2, save_on_best true, deterministic true, and 1 more",
+    ]
+    parameters = {**config["checkpoint_parameters"], "branch": {**branch, "optimizer": "new"}}
+    branched.config = {**config, "checkpoint_parameters": parameters}
+    assert differing([origin, branched]) == ["", "branch.optimizer new"]
 
 
 @pytest.mark.usefixtures("runs")
