@@ -26,8 +26,28 @@ NAMED: dict[str, LossFunction] = {
     "huber": F.huber_loss,
 }
 # Element by element; torch repeats outputs and targets along dimensions of one: (n, 1) with (n) would be n * n.
-_BY_ELEMENT = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-_BY_ELEMENT_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_BY_ELEMENT = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.poisson_nll_loss,
+    F.kl_div,
+    F.hinge_embedding_loss,
+    F.soft_margin_loss,
+    F.multilabel_soft_margin_loss,
+)
+_BY_ELEMENT_MODULES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.HingeEmbeddingLoss,
+    nn.SoftMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
 
 
 class GivenLoss:

@@ -19,9 +19,9 @@ from dream_trainer.trainer.registry import is_metric
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Share of samples whose highest score `[batch, classes, ...]` is at the target `[batch, ...]`."""
-    if outputs.dim() != targets.dim() + 1:
+    if outputs.dim() != targets.dim() + 1 or outputs.shape[1] == 1:
         raise ConfigError(
-            f'metrics=["accuracy"] is of scores [batch, classes, ...] and targets [batch, ...], and got '
+            f'metrics=["accuracy"] is of scores [batch, 2 or more, ...] and targets [batch, ...], and got '
             f"{tuple(outputs.shape)} and {tuple(targets.shape)}. Give a function: "
             "metrics={'accuracy': lambda outputs, targets: ...}."
         )
@@ -30,12 +30,24 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error."""
+    _refuse_other_shapes("mse", outputs, targets)
     return torch.nn.functional.mse_loss(outputs, targets)
 
 
 def mae(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean absolute error."""
+    _refuse_other_shapes("mae", outputs, targets)
     return torch.nn.functional.l1_loss(outputs, targets)
+
+
+def _refuse_other_shapes(name: str, outputs: Tensor, targets: Tensor) -> None:
+    """Raises ConfigError where torch would repeat one along the other: (n, 1) with (n) would be n * n."""
+    if outputs.shape != targets.shape:
+        raise ConfigError(
+            f"metrics=[{name!r}] compares element by element, and got outputs {tuple(outputs.shape)} and targets "
+            f"{tuple(targets.shape)}. Give them one shape, or a function: metrics={{{name!r}: lambda outputs, targets: "
+            "...}."
+        )
 
 
 NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"accuracy": accuracy, "mse": mse, "mae": mae}

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import dream_trainer as dt
 from dream_trainer.errors import ConfigError, DataError, HookError
@@ -223,3 +224,25 @@ def test_a_loss_goes_by_name() -> None:
     named, given = make(loss="cross_entropy", lr=0.1), make(lr=0.1)
     with named, given:
         assert named.fit()[0]["train/loss"] == given.fit()[0]["train/loss"]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mse", "mae"])
+def test_metrics_of_one_column_and_none_are_refused(metric: str) -> None:
+    data = TensorDataset(torch.randn(8, 5), torch.ones(8))
+    model = nn.Linear(5, 1)
+    loss = lambda outputs, targets: (outputs[:, 0] - targets).square().mean()  # noqa: E731
+    with (
+        Trainer(model, loss=loss, train=data, val=data, metrics=[metric], device="cpu", progress=False) as trainer,
+        pytest.raises(ConfigError, match=metric),
+    ):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("loss", [nn.PoissonNLLLoss(), nn.KLDivLoss(reduction="batchmean"), nn.HingeEmbeddingLoss()])
+def test_losses_that_would_repeat_targets_are_refused(loss: nn.Module) -> None:
+    data = TensorDataset(torch.randn(8, 5), torch.ones(8))
+    with (
+        Trainer(nn.Linear(5, 1), loss=loss, train=data, device="cpu", progress=False) as trainer,
+        pytest.raises(DataError, match="element by element"),
+    ):
+        trainer.fit()
