@@ -12,8 +12,9 @@ from dream_trainer.errors import ConfigError
 SAVED_NAME = "config.json"
 RECORD_NAME = "run.json"  # lies beside it in a run's directory
 _NAMES = ("project", "group", "experiment")
-# What a saved config says of its own run: where it lies, how it began, and the record of its callbacks, which are code.
-_OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks")
+# What a saved config says of its own run: where it lies, how it began, and the record of what is code: its callbacks,
+# and what a trainer without a class was given.
+_OF_THAT_RUN = (*_NAMES, "runs_dir", "callbacks", "given_objects")
 _HOW_IT_BEGAN = ("resume", "branch")
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from dream_trainer.callbacks.weight_average import averages_of
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.config.evaluation_parameters import EvalParameters
 from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
 from dream_trainer.config.training_parameters import TrainingParameters
@@ -28,6 +27,15 @@ from dream_trainer.simple.given_data import LoaderOptions, as_loader
 from dream_trainer.simple.given_loss import GivenLoss, LossFunction, LossName
 from dream_trainer.simple.given_metrics import GivenMetrics
 from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan, check_schedule
+from dream_trainer.simple.given_record import (
+    GivenObjects,
+    ObjectsConfig,
+    batch_size_of,
+    data_in_words,
+    function_in_words,
+    model_in_words,
+    schedule_in_words,
+)
 from dream_trainer.simple.given_together import (
     DEFAULT_MONITOR,
     monitored,
@@ -210,13 +218,24 @@ class Trainer:
         if patience is not None:
             watchers.append(EarlyStopping(monitor, mode=better, patience=patience))
         scratch = scratch_directory() if name is None else None
-        config = DreamTrainerConfig(
+        config = ObjectsConfig(
             project=project,
             group=group,
             experiment=name or "unnamed",
             runs_dir=runs_dir if scratch is None else str(scratch),
             seed=seed,
+            given_objects=GivenObjects(
+                model=model_in_words(model),
+                loss=function_in_words(step if loss is None else loss),
+                schedule=schedule_in_words(schedule),
+                metrics=measured.names,
+                shuffle=shuffle,
+                train=data_in_words(given.train),
+                val=None if val is None else data_in_words(loaders_of_val),
+            ),
             training_parameters=TrainingParameters(
+                train_batch_size=batch_size_of(given.train, batch_size),
+                val_batch_size=batch_size_of(loaders_of_val, options_of_val.batch_size),
                 n_epochs=epochs,
                 max_steps=steps,
                 gradient_accumulation_steps=accumulate,
@@ -256,9 +275,18 @@ class Trainer:
         before = self.dream.local_batches
         self.dream.fit()
         is_finished = self.dream.local_batches == before and not self.dream._agreement.stopped
-        if is_finished and self.is_main and self._rows.prints:
-            print(f"nothing to train: {self.epoch} epochs and {self.step} steps are done. Raise fit(epochs=) or steps=")
+        if is_finished and self.is_main:
+            self._say_nothing_is_left()
         return self.history
+
+    def _say_nothing_is_left(self) -> None:
+        done = f"nothing to train: {self.epoch} epochs and {self.step} steps are done."
+        if self.dream.local_batches == 0 and self.step > 0:
+            # The numbers look like those of what was given now, so it is said also where no lines are printed.
+            was_there = f"{done} {self.dream.was_there_before()}"
+            print(was_there, flush=True) if self._rows.prints else self.dream.warn_once("was there", was_there)
+        elif self._rows.prints:
+            print(f"{done} Raise fit(epochs=) or steps=", flush=True)
 
     def train_epoch(self) -> Row:
         """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""

@@ -100,6 +100,12 @@ class GivenMetrics:
         known = None if self.objects is None else higher_is_better({"": self.objects}, metric)
         return mode_of(metric, None, higher_is_better=known, named_by=named_by, set_by=set_by)
 
+    @property
+    def names(self) -> list[str]:
+        """What is measured, sorted."""
+        objects = [] if self.objects is None else [str(name) for name in self.objects]
+        return sorted([*self.functions, *objects])
+
     def __bool__(self) -> bool:
         return bool(self.functions) or self.objects is not None
 

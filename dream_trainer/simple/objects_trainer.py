@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.errors import ConfigError, DataError, HookError
@@ -18,12 +18,18 @@ from dream_trainer.simple.described import described
 from dream_trainer.simple.given_data import LoaderOptions
 from dream_trainer.simple.given_metrics import GivenMetrics
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
+from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
 from dream_trainer.trainer.dream import DreamTrainer
+from dream_trainer.trainer.other_run import changed_fields
 
 if TYPE_CHECKING:
+    from dream_trainer.checkpoint.manifest import Manifest
+    from dream_trainer.config.branch_parameters import BranchParameters
     from dream_trainer.trainer.abstract import AbstractTrainer
+
+logger = logging.getLogger("dream_trainer")
 
 # What a class's author is warned of; here it is as it should be, or said otherwise.
 _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint", "finished", "best_metrics"})
@@ -71,9 +77,11 @@ class ObjectsTrainer(DreamTrainer):
         given: What it is made of.
     """
 
-    def __init__(self, config: DreamTrainerConfig, given: Given) -> None:
+    def __init__(self, config: ObjectsConfig, given: Given) -> None:
         super().__init__(config)
         self._given = given
+        self._record = config.given_objects
+        self._changed: list[str] = []  # since the checkpoint that the run goes on from
 
     def warn_once(self, key: str, message: str) -> None:
         """Leaves out what only a class's author could mend."""
@@ -95,6 +103,7 @@ class ObjectsTrainer(DreamTrainer):
     def configure_optimizers(self) -> None:
         """The optimizer follows its model's parameters, or is built."""
         self.optimizers = self._given.optimizer.build(self.model, self.model_blocks(self.model))
+        self._record.optimizer, self._record.lr = optimizers_in_words(self.optimizers)
 
     def configure_schedulers(self) -> None:
         """Schedules are built for `total_steps`; objects are what they are."""
@@ -186,6 +195,35 @@ class ObjectsTrainer(DreamTrainer):
                 "val_step=, a function of (model, batch) that returns a dict of values."
             )
         return found
+
+    # -- a run that was there before under this name
+
+    def was_there_before(self) -> str:
+        """Whose weights and history these are, when nothing was left to train, and what to do."""
+        changed = f" Given otherwise now, and not used: {'; '.join(self._changed)}." if self._changed else ""
+        return (
+            f"The run {self.experiment!r} was there already, in {self.run_dir}: its weights and its history are what "
+            f"you have now, and nothing was trained.{changed} Give another name= to train from the start, or "
+            "fit(epochs=) or steps= to train this one further."
+        )
+
+    def _say_what_changed(self, manifest: Manifest, branch: BranchParameters) -> None:
+        self._changed = in_arguments(changed_fields(manifest, self))
+        if self._changed and self.world.is_main:
+            logger.warning(
+                "the run %r, which goes on from step %d, was begun with other arguments: %s. What is given now "
+                "counts from here, but for the optimizer's numbers, which stay the run's. Give another name= to train "
+                "from the start.",
+                self.experiment,
+                self.global_step,
+                "; ".join(self._changed),
+            )
+
+    def _to_begin_another(self, words: str) -> str:
+        return (
+            "give another name=, which trains from the start, or from the checkpoint with checkpoints="
+            f"dt.CheckpointParameters(resume=<its path>, branch=dt.BranchParameters({words}))"
+        )
 
     # -- schedules
 

@@ -87,6 +87,13 @@ class Cooperation:
         """The best values so far, also from before a resume, each with its step."""
         return {}
 
+    def _to_begin_another(self, words: str) -> str:
+        """How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch."""
+        return (
+            "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
+            f"branch=BranchParameters({words})"
+        )
+
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""
 

@@ -59,7 +59,5 @@ def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) ->
     if not is_own:
         return 'let this run have data of its own: branch=BranchParameters(data="new").'
     other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
-    return (
-        f"train a run of its own under another name, such as experiment={other!r}. To begin that one from here, give "
-        'it resume=<this path> and branch=BranchParameters(data="new").'
-    )
+    to_begin = trainer._to_begin_another('data="new"')
+    return f"take another name, such as experiment={other!r}: {to_begin}."

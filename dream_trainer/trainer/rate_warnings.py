@@ -39,7 +39,8 @@ def what_goes_on(
     if branch.optimizer == "keep":
         optimizers = trainer.named_optimizers()
         for name, in_force in shared.get("configured_options", {}).items():
-            said += _options_that_go_on(name, configured.get(optimizers[name], []), in_force)
+            anew = trainer._to_begin_another('optimizer="moments"')
+            said += _options_that_go_on(name, configured.get(optimizers[name], []), in_force, anew)
     for name, scheduler in trainer.named_schedulers().items():
         if isinstance(scheduler, LambdaLR) and branch.schedule == "keep":
             said += _is_stretched(name, scheduler, factors_of(shared["schedulers"][name]))
@@ -75,11 +76,10 @@ def factors_of(state: Mapping[str, Any]) -> list[float]:
     ]
 
 
-def _options_that_go_on(name: str, ours: Options, in_force: Options) -> list[str]:
+def _options_that_go_on(name: str, ours: Options, in_force: Options, anew: str) -> list[str]:
     return [
         f"{name}: this config has {key}={mine[key]}, and the checkpoint's {theirs[key]} goes on (group {index}). To "
-        "train on with this config's, begin another run from the checkpoint: a new experiment name, resume=<path of "
-        'the checkpoint> and branch=BranchParameters(optimizer="moments").'
+        f"train on with this config's, {anew}."
         for index, (mine, theirs) in enumerate(zip(ours, in_force, strict=False))
         for key in mine
         if key in theirs and mine[key] != theirs[key]

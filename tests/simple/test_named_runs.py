@@ -1,0 +1,91 @@
+"""A run with a name says what it was made of, in its record and where it is found again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader
+
+from dream_trainer.cli.main import main
+from dream_trainer.config.config_files import load_config
+from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+from dream_trainer.errors import CheckpointError
+from tests.simple.loops import classifier, make, samples
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_name_that_was_there_tells_whose_history_it_is_and_what_was_given_otherwise(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    inputs, targets = samples().tensors
+    options: dict[str, Any] = {"name": "run", "optimizer": "adam", "lr": 0.01, "batch_size": 4}
+    with make(train=(inputs, targets), **options) as first:
+        first.fit()
+    options["lr"] = 0.5
+    longer = nn.Sequential(classifier(), nn.Linear(3, 3))
+    with (
+        make(longer, train=(inputs, targets), **options) as other,
+        pytest.raises(CheckpointError, match="given_objects.model: 'Seq"),
+    ):
+        other.fit()
+    caplog.clear()
+    with make(train=(inputs[:20], targets[:20]), loss="nll", progress=False, **options) as again:
+        assert again.fit() == first.history
+    text = " ".join(caplog.text.split())
+    assert "nothing to train: 1 epochs and 6 steps are done. The run 'run' was there already, in runs/simple" in text
+    assert "loss= 'cross_entropy' -> 'nll'" in text
+    assert f"train= '(float32 {[*inputs.shape]}, int64 [24])' -> '(float32 {[20, *inputs.shape[1:]]}" in text
+    assert "lr= 0.01 -> 0.5" in text
+    assert "Give another name= to train from the start" in text
+    assert "experiment" not in text
+    assert "this config has lr=0.5" in text
+    assert capsys.readouterr().out == ""
+    with make(train=(inputs, targets), progress=True, **options | {"lr": 0.01}) as same:
+        same.fit()
+    printed = capsys.readouterr().out
+    assert "The run 'run' was there already" in printed
+    assert "otherwise" not in printed
+
+
+def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = samples().tensors
+    for name, lr, size in (("a", 0.01, 4), ("b", 0.1, 8)):
+        with make(
+            train=(x, y), val=(x, y), metrics=["accuracy"], optimizer=torch.optim.SGD, lr=lr, schedule="cosine",
+            batch_size=size, name=name,
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+    config = json.loads(Path("runs/simple/simple/b/config.json").read_text())
+    given = config["given_objects"]
+    assert given["model"].startswith(f"{type(classifier()).__name__} of ")
+    assert (given["loss"], given["lr"], given["schedule"], given["metrics"]) == (
+        "cross_entropy",
+        0.1,
+        "cosine",
+        ["accuracy"],
+    )
+    assert given["optimizer"]["name"] == "SGD"
+    assert given["optimizer"]["momentum"] == 0
+    assert config["training_parameters"]["train_batch_size"] == 8
+    assert main(["runs", "runs"]) == 0
+    assert "lr 0.1" in capsys.readouterr().out
+    assert main(["runs", "runs", "--columns", "lr"]) == 0
+    assert "0.01" in capsys.readouterr().out
+    with make(train=DataLoader(samples(), 6), name="c") as trainer:
+        trainer.fit()
+    assert (
+        json.loads(Path("runs/simple/simple/c/config.json").read_text())["training_parameters"]["train_batch_size"] == 6
+    )
+    loaded = load_config(DreamTrainerConfig, "runs/simple/simple/c", project="p", group="g", experiment="e")
+    assert loaded.training_parameters.train_batch_size == 6
