@@ -14,6 +14,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,9 +97,11 @@ class TextClassifier(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[DataLoader, DataLoader]:
         sizes = self.config.training_parameters
+        train: Any = texts(False)  # a list is a dataset; PyTorch's types know none
+        held_out: Any = texts(True)
         return (
-            DataLoader(texts(False), sizes.train_batch_size, shuffle=True, drop_last=True, collate_fn=collate),
-            DataLoader(texts(True), sizes.val_batch_size, collate_fn=collate),
+            DataLoader(train, sizes.train_batch_size, shuffle=True, drop_last=True, collate_fn=collate),
+            DataLoader(held_out, sizes.val_batch_size, collate_fn=collate),
         )
 
     def configure_optimizers(self) -> None:

@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
         check_integer("patience", patience, minimum=1)
         check_between("min_delta", min_delta, 0.0, math.inf)
         self.metric = metric
-        self.mode = mode
+        self.mode: Literal["min", "max"] | None = mode
         self.patience = patience
         self.min_delta = min_delta
         self._known_mode = mode

@@ -36,8 +36,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore[reportMissingImports]
+    from ray.train.torch import TorchTrainer  # pyright: ignore[reportMissingImports]
 
     TorchTrainer(
         run_script,
