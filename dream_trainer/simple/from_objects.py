@@ -50,7 +50,6 @@ from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSch
 from dream_trainer.simple.scratch import scratch_directory
 from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
-from dream_trainer.weights.load import load_weights
 
 EpochFunction = Callable[["Trainer", int, Row], None]
 
@@ -373,6 +372,8 @@ class Trainer:
     def load_best(self) -> Path:
         """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
 
+        A `fit` that trains on goes on from these weights, with the optimizer, schedules and counters of the last step.
+
         Raises:
             CheckpointError: There is none; or an average of the weights, such as EMA's, was validated in their place.
         """
@@ -395,8 +396,7 @@ class Trainer:
                 f"it: dream-trainer checkpoints export {found.path} DESTINATION --weights {validated[0]}; or leave it "
                 "out of validations, with validate=False."
             )
-        with dream.changing_weights():
-            load_weights(dream.model, found.path, world=dream.world)
+        dream.take_weights_of(found)
         return found.path
 
     def save(self, path: str | Path, *, overwrite: bool = True) -> None:

@@ -23,6 +23,7 @@ from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
 from dream_trainer.trainer.dream import DreamTrainer
 from dream_trainer.trainer.other_run import changed_fields
+from dream_trainer.weights.load import load_weights
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest
@@ -82,6 +83,24 @@ class ObjectsTrainer(DreamTrainer):
         self._given = given
         self._record = config.given_objects
         self._changed: list[str] = []  # since the checkpoint that the run goes on from
+        self._weights_of: int | None = None  # the step of a checkpoint whose weights were taken since the last window
+
+    def take_weights_of(self, checkpoint: Manifest) -> None:
+        """Puts the weights of one of the run's checkpoints into the model."""
+        with self.changing_weights():
+            load_weights(self.model, checkpoint.path, world=self.world)
+        self._weights_of = checkpoint.step
+
+    def say_whose_weights(self) -> None:
+        """Where training goes on from weights that are not those of its last step."""
+        step, self._weights_of = self._weights_of, None
+        if step is not None and step != self.global_step:
+            self.warn_once(
+                f"weights of {step}",
+                f"training goes on from step {self.global_step} with the weights of step {step}, which load_best() put "
+                "into the model; optimizer and schedules are those of the last step. To go on as before load_best(), "
+                "build the trainer anew: it resumes from its newest checkpoint.",
+            )
 
     def warn_once(self, key: str, message: str) -> None:
         """Leaves out what only a class's author could mend."""
@@ -248,6 +267,7 @@ class StepsSchedules(Callback):
         assert isinstance(trainer, ObjectsTrainer)  # nothing else makes this callback
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
+        trainer.say_whose_weights()
         if trainer._given.val is not None and _ends_in_its_first_epoch(trainer):
             trainer.warn_once(
                 "no validation",

@@ -479,7 +479,7 @@ def test_functions_are_called_after_each_epoch_and_may_stop_the_run() -> None:
     assert calls == [(0, 1, ["train/loss", "val/loss"]), (1, 2, ["train/loss", "val/loss"])]
 
 
-def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
+def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best(caplog: pytest.LogCaptureFixture) -> None:
     def run(name: str, **options: Any) -> Trainer:
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9)
@@ -501,6 +501,9 @@ def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best() -> None:
         assert trainer.evaluate()["val/loss"] == trainer.best
         assert {path.name for path in Path("runs/simple/simple/stopped").iterdir()} >= {"checkpoints", "metrics.jsonl"}
         assert len(trainer.dream.checkpoints()) == 2
+        assert "load_best" not in caplog.text
+        trainer.fit(epochs=3)
+        assert "goes on from step 12 with the weights of step 6, which load_best() put into the model" in caplog.text
 
 
 @pytest.mark.parametrize("by", ["name", "torchmetrics", "mode"])
