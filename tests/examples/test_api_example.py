@@ -15,7 +15,7 @@ from tests.examples.launch import ROOT, run_script
 EXAMPLE = ROOT / "examples" / "api_example.py"
 
 
-@pytest.mark.parametrize(("n_processes", "steps"), [(1, 80), (2, 40)])
+@pytest.mark.parametrize(("n_processes", "steps"), [pytest.param(1, 80, marks=pytest.mark.slow), (2, 40)])
 def test_the_example_runs_as_it_is(n_processes: int, steps: int, tmp_path: Path) -> None:
     said = run_script(EXAMPLE, cwd=tmp_path, n_processes=n_processes)
     # 1024 samples, 10 times, in global batches of 32 x 4 x ranks

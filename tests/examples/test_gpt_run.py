@@ -73,6 +73,7 @@ def test_the_ranks_do_not_change_what_is_learned(two_ranks: Run, tmp_path: Path)
         assert metric(two_ranks.directory, name) == pytest.approx(metric(tmp_path, name), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(two_ranks: Run, tmp_path: Path) -> None:
     shutil.copytree(two_ranks.directory, tmp_path, dirs_exist_ok=True)
     again = train(tmp_path, 5, 1)

@@ -29,7 +29,6 @@ def spanning(cell: Any) -> list[Any]:
         cell(2, 1, 1, recompute="selective"),
         cell(1, 2, 2, accumulation=2, recompute="selective", loss_parallel=True, tied=True),
         cell(2, 1, 2, accumulation=2, sequence_parallel=False),
-        cell(2, 2, 1, recompute="full"),
         cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True),
         cell(1, 1, 2, recompute="selective", odd_parts=True),
     ]

@@ -99,7 +99,7 @@ FAULTS: dict[str, Callable[[Hosts, Attempt], None]] = {
     "frozen": lambda hosts, attempt: attempt.send(signal.SIGSTOP, attempt.ranks_of(1, hosts)),
     "one process frozen": lambda hosts, attempt: attempt.send(signal.SIGSTOP, attempt.ranks_of(1, hosts)[-1:]),
 }
-ORDINARY = [("silent", 2), ("one process frozen", 4)]
+ORDINARY = [("silent", 2)]
 
 
 def _without_power(hosts: Hosts, attempt: Attempt, host: int) -> None:
