@@ -78,6 +78,11 @@ class ObjectsTrainer(DreamTrainer):
         given: What it is made of.
     """
 
+    _another_run = (
+        "give another name=, which trains from the start, or from the checkpoint with checkpoints="
+        "dt.CheckpointParameters(resume=<its path>, branch=dt.BranchParameters({words}))"
+    )
+
     def __init__(self, config: ObjectsConfig, given: Given) -> None:
         super().__init__(config)
         self._given = given
@@ -237,12 +242,6 @@ class ObjectsTrainer(DreamTrainer):
                 self.global_step,
                 "; ".join(self._changed),
             )
-
-    def _to_begin_another(self, words: str) -> str:
-        return (
-            "give another name=, which trains from the start, or from the checkpoint with checkpoints="
-            f"dt.CheckpointParameters(resume=<its path>, branch=dt.BranchParameters({words}))"
-        )
 
     # -- schedules
 

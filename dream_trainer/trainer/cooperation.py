@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 from torch import Tensor
 
@@ -28,6 +28,11 @@ class Cooperation:
     warn_once: Callable[[str, str], None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
+    # How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch.
+    _another_run: ClassVar[str] = (
+        "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
+        "branch=BranchParameters({words})"
+    )
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -82,17 +87,6 @@ class Cooperation:
     def _best_modes(self) -> dict[str, Mode]:
         """The validation metrics whose best values are kept, each with whether "min" or "max" is best."""
         return {}
-
-    def _best_values(self) -> dict[str, tuple[float, int]]:
-        """The best values so far, also from before a resume, each with its step."""
-        return {}
-
-    def _to_begin_another(self, words: str) -> str:
-        """How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch."""
-        return (
-            "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
-            f"branch=BranchParameters({words})"
-        )
 
     def _save_was_lost(self) -> None:
         """The save begun last did not get to the disk, and nobody has its state."""

@@ -59,5 +59,5 @@ def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) ->
     if not is_own:
         return 'let this run have data of its own: branch=BranchParameters(data="new").'
     other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
-    to_begin = trainer._to_begin_another('data="new"')
+    to_begin = trainer._another_run.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

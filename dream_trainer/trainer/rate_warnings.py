@@ -39,7 +39,7 @@ def what_goes_on(
     if branch.optimizer == "keep":
         optimizers = trainer.named_optimizers()
         for name, in_force in shared.get("configured_options", {}).items():
-            anew = trainer._to_begin_another('optimizer="moments"')
+            anew = trainer._another_run.format(words='optimizer="moments"')
             said += _options_that_go_on(name, configured.get(optimizers[name], []), in_force, anew)
     for name, scheduler in trainer.named_schedulers().items():
         if isinstance(scheduler, LambdaLR) and branch.schedule == "keep":

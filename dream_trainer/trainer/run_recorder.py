@@ -44,6 +44,7 @@ class RunRecorder:
 
     Attributes:
         parent: Of a branch, what it began from, as `RunRecord.parent`.
+        best_of_checkpoint: The best values that a checkpoint brought along, each with its step, until training starts.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
@@ -52,6 +53,7 @@ class RunRecorder:
         self._made = time.time()
         self._has_directory = False
         self.parent: dict[str, Any] | None = None
+        self.best_of_checkpoint: dict[str, tuple[float, int]] = {}
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
         """What is called at `event` on this rank: ranks other than 0 write of their failures alone."""
@@ -102,9 +104,10 @@ class RunRecorder:
         trainer = self._trainer
         best = {name: found for name, found in before.best.items() if found["step"] <= trainer.global_step}
         modes = trainer._best_modes()
-        for name, (value, step) in trainer._best_values().items():
+        for name, (value, step) in self.best_of_checkpoint.items():
             if name in modes:
                 best[name] = {"value": value, "step": step, "mode": modes[name]}
+        self.best_of_checkpoint = {}  # from now on the record knows better
         return best
 
     def _validated(self, metrics: dict[str, float]) -> None:

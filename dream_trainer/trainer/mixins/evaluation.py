@@ -157,10 +157,6 @@ class EvalMixin(AbstractTrainer):
     def _best_modes(self) -> dict[str, Mode]:
         return super()._best_modes() | dict(self.config.eval_parameters.best_metrics)
 
-    def _best_values(self) -> dict[str, tuple[float, int]]:
-        # A checkpoint of before the steps were kept has none.
-        return super()._best_values() | {name: (self.best[name], step) for name, step in self._best_steps.items()}
-
     def _mixin_state(self) -> dict[str, Any]:
         state = {"best": dict(self.best), "best_steps": dict(self._best_steps)}
         return super()._mixin_state() | {"evaluation": state}
@@ -169,3 +165,5 @@ class EvalMixin(AbstractTrainer):
         super()._load_mixin_state(state)
         saved = state.get("evaluation", {})
         self.best, self._best_steps = dict(saved.get("best", {})), dict(saved.get("best_steps", {}))
+        # A checkpoint of before the steps were kept has none.
+        self._recorder.best_of_checkpoint = {name: (self.best[name], step) for name, step in self._best_steps.items()}
