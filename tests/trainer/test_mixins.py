@@ -183,8 +183,15 @@ def test_missing_models_and_optimizers_are_named_when_the_trainer_is_built() -> 
     class NoOptimizers(NoModels):
         configure_models = Algorithm.configure_models
 
-    with pytest.raises(HookError, match="configure_optimizers"):
+    with pytest.raises(HookError, match="assign your optimizers to self there.$"):
         NoOptimizers(make_config((0,)))
+
+    class Misspelt(NoOptimizers):
+        def configure_optimisers(self) -> None:
+            pass
+
+    with pytest.raises(HookError, match=r"override configure_optimizers, .* defines configure_optimisers: rename that"):
+        Misspelt(make_config((0,)))
 
 
 @pytest.mark.pitfall(51)

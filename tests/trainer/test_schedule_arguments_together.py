@@ -18,12 +18,12 @@ from tests.trainer.test_schedule_arguments import (
     LONG,
     RATE,
     SHORT,
+    Plateau,
     Scheduled,
     by_hand,
     fit,
     make_config,
     trainer_of,
-    used,
     warmup_and_cosine,
 )
 from tests.worlds import run_world
@@ -97,20 +97,12 @@ def test_the_same_on_two_sharded_ranks(tmp_path: Path) -> None:
         check_both(found)
 
 
-class Reduced(Scheduled):
+class Reduced(Plateau):
     """A plateau with a floor that follows the rate, of a metric that never falls."""
 
     def configure_schedulers(self) -> None:
         plateau = dt.ScheduleParameters(name="plateau", patience=1, factor=0.5, min_lr_ratio=0.2)
         self.scheduler = dt.build_schedule(plateau, self.optimizer, total_steps=self.total_steps)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        self.used.append(used(self.optimizer))
-        loss = self.model(batch[0]).square().mean()
-        self.backward(loss)
-        self.step(self.model, self.optimizer)
-        self.scheduler.step(1.0)
-        return {"loss": loss}
 
 
 def test_a_plateau_outlives_new_limits_and_begins_anew_at_the_base_rate(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,12 @@ def _check_hooks(cls: type) -> None:
     for part in _parts(cls):
         for hook, purpose in vars(part).get("_required_hooks", {}).items():
             if getattr(cls, hook) is getattr(Hooks, hook):
-                raise HookError(f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}")
+                own = [name for owner in cls.__mro__ if not is_ours(owner) for name in vars(owner)]
+                meant = [name for name in get_close_matches(hook, own, n=1, cutoff=0.85) if name not in vars(Hooks)]
+                instead = f" It defines {meant[0]}: rename that." if meant else ""
+                raise HookError(
+                    f"{cls.__name__} does not override {hook}, which {part.__name__} requires: {purpose}{instead}"
+                )
 
 
 def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[type, set[str]]:
