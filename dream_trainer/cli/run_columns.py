@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from dream_trainer.cli.found_runs import ListedRun
 from dream_trainer.cli.output import number_cell
 from dream_trainer.cli.run_config import value_cell
+from dream_trainer.cli.what_trained import trained_leaves
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
-from dream_trainer.config.serialize import leaves
 from dream_trainer.errors import ConfigError
 
 SHOWN_FIELDS = 5
@@ -81,7 +81,7 @@ def _is_of(run: ListedRun, name: str) -> bool:
 
 
 def _flat(run: ListedRun) -> dict[str, str]:
-    return {name: value_cell(value) for name, value in leaves(run.config)}
+    return {name: value_cell(value) for name, value in trained_leaves(run.config, run.record).items()}
 
 
 def _shortened(names: list[str]) -> dict[str, str]:

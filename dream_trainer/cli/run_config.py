@@ -10,11 +10,11 @@ from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.lookup import find_checkpoint, is_checkpoint
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.cli.output import print_json
+from dream_trainer.cli.what_trained import trained_leaves
 from dream_trainer.config.file_formats import read_plain
 from dream_trainer.config.saved_config import is_saved
-from dream_trainer.config.serialize import leaves
 from dream_trainer.errors import CheckpointError, ConfigError
-from dream_trainer.trainer.run_record import CONFIG_NAME
+from dream_trainer.trainer.run_record import CONFIG_NAME, read_record
 
 ABSENT = "-"
 
@@ -52,14 +52,15 @@ def show_config(path: Path, *, as_json: bool) -> int:
     if as_json:
         print_json(config)
     else:
-        print_table(str(path), [], [[name, value_cell(value)] for name, value in leaves(config)])
+        values = trained_leaves(config, read_record(path))
+        print_table(str(path), [], [[name, value_cell(value)] for name, value in values.items()])
     return 0
 
 
 def diff_configs(a: Path, b: Path, *, as_json: bool) -> int:
     """Prints the fields that differ, between a run and a file those that the file names; returns the exit code."""
     configs = read_config(a), read_config(b)
-    first, second = (dict(leaves(config)) for config in configs)
+    first, second = (trained_leaves(config, read_record(path)) for config, path in zip(configs, (a, b), strict=True))
     names = dict.fromkeys([*first, *second])
     if is_saved(configs[0]) != is_saved(configs[1]):
         names = dict.fromkeys(second if is_saved(configs[0]) else first)

@@ -58,6 +58,8 @@ def list_runs(
     header, cells = list(columns), asked_for(runs, columns)
     if not columns and any(differs := differing(runs)):
         header, cells = ["differs"], [[cell] for cell in differs]
+    if any(run.record.parent for run in runs):
+        header, cells = ["began from", *header], [[_origin(run), *more] for run, more in zip(runs, cells, strict=True)]
     rows = [[*_row(run), *more] for run, more in zip(runs, cells, strict=True)]
     print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
     _print_ends(runs, whole_errors=whole_errors)
@@ -125,6 +127,17 @@ def _row(run: ListedRun) -> list[str]:
         seconds_cell(record.seconds) if record.seconds else "-",
         age_cell(record.seen) + " ago" if record.seen else "-",
     ]
+
+
+def _origin(run: ListedRun) -> str:
+    """What a branch began from, named as the list would name it."""
+    parent = run.record.parent
+    if parent is None:
+        return "-"
+    begun = str(parent.get("run") or Path(parent["checkpoint"]).parent.parent.name).split("/")
+    own = [str(run.config.get(part)) for part in ("project", "group", "experiment")]
+    above = max(0, len(own) - len(run.name.split("/")))  # parts that stand in the title of the list
+    return f"{'/'.join(begun[above:] if begun[:above] == own[:above] else begun)} at {parent['step']}"
 
 
 def _print_ends(runs: list[ListedRun], *, whole_errors: bool) -> None:

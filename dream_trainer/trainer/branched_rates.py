@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.errors import CheckpointError
 from dream_trainer.optim.learning_rates import set_token_origin
-from dream_trainer.trainer.rate_warnings import Options, factors_of, spent_before, what_goes_on
+from dream_trainer.trainer.rate_warnings import Options, factors_of, kept_options, spent_before, what_goes_on
 from dream_trainer.trainer.registry import Scheduler
 from dream_trainer.trainer.schedule_arguments import note_built, outermost, set_rate, take_back
 
@@ -31,6 +31,7 @@ logger = logging.getLogger("dream_trainer")
 
 _caps: WeakKeyDictionary[LambdaLR, list[float]] = WeakKeyDictionary()
 _configured: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()  # those of a checkpoint, which hold instead
 
 # What depends on the machine, or is told by "lr".
 _QUIET = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
@@ -46,7 +47,7 @@ def note_rates(optimizers: Mapping[str, Optimizer], schedulers: Mapping[str, Sch
 
 def base_rates(optimizer: Optimizer) -> list[Any]:
     """The rate of each group before any schedule changed it."""
-    return _base_rates(optimizer, _configured.get(optimizer, []))
+    return _base_rates(optimizer, _in_force(optimizer))
 
 
 def _base_rates(optimizer: Optimizer, in_force: Options) -> list[Any]:
@@ -59,7 +60,11 @@ def _base_rates(optimizer: Optimizer, in_force: Options) -> list[Any]:
 
 def configured_options(optimizers: Mapping[str, Optimizer]) -> dict[str, Options]:
     """Those that are in force, for a checkpoint: what was noted, or what went along from a checkpoint over it."""
-    return {name: _configured.get(optimizer, []) for name, optimizer in optimizers.items()}
+    return {name: _in_force(optimizer) for name, optimizer in optimizers.items()}
+
+
+def _in_force(optimizer: Optimizer) -> Options:
+    return _kept.get(optimizer, _configured.get(optimizer, []))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,12 +122,15 @@ def restore_rates(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: B
         said = spent_before(trainer) if branch.counters == "keep" else []
     else:
         said = _go_on(schedulers, shared, branch)
+    optimizers = trainer.named_optimizers()
+    in_force = shared.get("configured_options", {}) if branch.optimizer == "keep" else {}
+    kept = list(kept_options(optimizers, _configured, in_force))
+    trainer._recorder.kept_options = [one._asdict() for one in kept]
     if trainer.world.is_main:
-        for line in [*said, *what_goes_on(trainer, shared, branch, _configured, _caps)]:
+        for line in [*said, *what_goes_on(trainer, shared, branch, kept, _caps)]:
             logger.warning("%s", line)
-    if branch.optimizer == "keep":
-        for name, in_force in shared.get("configured_options", {}).items():
-            _configured[trainer.named_optimizers()[name]] = in_force
+    for name, options in in_force.items():
+        _kept[optimizers[name]] = options
 
 
 def _place_in_tokens(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: BranchParameters) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -18,11 +18,41 @@ if TYPE_CHECKING:
 Options = list[dict[str, Any]]
 
 
+class KeptOption(NamedTuple):
+    """An option of an optimizer's group that went along from a checkpoint, and that this config sets otherwise.
+
+    Attributes:
+        optimizer: Its name.
+        group: Number of the group.
+        option: Such as `lr`.
+        config: What this config sets.
+        trained: The checkpoint's, which goes on.
+    """
+
+    optimizer: str
+    group: int
+    option: str
+    config: Any
+    trained: Any
+
+
+def kept_options(
+    optimizers: Mapping[str, Optimizer], configured: Mapping[Optimizer, Options], in_force: Mapping[str, Options]
+) -> Iterator[KeptOption]:
+    """Where what this config sets, and what goes on, are not the same."""
+    for name, of_groups in in_force.items():
+        ours = configured.get(optimizers[name], [])
+        for group, (mine, theirs) in enumerate(zip(ours, of_groups, strict=False)):
+            for option in mine:
+                if option in theirs and mine[option] != theirs[option]:
+                    yield KeptOption(name, group, option, mine[option], theirs[option])
+
+
 def what_goes_on(
     trainer: AbstractTrainer,
     shared: Mapping[str, Any],
     branch: BranchParameters,
-    configured: Mapping[Optimizer, Options],
+    kept: Sequence[KeptOption],
     caps: Mapping[LambdaLR, list[float]],
 ) -> list[str]:
     """Lines on options that this config sets otherwise than the checkpoint's, which go on, on a stretched schedule, and
@@ -32,15 +62,15 @@ def what_goes_on(
         trainer: As restored.
         shared: What all ranks share of the checkpoint.
         branch: What goes along.
-        configured: Options of each group as this config sets them.
+        kept: The options that go on.
         caps: Factors above which schedules do not go.
     """
-    said = []
-    if branch.optimizer == "keep":
-        optimizers = trainer.named_optimizers()
-        for name, in_force in shared.get("configured_options", {}).items():
-            anew = trainer._another_run.format(words='optimizer="moments"')
-            said += _options_that_go_on(name, configured.get(optimizers[name], []), in_force, anew)
+    anew = trainer._another_run.format(words='optimizer="moments"')
+    said = [
+        f"{one.optimizer}: this config has {one.option}={one.config}, and the checkpoint's {one.trained} goes on "
+        f"(group {one.group}). To train on with this config's, {anew}."
+        for one in kept
+    ]
     for name, scheduler in trainer.named_schedulers().items():
         if isinstance(scheduler, LambdaLR) and branch.schedule == "keep":
             said += _is_stretched(name, scheduler, factors_of(shared["schedulers"][name]))
@@ -73,16 +103,6 @@ def factors_of(state: Mapping[str, Any]) -> list[float]:
     return [
         float(rate) / float(base) if float(base) else 1.0
         for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
-    ]
-
-
-def _options_that_go_on(name: str, ours: Options, in_force: Options, anew: str) -> list[str]:
-    return [
-        f"{name}: this config has {key}={mine[key]}, and the checkpoint's {theirs[key]} goes on (group {index}). To "
-        f"train on with this config's, {anew}."
-        for index, (mine, theirs) in enumerate(zip(ours, in_force, strict=False))
-        for key in mine
-        if key in theirs and mine[key] != theirs[key]
     ]
 
 

@@ -54,6 +54,9 @@ class RunRecord:
     """Of each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
     parent: dict[str, Any] | None = None
     """Of a branch: the `checkpoint` that it began from, its `step`, and what went along."""
+    kept_options: list[dict[str, Any]] = field(default_factory=list)
+    """Options of optimizers that went along from a checkpoint and that the config sets otherwise, one for each group of
+    parameters: the `optimizer`, the `group`, the `option`, its value in the `config`, and the one that `trained`."""
     argv: list[str] = field(default_factory=list)
     """How the last process was started."""
     host: str = ""
@@ -83,6 +86,10 @@ def read_record(run_dir: Path) -> RunRecord | None:
             name: {"value": float(best["value"]), "step": int(best["step"]), "mode": str(best["mode"])}
             for name, best in record.best.items()
         }
+        record.kept_options = [
+            {name: kept[name] for name in ("optimizer", "group", "option", "config", "trained")}
+            for kept in record.kept_options
+        ]
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
     return record

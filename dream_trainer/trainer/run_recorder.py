@@ -44,6 +44,7 @@ class RunRecorder:
 
     Attributes:
         parent: Of a branch, what it began from, as `RunRecord.parent`.
+        kept_options: As `RunRecord.kept_options`.
         best_of_checkpoint: The best values that a checkpoint brought along, each with its step, until training starts.
     """
 
@@ -53,6 +54,7 @@ class RunRecorder:
         self._made = time.time()
         self._has_directory = False
         self.parent: dict[str, Any] | None = None
+        self.kept_options: list[dict[str, Any]] = []
         self.best_of_checkpoint: dict[str, tuple[float, int]] = {}
 
     def listeners(self, event: str, *, is_main: bool) -> tuple[Callable[..., None], ...]:
@@ -91,6 +93,7 @@ class RunRecorder:
             metrics=before.metrics,
             best=self._best_before(before),
             parent=self.parent or before.parent,
+            kept_options=self.kept_options,
             argv=sys.argv,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -125,7 +128,21 @@ class RunRecorder:
         if self._record is not None:
             self._write(self._record.state, self._record.why)
 
+    def nothing_to_train(self, because: str) -> None:
+        """Called on every rank of a run that had reached its limits before its first step."""
+        is_written = self._trainer.world.is_main and not self._trainer.config.training_parameters.fast_dev_run
+        if is_written and self._is_the_first_to_tell():
+            self._write("finished", f"nothing to train: {because}")
+
+    def _is_the_first_to_tell(self) -> bool:
+        """Whether a run that ends before its first step leaves a record: where none is from when it trained."""
+        if self._record is None and read_record(self._trainer.run_dir) is None:
+            self._starts()
+            return True
+        return False
+
     def _ends(self) -> None:
+        self._is_the_first_to_tell()
         agreement = self._trainer._agreement
         if agreement.stopped:
             self._write("stopped", agreement.stopped_because)

@@ -1,0 +1,117 @@
+"""What `dream-trainer runs` and `config diff` say of runs that go on from a checkpoint: what trained, from where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.cli.main import main
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.trainer.run_record import read_record
+from tests.trainer.saves import Saves, make_config, run
+
+GROUP = Path("runs/tests/checkpoint")
+EVERY_TWO: dict[str, Any] = {"save_every_n_steps": 2, "save_every_n_epochs": None}
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def train(name: str, rate: float, steps: int = 4, **checkpoint: Any) -> Saves:
+    return run(experiment=name, learning_rate=rate, training={"max_steps": steps}, **EVERY_TWO | checkpoint)
+
+
+def lines_of(text: str) -> dict[str, str]:
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.startswith("  ")}
+
+
+def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
+    branch = train("branch", 0.003, resume=parent)
+    assert branch.optimizer.param_groups[0]["lr"] == 0.01  # the truth
+    train("anew", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
+
+    differs = lines_of(said(capsys, "runs"))
+    assert differs["tests/checkpoint/parent"].endswith("learning_rate 0.01")
+    assert "learning_rate 0.003 (trained 0.01)" in differs["tests/checkpoint/branch"]
+    assert "trained" not in differs["tests/checkpoint/anew"]
+    columns = lines_of(said(capsys, "runs", "--columns", "learning_rate"))
+    assert columns["tests/checkpoint/branch"].endswith(" 0.003 (trained 0.01)")
+    between = lines_of(said(capsys, "config", "diff", str(GROUP / "branch"), str(GROUP / "anew")))
+    assert between["learning_rate"] == "0.003 (trained 0.01) 0.003"
+    assert lines_of(said(capsys, "config", "show", str(GROUP / "branch")))["learning_rate"] == "0.003 (trained 0.01)"
+    assert json.loads(said(capsys, "config", "show", str(GROUP / "branch"), "--json"))["learning_rate"] == 0.003
+
+    # A restart goes on with the same rate, and says so; so does a run of its own whose config was changed.
+    train("branch", 0.003, 6, resume="auto")
+    train("parent", 0.05, 6)
+    differs = lines_of(said(capsys, "runs"))
+    assert "learning_rate 0.003 (trained 0.01)" in differs["tests/checkpoint/branch"]
+    assert "learning_rate 0.05 (trained 0.01)" in differs["tests/checkpoint/parent"]
+
+
+class Renamed(Saves):
+    """Its rate is no field of the config."""
+
+    rate = 0.01
+
+    def sgd(self, model: Any) -> Any:
+        optimizer = super().sgd(model)
+        optimizer.param_groups[0]["lr"] = self.rate
+        return optimizer
+
+
+def test_a_kept_option_that_no_field_of_the_config_sets_is_told_by_the_optimizer_s_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options: dict[str, Any] = {"training": {"max_steps": 4}, **EVERY_TWO}
+    with Renamed(make_config(experiment="parent", **options)) as trainer:
+        trainer.fit()
+    branch = Renamed(make_config(experiment="branch", resume=str(trainer.checkpoint_dir / "step_00000002"), **options))
+    branch.rate = 0.5
+    with branch:
+        branch.fit()
+    assert " lr 0.5 (trained 0.01)" in lines_of(said(capsys, "runs"))["tests/checkpoint/branch"]
+    assert " lr" not in lines_of(said(capsys, "runs"))["tests/checkpoint/parent"]
+    columns = lines_of(said(capsys, "runs", "--columns", "optimizer.lr"))
+    assert columns["tests/checkpoint/branch"].endswith("0.5 (trained 0.01)")
+
+
+def test_the_words_that_a_branch_began_with_are_told_though_a_later_start_names_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
+    train("branch", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
+    train("branch", 0.003, 6, resume="auto")
+    assert "branch.optimizer moments" in lines_of(said(capsys, "runs"))["tests/checkpoint/branch"]
+    assert read_record(GROUP / "branch").parent["words"]["optimizer"] == "moments"  # type: ignore[union-attr, index]
+
+
+def test_what_a_branch_began_from_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    parent = train("parent", 0.01)
+    assert "began from" not in said(capsys, "runs")
+    train("branch", 0.01, 6, resume=str(parent.run_dir))
+    listed = said(capsys, "runs")
+    assert "began from" in listed.splitlines()[1]
+    assert " tests/checkpoint/parent at 4" in lines_of(listed)["tests/checkpoint/branch"]
+    assert " at 4" not in lines_of(listed)["tests/checkpoint/parent"]
+    assert " parent at 4" in lines_of(said(capsys, "runs", str(GROUP)))["branch"]
+
+
+def test_a_branch_with_nothing_left_to_train_says_so_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    parent = train("parent", 0.01)
+    train("branch", 0.01, resume=str(parent.run_dir))
+    listed = said(capsys, "runs")
+    assert lines_of(listed)["tests/checkpoint/branch"].startswith("finished 4 ")
+    assert "tests/checkpoint/branch: finished at step 4: nothing to train: 4 of 4 steps are done" in listed
+    before = (GROUP / "parent/run.json").read_text()
+    train("parent", 0.01)  # nothing to train either, and its record stays that of its training
+    assert (GROUP / "parent/run.json").read_text() == before
