@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
+from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.checks import check_boolean, check_names
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
 from dream_trainer.modules.sharding import is_gathered
@@ -144,6 +146,38 @@ class WeightAverage(AveragingCallback):
                     self._statistics.setdefault(buffer, buffer.clone())
                 with trainer.autocast():
                     update_bn(batches, model, trainer.world.device)
+
+    # -- weights from a checkpoint
+
+    def load_as_weights(self, checkpoint: Path, prefix: str) -> bool:
+        """Loads a checkpoint's averages, and puts them into the models, too; called by every rank.
+
+        How often the averages have moved stays as it is.
+
+        Args:
+            checkpoint: Its directory. Where it has no averages, they are the weights of now.
+            prefix: What the names of its averages begin with.
+
+        Returns:
+            Whether it has averages.
+
+        Raises:
+            CheckpointError: It is damaged, or its averages are of other parameters.
+        """
+        trainer = self._set_up_trainer()
+        averages = {prefix + name: tensor for name, tensor in self.checkpoint_tensors().items()}
+        stored = on_all_ranks(trainer.world, f"load {checkpoint}", lambda: tensor_metadata(checkpoint))
+        has_averages = any(name in stored for name in averages)
+        if has_averages:
+            load_tensors(checkpoint, averages, world=trainer.world, optional_prefix="")
+        with trainer.changing_weights():
+            for average in self._averages.values():
+                if has_averages:
+                    average.resume(average.count())
+                    average.set_weights(average.locals())
+                else:
+                    average.start()
+        return has_averages
 
     # -- events
 

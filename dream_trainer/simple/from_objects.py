@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch.nn as nn
 
 from dream_trainer.callbacks.early_stopping import EarlyStopping
-from dream_trainer.callbacks.weight_average import averages_of
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
@@ -44,12 +44,14 @@ from dream_trainer.simple.given_together import (
     refuse_without_name,
     refuse_without_validation,
     refuse_wrong_function,
+    what_to_keep,
 )
 from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import scratch_directory
 from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
+from dream_trainer.trainer.validation import validation_mode
 
 EpochFunction = Callable[["Trainer", int, Row], None]
 
@@ -250,7 +252,7 @@ class Trainer:
                 compile=compile,
             ),
             eval_parameters=EvalParameters(best_metrics={} if watched is None else {watched: better}),
-            checkpoint_parameters=_checkpoints(name, checkpoints, watched, better),
+            checkpoint_parameters=what_to_keep(name, checkpoints, watched, better),
             logger_parameters=LoggerParameters(
                 loggers=(("jsonl",) if name else ()) if loggers is None else loggers, log_every_n_steps=10
             ),
@@ -289,9 +291,7 @@ class Trainer:
 
     def train_epoch(self) -> Row:
         """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""
-        with self.dream._session.failing_for_all():
-            self.dream._session.start()
-        with ending_with_the_epoch(self.dream):
+        with ending_with_the_epoch(self._started()):
             self.dream.fit()
         return dict(self._rows.rows[-1])
 
@@ -372,36 +372,38 @@ class Trainer:
     def load_best(self) -> Path:
         """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
 
-        A `fit` that trains on goes on from these weights, with the optimizer, schedules and counters of the last step.
+        Where an average of the weights is validated, such as EMA's, it is the checkpoint's average that is put into the
+        model, and the average of now begins from it. A `fit` that trains on goes on from there, with the optimizer,
+        schedules and counters of the last step.
 
         Raises:
-            CheckpointError: There is none; or an average of the weights, such as EMA's, was validated in their place.
+            CheckpointError: There is none.
         """
-        dream = self.dream
-        with dream._session.failing_for_all():
-            dream._session.start()
+        dream = self._started()
         parameters = with_known_mode(dream.config.checkpoint_parameters, dream)
         found = best_checkpoint(dream.checkpoints(), parameters.best_metric or "", parameters.known_best_mode())
         if found is None:
             raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
-        averages = averages_of(dream)
-        validated = [
-            f"{average.export_name}.{[one for one in averages if type(one) is type(average)].index(average)}"
-            for average in averages
-            if average.validate
-        ]
-        if validated:  # the weights of that step were never validated, and evaluate() would go on with today's averages
-            raise CheckpointError(
-                f"load_best() puts weights into the model, and what was best is their average ({validated[0]}). Export "
-                f"it: dream-trainer checkpoints export {found.path} DESTINATION --weights {validated[0]}; or leave it "
-                "out of validations, with validate=False."
-            )
         dream.take_weights_of(found)
         return found.path
 
-    def save(self, path: str | Path, *, overwrite: bool = True) -> None:
-        """Writes the model's weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file."""
-        self.dream.export(path, overwrite=overwrite)
+    def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
+        """Writes weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file.
+
+        Args:
+            path: Where to.
+            weights: None writes what `evaluate` and `predict` see: an average, such as EMA's, where one is validated,
+                else the model's. "model" writes the model's own; "ema" or "swa", or "ema.1", those of a callback.
+            overwrite: Whether to replace what is there.
+        """
+        dream = self._started()
+        with validation_mode(dream) if weights is None else nullcontext():
+            dream.export(path, weights=weights or "model", overwrite=overwrite)
+
+    def _started(self) -> ObjectsTrainer:
+        with self.dream._session.failing_for_all():
+            self.dream._session.start()
+        return self.dream
 
     def close(self) -> None:
         """Closes loaders and loggers; at the latest when nobody has the trainer any more, or the program ends."""
@@ -438,13 +440,3 @@ def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int
 def _loader(data: Any, batch_size: int | None, given: Given) -> Any:
     options = given.options if batch_size is None else given.options._replace(batch_size=batch_size)
     return None if data is None else as_loader(data, options, "data")
-
-
-def _checkpoints(
-    name: str | None, given: CheckpointParameters | None, monitor: str | None, mode: Literal["min", "max"]
-) -> CheckpointParameters:
-    if given is not None:
-        return given
-    if name is None:
-        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
-    return CheckpointParameters(keep_last=1, keep_best=1 if monitor else None, best_metric=monitor, best_mode=mode)

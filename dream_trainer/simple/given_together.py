@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn as nn
 
 from dream_trainer.checks import spell
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.errors import ConfigError
 from dream_trainer.simple.nearest import nearest
 
@@ -98,3 +99,14 @@ def refuse_unknown_monitor(monitor: str, names: Iterable[str]) -> None:
         of_several = [name for name in names if name.rpartition("/")[2] == monitor.rpartition("/")[2]]
         advice = f"Use {spell(map(repr, of_several))}." if len(of_several) > 1 else nearest(monitor, names)
         raise ConfigError(f"monitor={monitor!r} is not among the validation's metrics. {advice}")
+
+
+def what_to_keep(
+    name: str | None, given: CheckpointParameters | None, monitor: str | None, mode: Literal["min", "max"]
+) -> CheckpointParameters:
+    """When to save and which to keep: nothing of a run without a name, else what was given, or the newest and best."""
+    if given is not None:
+        return given
+    if name is None:
+        return CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+    return CheckpointParameters(keep_last=1, keep_best=1 if monitor else None, best_metric=monitor, best_mode=mode)

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dream_trainer.callbacks.weight_average import WeightAverage
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.errors import ConfigError, DataError, HookError
@@ -21,6 +22,7 @@ from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, b
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
+from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.dream import DreamTrainer
 from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.weights.load import load_weights
@@ -88,21 +90,27 @@ class ObjectsTrainer(DreamTrainer):
         self._given = given
         self._record = config.given_objects
         self._changed: list[str] = []  # since the checkpoint that the run goes on from
-        self._weights_of: int | None = None  # the step of a checkpoint whose weights were taken since the last window
+        # What was taken of a checkpoint since the last window, and the checkpoint's step.
+        self._taken: tuple[str, int] | None = None
 
     def take_weights_of(self, checkpoint: Manifest) -> None:
-        """Puts the weights of one of the run's checkpoints into the model."""
+        """Puts into the model what was validated at one of the run's checkpoints: its weights, or their average."""
         with self.changing_weights():
             load_weights(self.model, checkpoint.path, world=self.world)
-        self._weights_of = checkpoint.step
+        taken = "weights"
+        for _, prefix, callback in numbered(self.callbacks):
+            if isinstance(callback, WeightAverage) and callback.validate:
+                taken = "averages" if callback.load_as_weights(checkpoint.path, prefix) else taken
+        self._taken = taken, checkpoint.step
 
     def say_whose_weights(self) -> None:
         """Where training goes on from weights that are not those of its last step."""
-        step, self._weights_of = self._weights_of, None
-        if step is not None and step != self.global_step:
+        taken, self._taken = self._taken, None
+        if taken is not None and taken[1] != self.global_step:
+            what, step = taken
             self.warn_once(
                 f"weights of {step}",
-                f"training goes on from step {self.global_step} with the weights of step {step}, which load_best() put "
+                f"training goes on from step {self.global_step} with the {what} of step {step}, which load_best() put "
                 "into the model; optimizer and schedules are those of the last step. To go on as before load_best(), "
                 "build the trainer anew: it resumes from its newest checkpoint.",
             )

@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dream_trainer as dt
 from dream_trainer.data import Mixture
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.errors import CheckpointError, ConfigError, DataError
+from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.simple import Trainer
-from dream_trainer.weights.export import export_checkpoint
 from tests.simple.loops import (
     CLASSES,
     SAMPLES,
@@ -519,34 +518,6 @@ def test_the_best_accuracy_is_the_highest(by: str) -> None:
     with make(val=ready(batches()[:1]), metrics=measured, monitor=monitor, epochs=3, lr=0.05, **options) as trainer:
         history = trainer.fit()
     assert trainer.best == max(row[monitor] for row in history)
-
-
-def test_the_best_average_is_not_taken_for_the_best_weights() -> None:
-    model = classifier()
-    with make(
-        model, val=ready(), epochs=2, name="run", callbacks=[dt.EMA(0.5, validate=False), dt.EMA(0.9)]
-    ) as trainer:
-        trainer.fit()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(CheckpointError, match=r"average \(ema\.1\)") as raised:
-            trainer.load_best()
-        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-        best = trainer.best
-    command = re.search(r"checkpoints (export \S+) DESTINATION --weights ema.1", str(raised.value))
-    assert command is not None
-    export_checkpoint(Path(command[1].split()[1]), Path("best"), weights="ema.1")
-    averaged = classifier()
-    dt.load_weights(averaged, "best")
-    with torch.no_grad():
-        x, y = samples().tensors
-        assert cross_entropy(averaged(x), y).item() == pytest.approx(best, rel=1e-5)
-
-
-def test_weights_that_were_validated_beside_an_average_are_loaded() -> None:
-    with make(val=ready(), epochs=2, name="run", callbacks=[dt.EMA(0.9, validate=False)]) as trainer:
-        trainer.fit()
-        trainer.load_best()
-        assert trainer.evaluate()["val/loss"] == pytest.approx(trainer.best, rel=1e-6)
 
 
 def test_patience_ends_a_run() -> None:

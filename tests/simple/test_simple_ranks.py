@@ -60,9 +60,42 @@ def train(directory: str, case: str) -> dict[str, Any]:
     return found | {"files": sorted(os.listdir(directory))}
 
 
+def average(directory: str) -> dict[str, Any]:
+    """Shards whose average is validated: the best of it is loaded, and what is validated then is saved."""
+    os.chdir(directory)
+    model, val = classifier(torch.float64), samples(7, dtype=torch.float64)
+    trainer = Trainer(
+        model,
+        loss=cross_entropy,
+        optimizer="sgd",
+        lr=3.0,
+        train=samples(dtype=torch.float64).tensors,
+        val=val.tensors,
+        batch_size=4,
+        epochs=4,
+        device="cpu",
+        shard=True,
+        name="averaged",
+        callbacks=[dt.EMA(0.5)],
+        progress=False,
+    )
+    history = trainer.fit()
+    trainer.load_best()
+    trainer.save("best.pt")
+    found = {
+        "best": trainer.evaluate()["val/loss"],
+        "losses": [row["val/loss"] for row in history],
+        "weights": [full(p).detach() for p in model.parameters()],
+    }
+    trainer.close()
+    saved = torch.load("best.pt", weights_only=True)
+    found["are_saved"] = all(map(torch.equal, saved.values(), found["weights"]))
+    return found
+
+
 def train_all(directory: str, for_unnamed: str) -> dict[str, Any]:
     tempfile.tempdir = for_unnamed  # of this world alone
-    return {case: train(directory, case) for case in (*CASES, *SHORT)}
+    return {case: train(directory, case) for case in (*CASES, *SHORT)} | {"averaged": average(directory)}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +139,20 @@ def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(
     for rank in ranks:
         for one, other in zip(rank[case]["weights"], expected.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_best_average_of_shards_is_loaded_validated_and_saved(ranks: list[dict[str, Any]]) -> None:
+    x, y = samples(7, dtype=torch.float64).tensors
+    expected = classifier(torch.float64)
+    with torch.no_grad():
+        for parameter, weight in zip(expected.parameters(), ranks[0]["averaged"]["weights"], strict=True):
+            parameter.copy_(weight)
+        loss = cross_entropy(expected(x), y).item()
+    for rank in ranks:
+        losses = rank["averaged"]["losses"]
+        assert min(losses) < losses[-1]
+        assert rank["averaged"]["are_saved"]
+        assert rank["averaged"]["best"] == pytest.approx(min(losses), rel=1e-12) == pytest.approx(loss, rel=1e-12)
 
 
 def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]], for_unnamed: Path) -> None:

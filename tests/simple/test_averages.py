@@ -1,0 +1,137 @@
+"""With an average of the weights, what is validated is what is predicted with, saved, and loaded as the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.callbacks import SWA
+from dream_trainer.simple import Trainer
+from dream_trainer.weights.export import export_checkpoint
+
+ROWS, WIDTH = 40, 5
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, (x.sum(1) + torch.randn(ROWS, generator=generator, dtype=torch.float64))[:, None]
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+
+
+def overfitting(callbacks: list[dt.Callback], **options: Any) -> Trainer:
+    """A run whose best validation is neither its first nor its last."""
+    given: dict[str, Any] = {"name": "run", "epochs": 12} | options
+    return Trainer(
+        network(),
+        loss="mse",
+        optimizer=torch.optim.Adam,
+        lr=0.02,
+        train=rows(0),
+        val=rows(1),
+        batch_size=10,
+        callbacks=callbacks,
+        progress=False,
+        device="cpu",
+        **given,
+    )
+
+
+def loss_of(path: str) -> float:
+    model = network()
+    dt.load_weights(model, path)
+    with torch.no_grad():
+        x, y = rows(1)
+        return mse_loss(model(x), y).item()
+
+
+def loss_by_hand(trainer: Trainer) -> float:
+    with torch.no_grad():
+        x, y = rows(1)
+        return mse_loss(trainer.model(x), y).item()
+
+
+AVERAGES: dict[str, Callable[[], list[dt.Callback]]] = {
+    "none": list,
+    "validates": lambda: [dt.EMA(0.9)],
+    "on the host": lambda: [dt.EMA(0.9, device="cpu", every_n_steps=3)],
+    "beside": lambda: [dt.EMA(0.5, validate=False)],
+    "two": lambda: [dt.EMA(0.5, validate=False), dt.EMA(0.9)],
+    "swa": lambda: [SWA(start=2)],
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_what_is_validated_is_predicted_with_saved_and_loaded_as_the_best(kind: str) -> None:
+    with overfitting(AVERAGES[kind]()) as trainer:
+        losses = [row["val/loss"] for row in trainer.fit()]
+        best = min(losses)
+        assert 0 < losses.index(best) < len(losses) - 1, losses
+        x, y = rows(1)
+        assert trainer.evaluate()["val/loss"] == pytest.approx(losses[-1], rel=1e-12)
+        assert mse_loss(trainer.predict(x), y).item() == pytest.approx(losses[-1], rel=1e-12)
+        trainer.save("last.safetensors")
+        trainer.load_best()
+        assert trainer.evaluate()["val/loss"] == pytest.approx(best, rel=1e-12)
+        assert mse_loss(trainer.predict(x), y).item() == pytest.approx(best, rel=1e-12)
+        assert loss_by_hand(trainer) == pytest.approx(best, rel=1e-12)
+        trainer.save("best.pt")
+    assert loss_of("last.safetensors") == pytest.approx(losses[-1], rel=1e-12)
+    assert loss_of("best.pt") == pytest.approx(best, rel=1e-12)
+
+
+def test_which_weights_are_saved_can_be_said() -> None:
+    with overfitting([dt.EMA(0.5, validate=False), dt.EMA(0.9)]) as trainer:
+        losses = [row["val/loss"] for row in trainer.fit()]
+        for weights in ("model", "ema", "ema.1"):
+            trainer.save(f"{weights}.pt", weights=weights)
+        last = trainer.dream.checkpoints()[-1].path
+        of_model = loss_by_hand(trainer)
+    assert loss_of("model.pt") == pytest.approx(of_model, rel=1e-12)
+    assert loss_of("ema.1.pt") == pytest.approx(losses[-1], rel=1e-12)
+    export_checkpoint(last, "first", weights="ema")
+    assert len({loss_of("model.pt"), loss_of("ema.pt"), loss_of("ema.1.pt")}) == 3
+    assert loss_of("ema.pt") == loss_of("first")
+
+
+def test_training_goes_on_from_the_best_averages_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ema = dt.EMA(0.9, warm_up=False)
+    with overfitting([ema]) as trainer:
+        trainer.fit()
+        path = trainer.load_best()
+        before = {name: value.clone() for name, value in ema.averaged("model").items()}
+        trainer.fit(steps=trainer.step + 1)
+        for name, weight in trainer.model.named_parameters():
+            expected = before[name] + 0.1 * (weight.detach() - before[name])
+            torch.testing.assert_close(ema.averaged("model")[name], expected, rtol=1e-12, atol=1e-12)
+    step = int(path.name.removeprefix("step_"))
+    assert f"goes on from step 48 with the averages of step {step}, which load_best() put" in caplog.text
+
+
+def test_the_best_of_before_there_was_an_average_is_loaded_and_the_average_starts_from_it() -> None:
+    with overfitting([], epochs=6) as trainer:
+        before = [row["val/loss"] for row in trainer.fit()]
+    with overfitting([dt.EMA(0.999, warm_up=False)], epochs=7) as trainer:
+        trainer.fit()
+        if trainer.best == min(before):
+            trainer.load_best()
+            assert trainer.evaluate()["val/loss"] == pytest.approx(min(before), rel=1e-12)
+        else:
+            pytest.fail("the best validation was to be one of before")
