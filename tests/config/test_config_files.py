@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +15,7 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.config import load_config, parse, to_dict
+from dream_trainer.config.file_formats import read_plain
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 
@@ -220,7 +223,12 @@ def test_what_a_class_has_no_default_for_comes_as_a_flag_in_any_form() -> None:
         ("a.yaml", "schedule: {warmup: 3}", r"Did you mean schedule\.warmup_steps\?"),
         ("a.yaml", "learning_rate: fast", "a.yaml sets learning_rate to 'fast'. It takes a number."),
         ("a.yaml", "learning_rate: '1e-3'", "'1e-3'. It takes a number. Leave the quotes out."),
-        ("a.yaml", "training_parameters: {max_time: yes}", "max_time to True. It takes a number of seconds or null."),
+        ("a.yaml", "training_parameters: {max_time: true}", "max_time to True. It takes a number of seconds or null."),
+        ("a.yaml", "training_parameters: {max_time: 1:30}", "max_time to '1:30'. It takes a number of seconds or null"),
+        ("a.yaml", "seed: 1\nlearning_rate: 0123", "a.yaml sets learning_rate to 0123 on line 2.*Write 123, 0o123 "),
+        ("a.yaml", "optimizer:\n  name: None", "a.yaml sets name to None on line 2, .*Write null, or 'None' in quotes"),
+        ("a.yaml", "seed: yes", "a.yaml sets seed to yes on line 1, .*Write true, or 'yes' in quotes"),
+        ("a.yaml", "weights: {b: [1, [Off]]}", "a.yaml sets b to Off on line 1, .*Write false, or 'Off' in quotes"),
         ("a.yaml", "device_parameters: {precision: fp8}", r"to 'fp8'. It takes 'fp32', 'tf32', 'bf16' or 'fp16'\."),
         ("a.yaml", "weights: {b: x}", r"It takes names and values whose values are numbers. Wrong is weights\['b'\]"),
         ("a.yaml", "logger_parameters: {loggers: csv}", r"It takes a list of 'console', .* Write \[csv\]\."),
@@ -260,6 +268,51 @@ def test_a_file_that_is_not_there_is_an_error(arguments: list[str], capsys: pyte
         parse(given(), arguments)
     assert raised.value.code == 2
     assert "names no file" in (said := capsys.readouterr().err) or "none.yaml cannot be read: No such file" in said
+
+
+def test_yaml_says_what_its_text_says() -> None:
+    """Core rules of YAML 1.2, as JSON and Python read it; 1.1 has octal, sexagesimal, dates and other booleans."""
+    text = """
+    integers: [12, -3, +4, 0, 0x1F, 0o17, 1_000]
+    numbers: [1.5, .5, 2., 1e3, -1E-3, 1_000.5, .inf, -.INF]
+    not_a_number: .nan
+    texts: [1:30, 1:30:00, 2024-01-02, 0b11, y, N, 1.2.3, '0123', "yes", 'None', =, 1e, nan, inf, '~x', _1]
+    booleans: [true, True, TRUE, false, False, FALSE]
+    nothing: [null, Null, NULL, ~, ]
+    empty:
+    yes: {no: 1, 012: 2}
+    base: &base {a: 1}
+    merged: {<<: *base, b: 2}
+    """
+    found = read_plain(Path(write("a.yaml", textwrap.dedent(text))))
+    assert math.isnan(found.pop("not_a_number"))
+    same = {
+        "integers": [12, -3, 4, 0, 31, 15, 1000],
+        "numbers": [1.5, 0.5, 2.0, 1000.0, -0.001, 1000.5, math.inf, -math.inf],
+        "texts": [*"1:30 1:30:00 2024-01-02 0b11 y N 1.2.3 0123 yes None = 1e nan inf ~x _1".split()],
+        "booleans": [True, True, True, False, False, False],
+        "nothing": [None, None, None, None],
+        "empty": None,
+        "yes": {"no": 1, "012": 2},
+        "base": {"a": 1},
+        "merged": {"a": 1, "b": 2},
+    }
+    assert repr(found) == repr(same)
+
+
+@dataclass(kw_only=True)
+class DoubtfulConfig(FileConfig):
+    layers: int | str = 0
+    tag: str | None = None
+
+
+@pytest.mark.parametrize("text", ["yes", "None", "0123", "1:30", "2024-01-02", "~", "null", "1e-3", ".nan", "true"])
+def test_a_saved_config_is_the_same_from_json_and_yaml(text: str) -> None:
+    config = DoubtfulConfig(**NAMES, layers=text, tag=text)
+    saved = json.dumps(to_dict(config) | NAMES)
+    for name in ("saved.json", "saved.yaml"):
+        again = load_config(DoubtfulConfig(**NAMES), write(name, saved))
+        assert (again.layers, again.tag) == (text, text)
 
 
 def test_a_class_wants_its_names_from_somewhere() -> None:
