@@ -51,6 +51,13 @@ MUTANTS = [
         "tests/trainer/test_edges.py",
     ),
     Mutant(
+        "compiled code takes what a collective has not given yet",
+        "dream_trainer/compat/async_collectives.py",
+        "return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value",
+        "return value",
+        "tests/compat/test_async_collectives.py",
+    ),
+    Mutant(
         "weights not summed over ranks",
         "dream_trainer/trainer/step/optimizer_step.py",
         "torch.zeros_like(total), ranks / total)",

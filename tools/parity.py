@@ -52,6 +52,8 @@ class Cell(NamedTuple):
     loss_parallel: bool = False
     overlap_reduce: bool = False
     """Whether gradients leave within backward, in buckets so small that there are many."""
+    backend: str | None = None
+    """What compiles its blocks; None: nothing."""
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
     odd_parts: bool = False
@@ -95,6 +97,8 @@ def all_cells() -> list[Cell]:
             Cell(*mesh, 2, "none", sequence_parallel=False),
             Cell(*mesh, 2, "full", sequence_parallel=False, loss_parallel=True, tied=True),
             Cell(*mesh, 1, "none", loss_parallel=True, tied=True),
+            Cell(*mesh, 2, "selective", backend="aot_eager"),
+            Cell(*mesh, 1, "none", loss_parallel=True, tied=True, backend="inductor"),
         ]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
@@ -181,7 +185,9 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             tensor_parallel=cell.tp,
             activation_checkpointing=cell.recompute,
             overlap_reduce=cell.overlap_reduce,
+            compile=cell.backend is not None,
         ),
+        compile_parameters=dt.CompileParameters(backend=cell.backend or "inductor"),
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
         ),
@@ -275,10 +281,11 @@ def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tupl
 
 
 def plan_of(cell: Cell) -> str:
-    """What is split beside the layers, in words."""
+    """What is split beside the layers, in words, and what compiles them."""
     parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
     unsplit = "within backward" if cell.overlap_reduce else "-"
-    return unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
+    split = unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
+    return split if cell.backend is None else f"{split}, compiled ({cell.backend})"
 
 
 def mesh_table(found: dict[Cell, tuple[Miss, float]]) -> str:

@@ -16,7 +16,8 @@ class CompileParameters:
     fullgraph: bool = False
     """Whether a graph break is an error."""
     dynamic: bool | None = None
-    """Whether shapes are compiled as variable: True, False, or None for those that turn out to vary."""
+    """Whether shapes are compiled as variable: True, False, or None for those that turn out to vary. With
+    `tensor_parallel` each shape is compiled by itself: None is False there, and True an error."""
     mode: str | None = None
     """Mode of inductor, such as "max-autotune-no-cudagraphs"."""
 

@@ -84,10 +84,10 @@ class DeviceParameters:
         check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
         check_boolean("compile", self.compile)
         check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
-        if self.compile and self.tensor_parallel > 1:
+        if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
             raise ConfigError(
-                f"compile=True with tensor_parallel={self.tensor_parallel}: compiled blocks lose part of the gradients "
-                "of sequence-parallel norms (seen on PyTorch 2.13). Use one of the two."
+                f'compile=True with tensor_parallel={self.tensor_parallel} and activation_checkpointing="full": '
+                'PyTorch cannot compile split layers that are run again whole. Use "selective", or compile=False.'
             )
         check_positive("start_timeout_seconds", self.start_timeout_seconds)
         check_positive("step_timeout_seconds", self.step_timeout_seconds)

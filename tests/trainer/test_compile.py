@@ -214,9 +214,19 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
     assert not dt.DeviceParameters().compile
 
 
-def test_compiling_tensor_parallel_layers_is_refused_by_the_config() -> None:
-    with pytest.raises(ConfigError, match="compile=True with tensor_parallel=2.*Use one of the two"):
-        replace(dt.DeviceParameters(tensor_parallel=2), compile=True)
+def test_split_layers_are_not_compiled_where_pytorch_cannot() -> None:
+    split = dt.DeviceParameters(device="cpu", tensor_parallel=2, compile=True)
+    with pytest.raises(ConfigError, match='tensor_parallel=2 and activation_checkpointing="full".*Use "selective"'):
+        replace(split, activation_checkpointing="full")
+
+    class Split(Trained):
+        def apply_tensor_parallel(self, mesh: Any) -> None:
+            raise AssertionError("not reached")
+
+    config = replace(config_of("never", backend="aot_eager"), device_parameters=split)
+    variable = replace(config, compile_parameters=dt.CompileParameters(dynamic=True))
+    with pytest.raises(ConfigError, match="dynamic=True with tensor_parallel=2.*Use dynamic=False"):
+        Split(variable).apply_compile()
 
 
 def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:

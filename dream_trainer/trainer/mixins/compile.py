@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from dream_trainer.compat.async_collectives import waited
 from dream_trainer.config.compile_parameters import CompileConfigMixin, CompileParameters
+from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -21,6 +23,14 @@ class Traced(Changed):
         return super().forward(*args, **kwargs)
 
 
+class Waiting(Traced):
+    """Is called with what collectives have finished, before its compiled code begins."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return super().__call__(*map(waited, args), **{name: waited(value) for name, value in kwargs.items()})
+
+
 class CompileMixin(AbstractTrainer):
     """Compiled training. Override `apply_compile` to compile other parts, or `model_blocks` to name the blocks."""
 
@@ -30,16 +40,30 @@ class CompileMixin(AbstractTrainer):
         config = cast(Any, ...)  # see AbstractTrainer
 
     def apply_compile(self) -> None:
-        """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one."""
+        """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
+
+        Raises:
+            ConfigError: Layers are split, and shapes are to be variable.
+        """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
+        tensor_parallel = self.config.device_parameters.tensor_parallel
+        is_split = tensor_parallel > 1
+        if is_split and parameters.dynamic:
+            raise ConfigError(
+                f"compile_parameters.dynamic=True with tensor_parallel={tensor_parallel}: PyTorch cannot split layers "
+                "of variable shapes. Use dynamic=False, which compiles again for each shape, and pad batches to few."
+            )
         for model in self._parameterised_models():
             for part in self.model_blocks(model) or [model]:
-                if part.forward.__module__.startswith("torch."):
+                if is_split:
+                    change_class(part, Waiting)
+                elif part.forward.__module__.startswith("torch."):
                     change_class(part, Traced)
                 part.compile(
                     backend=parameters.backend,
                     fullgraph=parameters.fullgraph,
-                    dynamic=parameters.dynamic,
+                    # Layers that are split cannot be of variable shapes, as None would make them.
+                    dynamic=False if is_split else parameters.dynamic,
                     mode=parameters.mode,
                 )
