@@ -1,7 +1,8 @@
 """Learning rates where a run goes on from a checkpoint: whose they are, and from which step of the schedule.
 
 A LambdaLR, as `build_schedule` makes, is a base times a function of its step, so both can be chosen. Other schedulers
-compute a rate from the last one, so of theirs only what needs no computing is allowed.
+compute a rate from the last one: under another rate they are stepped from their beginning to their place, and what that
+does not make exact is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +19,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.config.branch_parameters import BranchParameters
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.optim.learning_rates import set_token_origin
-from dream_trainer.trainer.rate_warnings import Options, factors_of, kept_options, spent_before, what_goes_on
+from dream_trainer.trainer.rate_warnings import (
+    KeptOption,
+    Options,
+    factors_of,
+    kept_options,
+    spent_before,
+    what_goes_on,
+)
 from dream_trainer.trainer.registry import Scheduler
-from dream_trainer.trainer.schedule_arguments import note_built, outermost, set_rate, take_back
+from dream_trainer.trainer.schedule_arguments import (
+    base_rates_of,
+    begin_again,
+    forget_cycle,
+    options_of,
+    outermost,
+    set_rate,
+    take_back,
+)
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -37,33 +53,26 @@ _kept: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()  # those of a
 _QUIET = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
 
 
-def note_rates(optimizers: Mapping[str, Optimizer], schedulers: Mapping[str, Scheduler]) -> None:
-    """Notes how schedulers are built, and the numbers that `configure_optimizers` gave each group: learning rate, decay
-    and the like."""
-    note_built(schedulers)
+def note_options(optimizers: Mapping[str, Optimizer]) -> None:
+    """Notes the numbers that `configure_optimizers` gave each group, learning rate, decay and the like, before any
+    schedule changes them; those that are known already are left alone."""
     for optimizer in optimizers.values():
-        _configured[optimizer] = [_options(group) for group in optimizer.param_groups]
+        if optimizer not in _configured:
+            _configured[optimizer] = [_options(group) for group in optimizer.param_groups]
 
 
 def base_rates(optimizer: Optimizer) -> list[Any]:
     """The rate of each group before any schedule changed it."""
-    return _base_rates(optimizer, _in_force(optimizer))
-
-
-def _base_rates(optimizer: Optimizer, in_force: Options) -> list[Any]:
-    noted = chain(in_force, repeat({}))  # a group may have been added since
-    return [
-        group.get("initial_lr", options.get("lr", group["lr"]))
-        for group, options in zip(optimizer.param_groups, noted, strict=False)
-    ]
+    return base_rates_of(optimizer.param_groups, options_in_force(optimizer))
 
 
 def configured_options(optimizers: Mapping[str, Optimizer]) -> dict[str, Options]:
     """Those that are in force, for a checkpoint: what was noted, or what went along from a checkpoint over it."""
-    return {name: _in_force(optimizer) for name, optimizer in optimizers.items()}
+    return {name: options_in_force(optimizer) for name, optimizer in optimizers.items()}
 
 
-def _in_force(optimizer: Optimizer) -> Options:
+def options_in_force(optimizer: Optimizer) -> Options:
+    """Those of each group that this config sets, or that a checkpoint brought along instead."""
     return _kept.get(optimizer, _configured.get(optimizer, []))
 
 
@@ -78,25 +87,25 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_branch(schedulers: Mapping[str, Any], branch: BranchParameters) -> None:
-    """Raises CheckpointError for a scheduler that cannot do what the words ask."""
-    rebases = branch.optimizer != "keep" and branch.schedule != "new"
-    for name, scheduler in schedulers.items():
+    """Raises ConfigError for a scheduler that cannot do what the words ask."""
+    if branch.schedule == "new":
+        return
+    advice = 'Use branch.schedule="new", or a LambdaLR, as build_schedule makes.'
+    for name, scheduler, is_alone in outermost(schedulers):
         if isinstance(scheduler, LambdaLR):
             continue
         kind = type(scheduler).__name__
-        advice = 'Use branch.schedule="new", or a LambdaLR, as build_schedule makes.'
-        if rebases:
-            raise CheckpointError(
-                f"branch.optimizer={branch.optimizer!r} gives {name!r} another learning rate, and a {kind} computes "
-                f"each rate from the last, so that it cannot go on at its step under it. {advice}"
-            )
         if branch.schedule == "extend":
-            raise CheckpointError(f'branch.schedule="extend": {name!r} is a {kind}, whose form is not known. {advice}')
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)  # it has no rate of its own to begin from
-        if branch.schedule == "new" and branch.optimizer == "keep" and not is_plateau:
-            raise CheckpointError(
-                f'branch.schedule="new" and branch.optimizer="keep": {name!r} is a {kind}, which cannot begin anew '
-                'from the checkpoint\'s learning rate. Use branch.optimizer="moments" or "new", or a LambdaLR.'
+            raise ConfigError(f'branch.schedule="extend": {name!r} is a {kind}, whose form is not known. {advice}')
+        if branch.optimizer == "keep":
+            continue
+        cannot = f"branch.optimizer={branch.optimizer!r} gives {name!r} another learning rate: it is"
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(f"{cannot} a {kind}, which has come to its rate by a metric of before. {advice}")
+        if not is_alone:
+            raise ConfigError(
+                f"{cannot} a {kind}, which computes each rate from the last, and several schedules drive one optimizer "
+                f"here. {advice} Or join them as a ChainedScheduler."
             )
 
 
@@ -115,22 +124,40 @@ def restore_rates(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: B
     if branch.schedule != "new" and set(schedulers) != set(saved):
         raise CheckpointError(f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}.")
     _place_in_tokens(trainer, shared, branch)
+    kept = _take_options_back(trainer, shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
     said = []
     if branch.schedule == "new":
         if branch.optimizer == "keep":
-            _begin_at_the_base(trainer, shared.get("configured_options", {}))
+            _begin_at_the_base(trainer)
         said = spent_before(trainer) if branch.counters == "keep" else []
     else:
         said = _go_on(schedulers, shared, branch)
-    optimizers = trainer.named_optimizers()
-    in_force = shared.get("configured_options", {}) if branch.optimizer == "keep" else {}
-    kept = list(kept_options(optimizers, _configured, in_force))
-    trainer._recorder.kept_options = [one._asdict() for one in kept]
     if trainer.world.is_main:
         for line in [*said, *what_goes_on(trainer, shared, branch, kept, _caps)]:
             logger.warning("%s", line)
+
+
+def _take_options_back(trainer: AbstractTrainer, in_force: Mapping[str, Options]) -> list[KeptOption]:
+    """Those that go along from a checkpoint hold from now on; where this config has others, they are noted."""
+    optimizers = trainer.named_optimizers()
+    of_schedules = {
+        (name, option)
+        for name, optimizer in optimizers.items()
+        for scheduler in trainer.named_schedulers().values()
+        if scheduler.optimizer is optimizer
+        for option in options_of(scheduler)
+    }
+    kept = [
+        one
+        for one in kept_options(optimizers, _configured, in_force)
+        if (one.optimizer, one.option) not in of_schedules
+    ]
+    for optimizer in optimizers.values():
+        _kept.pop(optimizer, None)
     for name, options in in_force.items():
         _kept[optimizers[name]] = options
+    trainer._recorder.kept_options = [one._asdict() for one in kept]
+    return kept
 
 
 def _place_in_tokens(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: BranchParameters) -> None:
@@ -141,15 +168,20 @@ def _place_in_tokens(trainer: AbstractTrainer, shared: Mapping[str, Any], branch
         set_token_origin(scheduler, now - passed)
 
 
-def _begin_at_the_base(trainer: AbstractTrainer, in_force: Mapping[str, Options]) -> None:
-    """The checkpoint's learning rates as they were before any schedule changed them."""
-    for name, optimizer in trainer.named_optimizers().items():
-        bases = _base_rates(optimizer, in_force.get(name, []))
-        for group, base in zip(optimizer.param_groups, bases, strict=True):
+def _begin_at_the_base(trainer: AbstractTrainer) -> None:
+    """The checkpoint's options as they were before any schedule changed them."""
+    for optimizer in trainer.named_optimizers().values():
+        own, bases = options_in_force(optimizer), base_rates(optimizer)
+        for group, options, base in zip(optimizer.param_groups, chain(own, repeat({})), bases, strict=False):
+            forget_cycle(group, options)
             set_rate(group, base)
-        for scheduler in trainer.named_schedulers().values():
-            if isinstance(scheduler, LambdaLR) and scheduler.optimizer is optimizer:
+        for name, scheduler, _ in outermost(trainer.named_schedulers()):
+            if scheduler.optimizer is not optimizer:
+                continue
+            if isinstance(scheduler, LambdaLR):
                 _rebase(scheduler, bases)
+            else:
+                begin_again(name, scheduler, own)
 
 
 def _go_on(schedulers: Mapping[str, Scheduler], shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
@@ -157,7 +189,13 @@ def _go_on(schedulers: Mapping[str, Scheduler], shared: Mapping[str, Any], branc
     bases = {name: list(one.base_lrs) for name, one in schedulers.items() if isinstance(one, LambdaLR)}
     for name, one, is_alone in outermost(schedulers):
         line = take_back(
-            name, one, shared["schedulers"][name], shared.get("built_schedules", {}).get(name), is_alone=is_alone
+            name,
+            one,
+            shared["schedulers"][name],
+            shared.get("built_schedules", {}).get(name),
+            is_alone=is_alone,
+            own=options_in_force(one.optimizer),
+            is_rebased=branch.optimizer != "keep" and not isinstance(one, LambdaLR),
         )
         said += [] if line is None else [line]
         if not isinstance(one, LambdaLR):

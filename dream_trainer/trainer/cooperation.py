@@ -15,6 +15,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.trainer.log_options import refuse_unknown
+from dream_trainer.trainer.mixin_states import MixinStates
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
@@ -92,8 +93,8 @@ class Cooperation:
         """The save begun last did not get to the disk, and nobody has its state."""
 
     def _mixin_state(self) -> dict[str, Any]:
-        """State of the mixins for checkpoints, by mixin."""
-        return {}
+        """State of the mixins for checkpoints, by mixin; plain values that are equal on all ranks."""
+        return MixinStates()
 
     def _load_mixin_state(self, state: dict[str, Any]) -> None:
         """Takes back what `_mixin_state` gave."""

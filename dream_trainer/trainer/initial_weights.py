@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
@@ -14,9 +15,14 @@ from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.user_class.overrides import definers, is_ours
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.load import load_weights
+from dream_trainer.weights.origins import origin_of
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
 
 
 def load_initial_weights(models: Mapping[str, nn.Module], parameters: CheckpointParameters, world: Ranks) -> None:
@@ -46,6 +52,13 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
             strict=parameters.init_strict,
             world=world,
         )
+
+
+def any_is_loaded(trainer: AbstractTrainer) -> bool:
+    """Whether setup gave models weights from elsewhere: by `load_weights`, or in a `load_pretrained` of the user's."""
+    loads = any(not is_ours(part) for part in definers(type(trainer), "load_pretrained"))
+    parameters = (p for model in trainer.named_models().values() for p in model.parameters())
+    return loads or any(origin_of(parameter) is not None for parameter in parameters)
 
 
 def _refuse_other_adapters(path: Path, models: Mapping[str, nn.Module], world: Ranks) -> None:

@@ -16,7 +16,7 @@ from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
-from dream_trainer.trainer.branched_rates import base_rates, cap_rates, rate_caps
+from dream_trainer.trainer.branched_rates import base_rates, cap_rates, options_in_force, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
 from dream_trainer.trainer.schedule_arguments import built_schedules, note_built, outermost, set_rate, take_back
 
@@ -129,7 +129,8 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
         if scheduler is before[name]:
             continue  # an object that was there before, which configure_schedulers only assigns
         set_token_origin(scheduler, origins.get(name, 0))
-        said = take_back(name, scheduler, states[name], built.get(name), is_alone=is_alone)
+        own = options_in_force(scheduler.optimizer)
+        said = take_back(name, scheduler, states[name], built.get(name), is_alone=is_alone, own=own)
         if name in caps and isinstance(scheduler, LambdaLR):
             cap_rates(scheduler, caps[name])
         if said is not None and trainer.world.is_main:

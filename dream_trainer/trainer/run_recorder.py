@@ -24,7 +24,7 @@ from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.failure import describe
 from dream_trainer.distributed.lost_ranks import is_lost_connection
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.line_files import replace_file
 from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record
 from dream_trainer.version import __version__
@@ -52,7 +52,7 @@ class RunRecorder:
         self._trainer = trainer
         self._record: RunRecord | None = None
         self._made = time.time()
-        self._has_directory = False
+        self._has_directory = self._is_new = False
         self.parent: dict[str, Any] | None = None
         self.kept_options: list[dict[str, Any]] = []
         self.best_of_checkpoint: dict[str, tuple[float, int]] = {}
@@ -78,6 +78,7 @@ class RunRecorder:
         self._has_directory = True  # claimed, if the trainer claims one
         trainer = self._trainer
         if trainer.world.is_main and trainer._agreement.trains and read_record(trainer.run_dir) is None:
+            self._is_new = not (trainer.run_dir / CONFIG_NAME).exists()
             self._write_config()  # of a run that was there before, only once it has resumed
 
     def _starts(self) -> None:
@@ -165,6 +166,10 @@ class RunRecorder:
             return  # that came first
         if found is not None and self._record is None and not is_of_this_job:
             return  # a start that is refused says nothing of the run that was there before
+        if found is None and self._record is None and isinstance(exc, ConfigError | CheckpointError):
+            if self._is_new:  # nothing has begun that the list of runs should show
+                (trainer.run_dir / CONFIG_NAME).unlink(missing_ok=True)
+            return
         self._record = self._record or found or RunRecord(started=time.time())
         rank = f"rank {trainer.world.rank}: " if trainer.world.world_size > 1 else ""
         if isinstance(exc, KeyboardInterrupt):

@@ -35,6 +35,7 @@ from dream_trainer.optim.learning_rates import token_origins
 from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.origins import origin_of
@@ -63,7 +64,7 @@ def snapshot(
     tensors, optimizers = _tensors(trainer)
     left_out = _left_out(models, frozen.unchanged()) if frozen is not None else {}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    mixins = trainer._mixin_state()  # a collective: loggers communicate here
+    mixins = mixin_states(trainer)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
         shared = {
@@ -167,5 +168,7 @@ def check(trainer: AbstractTrainer) -> None:
 
     Raises:
         TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
+        HookError: Two mixins keep their state under one key; the message names both.
     """
-    typed_json.dumps(_given_state(trainer) | {"rank": trainer.rank_state_dict()})
+    state = _given_state(trainer) | {"mixins": mixin_states(trainer), "rank": trainer.rank_state_dict()}
+    typed_json.dumps(state)

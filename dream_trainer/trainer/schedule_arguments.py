@@ -10,14 +10,16 @@ that a LinearLR that is given more steps would rise far above its end.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, ReduceLROnPlateau
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.compat.schedulers import inner_schedulers
@@ -27,6 +29,9 @@ from dream_trainer.trainer.registry import Scheduler
 # They follow the optimizer's learning rates, which go along with the optimizer.
 _RATES = ("base_lrs", "_last_lr")
 _INNER = "_schedulers"  # states of the schedulers that a SequentialLR or ChainedScheduler is made of
+# What OneCycleLR and CyclicLR keep in the optimizer's groups, and what they alter there beside the learning rate.
+_OF_CYCLES = ("max_lr", "min_lr", "max_momentum", "base_momentum")
+_CYCLED = ("momentum", "betas")
 
 
 class _Built(NamedTuple):
@@ -37,12 +42,16 @@ class _Built(NamedTuple):
         state: As a checkpoint gives it back; without what no checkpoint can contain.
         rates: The rate that it gave each group.
         bases: The rate that it began from.
+        cycles: Of each group, what a cycle keeps there and alters.
+        has_own_rates: Whether its rates are arguments of its own, whatever the optimizer's.
     """
 
     kind: str
     state: dict[str, Any]
     rates: list[Any]
     bases: list[Any]
+    cycles: list[dict[str, Any]]
+    has_own_rates: bool
 
 
 _built: WeakKeyDictionary[Scheduler, _Built] = WeakKeyDictionary()
@@ -58,14 +67,32 @@ def note_built(schedulers: Mapping[str, Scheduler]) -> None:
                 {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)},
                 [_copy(group["lr"]) for group in groups],
                 [_copy(group.get("initial_lr", group["lr"])) for group in groups],
+                [_cycle_of(group) for group in groups],
+                any("max_lr" in group for group in groups) or _is_cyclic(scheduler.state_dict()),
             )
             _built[scheduler] = _built[scheduler]._replace(state=_round_trip(_built[scheduler].state))
 
 
 def built_schedules(schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
     """What was noted of them, for a checkpoint."""
-    noted = {name: _built[one] for name, one in schedulers.items() if one in _built}
-    return {name: {"kind": built.kind, "state": built.state} for name, built in noted.items()}
+    return {
+        name: {
+            "kind": _built[one].kind,
+            "state": _built[one].state,
+            "cycles": _built[one].cycles,
+            "products": _products(one, one.state_dict()),
+        }
+        for name, one in schedulers.items()
+        if one in _built
+    }
+
+
+def options_of(scheduler: Scheduler) -> set[str]:
+    """Options of its optimizer that are its own arguments, whatever the optimizer was configured with."""
+    built = _built.get(scheduler)
+    if built is None:
+        return set()
+    return ({"lr"} if built.has_own_rates else set()) | {key for cycle in built.cycles for key in cycle}
 
 
 def outermost(schedulers: Mapping[str, Scheduler]) -> Iterator[tuple[str, Scheduler, bool]]:
@@ -79,18 +106,27 @@ def outermost(schedulers: Mapping[str, Scheduler]) -> Iterator[tuple[str, Schedu
 
 
 def take_back(
-    name: str, scheduler: Scheduler, saved: Mapping[str, Any], then: Mapping[str, Any] | None, *, is_alone: bool
+    name: str,
+    scheduler: Scheduler,
+    saved: Mapping[str, Any],
+    then: Mapping[str, Any] | None,
+    *,
+    is_alone: bool,
+    own: Sequence[Mapping[str, Any]],
+    is_rebased: bool = False,
 ) -> str | None:
     """Gives a scheduler its place. If it is not built as it was, the optimizer's learning rates follow it, too.
 
     Args:
         name: Its name.
-        scheduler: As it is built now; its optimizer has the saved options.
+        scheduler: As it is built now; its optimizer has the saved options, or where `is_rebased` its own.
         saved: Its state.
         then: What `built_schedules` gave for it when that was saved; None where that is not known, as in checkpoints of
             before it was kept: the state is taken back whole.
         is_alone: Whether no other scheduler drives its optimizer. Where several do, the learning rate is the work of
             all of them, and goes on from where it is.
+        own: Options of each group before any schedule changed them.
+        is_rebased: Whether its optimizer has other rates than the saved ones, so that it comes to its place by steps.
 
     Returns:
         What is to be said of arguments that differ; None if none does.
@@ -100,7 +136,10 @@ def take_back(
             many steps.
     """
     now = _built.get(scheduler)
-    changed = "" if then is None or now is None else _difference(then["kind"], then["state"], now)
+    changed = "" if then is None or now is None else _difference(then, now, _products(scheduler, saved))
+    if now is not None and is_rebased and not changed:
+        _step_from_the_beginning(name, scheduler, now, max(0, _steps(saved) - _steps(now.state)), own)
+        return None
     if then is None or now is None or not changed:
         scheduler.load_state_dict(dict(saved))
         return None
@@ -113,11 +152,13 @@ def take_back(
         )
     if is_plateau or not is_alone or (isinstance(scheduler, LambdaLR) and then["kind"] == now.kind):
         scheduler.load_state_dict(_merged(dict(saved), then["state"], now.state, scheduler.state_dict()))
+        for group, cycle in zip(scheduler.optimizer.param_groups, now.cycles, strict=True):
+            group.update({key: value for key, value in cycle.items() if key in _OF_CYCLES})
         goes_on = "" if is_alone else ", and the learning rate, which several schedules drive, goes on from where it is"
         return f"{said}. This holds from here on{goes_on}."
     before = float(scheduler.optimizer.param_groups[0]["lr"])
     steps = max(0, _steps(saved) - _steps(now.state))
-    _step_from_the_beginning(said, scheduler, now, steps)
+    _step_from_the_beginning(said, scheduler, now, steps, own)
     after = float(scheduler.optimizer.param_groups[0]["lr"])
     return (
         f"{said}. It goes on as if this had held from its beginning: at its step {steps} the learning rate is "
@@ -125,9 +166,36 @@ def take_back(
     )
 
 
-def _step_from_the_beginning(said: str, scheduler: Scheduler, built: _Built, steps: int) -> None:
+def begin_again(name: str, scheduler: Scheduler, own: Sequence[Mapping[str, Any]]) -> None:
+    """A scheduler that is not stepped yet begins from these options."""
+    if scheduler in _built and not isinstance(scheduler, ReduceLROnPlateau):  # that follows whatever the rate is
+        _step_from_the_beginning(name, scheduler, _built[scheduler], 0, own)
+
+
+def forget_cycle(group: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """What OneCycleLR or CyclicLR keep in a group goes, and the momentum that they altered is as `own` has it."""
+    is_altered = "max_momentum" in group
+    for key in _OF_CYCLES:
+        group.pop(key, None)
+    if is_altered:
+        group.update({key: own[key] for key in _CYCLED if key in own})
+
+
+def base_rates_of(scheduled: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The rate of each group before any schedule changed it; a group may have been added since `own` was noted."""
+    pairs = zip(scheduled, chain(own, repeat({})), strict=False)
+    return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
+
+
+def _step_from_the_beginning(
+    said: str, scheduler: Scheduler, built: _Built, steps: int, own: Sequence[Mapping[str, Any]]
+) -> None:
     groups = scheduler.optimizer.param_groups
-    bases = [group.get("initial_lr", base) for group, base in zip(groups, built.bases, strict=True)]
+    bases = built.bases if built.has_own_rates else base_rates_of(groups, own)
+    for group, options, cycle, base in zip(groups, chain(own, repeat({})), built.cycles, bases, strict=False):
+        forget_cycle(group, options)
+        group.update(cycle)
+        group["initial_lr"] = _copy(base)
     for group, base, rate, before in zip(groups, bases, built.rates, built.bases, strict=True):
         # At its beginning each of PyTorch's is a multiple of the base.
         set_rate(group, rate if base == before else rate * base / before if before else 0.0)
@@ -155,6 +223,8 @@ def _steps(state: Mapping[str, Any]) -> int:
 
 
 def _with_bases(state: dict[str, Any], bases: Sequence[Any]) -> dict[str, Any]:
+    if _is_cyclic(state):
+        return state  # they are arguments of its own
     inner = {_INNER: [_with_bases(one, bases) for one in state[_INNER]]} if _INNER in state else {}
     return state | inner | ({"base_lrs": [_copy(base) for base in bases]} if "base_lrs" in state else {})
 
@@ -172,12 +242,45 @@ def _merged(
     return merged
 
 
-def _difference(kind: str, then: Mapping[str, Any], now: _Built) -> str:
+def _cycle_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    names = _OF_CYCLES + (_CYCLED if "max_momentum" in group else ())
+    return {key: _copy(group[key]) for key in names if key in group}
+
+
+def _is_cyclic(state: Mapping[str, Any]) -> bool:
+    """CyclicLR: alone among PyTorch's it is given its base rates."""
+    return "max_lrs" in state or any(map(_is_cyclic, state.get(_INNER, ())))
+
+
+def _products(scheduler: Scheduler, state: Mapping[str, Any]) -> list[list[float]]:
+    """What each MultiplicativeLR in it has multiplied each group's rate by: its functions are not in its state."""
+    parts = zip((scheduler, *inner_schedulers(scheduler)), _states(state), strict=False)
+    return [
+        [math.prod(form(step) for step in range(1, of_part["last_epoch"] + 1)) for form in part.lr_lambdas]
+        for part, of_part in parts
+        if isinstance(part, MultiplicativeLR)
+    ]
+
+
+def _states(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield state
+    for inner in state.get(_INNER, ()):
+        yield from _states(inner)
+
+
+def _difference(then: Mapping[str, Any], now: _Built, products: list[list[float]]) -> str:
     """In words; what begins with an underscore is worked out from other arguments, and is told only if nothing else
     is."""
+    kind = then["kind"]
     if kind != now.kind:
         return f"is now {now.kind} instead of {kind}"
-    differences = _changed(then, now.state, "")
+    differences = _changed(then["state"], now.state, "")
+    for before, after in zip(then.get("cycles", ()), now.cycles, strict=False):
+        told = [key for key in _OF_CYCLES if key in before and key in after]
+        differences += _changed({key: before[key] for key in told}, {key: after[key] for key in told}, "")
+    for was, is_now in zip(then.get("products", ()), products, strict=False):
+        if not all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(was, is_now, strict=False)):
+            differences.append(f"factors whose product so far is {is_now[0]:.4g} instead of {was[0]:.4g}")
     names = [one.partition("=")[0].rpartition(".")[2] for one in differences]
     arguments = [one for one, name in zip(differences, names, strict=True) if name[0] != "_"] or differences
     return f"({kind}) is now built with {', '.join(arguments)}" if arguments else ""
@@ -185,7 +288,8 @@ def _difference(kind: str, then: Mapping[str, Any], now: _Built) -> str:
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> list[str]:
     found = []
-    for key in [key for key in now if key in then and key not in _RATES]:
+    rates = ("_last_lr",) if "max_lrs" in now else _RATES
+    for key in [key for key in now if key in then and key not in rates]:
         if key == _INNER:
             found += _changed_inside(then[key], now[key], prefix)
         elif not _is_same(then[key], now[key]):

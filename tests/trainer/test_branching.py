@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR
 
 import dream_trainer as dt
 from dream_trainer.config.branch_parameters import BranchParameters
@@ -313,29 +313,6 @@ def test_words_that_branch_nothing_are_an_error() -> None:
     assert later.loaded == [f"step_{LONGER:08d}"]
     with pytest.raises(ConfigError, match="branch.optimizer='kept' is not known"):
         BranchParameters(optimizer="kept")  # type: ignore[arg-type]
-
-
-class Annealed(Branches):
-    def configure_schedulers(self) -> None:
-        self.scheduler = CosineAnnealingLR(self.optimizer, 20)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"optimizer": "moments"}, "a CosineAnnealingLR computes each rate from the last"),
-        ({"schedule": "extend"}, "a CosineAnnealingLR, whose form is not known"),
-        ({"schedule": "new"}, "cannot begin anew from the checkpoint's learning rate"),
-    ],
-    ids=str,
-)
-def test_what_a_scheduler_cannot_do_is_refused_by_name(words: dict[str, Any], said: str) -> None:
-    trainer = fit(Annealed(make_config("parent", OLD, 4)))
-    path = str(trainer.checkpoint_dir / "step_00000002")
-    with pytest.raises(CheckpointError, match=said):
-        fit(Annealed(make_config("child", NEW, 4, resume=path, branch=BranchParameters(**words))))
-    both = BranchParameters(optimizer="moments", schedule="new")
-    assert fit(Annealed(make_config("other", NEW, 4, resume=path, branch=both))).rates[0] == NEW
 
 
 def test_a_plain_resume_says_which_rate_goes_on_and_how_a_schedule_changes(caplog: pytest.LogCaptureFixture) -> None:

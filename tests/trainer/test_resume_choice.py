@@ -83,6 +83,15 @@ def test_evaluating_a_run_without_a_checkpoint_says_where_there_is_none(
         trainer.evaluate()
     assert "has no checkpoint" not in caplog.text
 
+    class Loads(Saves):
+        def load_pretrained(self) -> None:
+            self.model.load_state_dict({name: value + 1 for name, value in self.model.state_dict().items()})
+
+    caplog.clear()
+    with Loads(make_config(experiment="loads")) as trainer:
+        trainer.evaluate()
+    assert "has no checkpoint" not in caplog.text
+
 
 def test_latest_is_the_newest_and_an_error_where_there_is_none() -> None:
     with pytest.raises(CheckpointError, match=r'resume="latest".*run/checkpoints has no checkpoint.*"auto"'):

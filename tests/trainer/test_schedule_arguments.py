@@ -49,6 +49,9 @@ KINDS: dict[str, Callable[[Optimizer, int], lrs.LRScheduler]] = {
     "restarts": lambda optimizer, total: lrs.CosineAnnealingWarmRestarts(optimizer, total // 3, 2),
     "cyclic": lambda optimizer, total: lrs.CyclicLR(optimizer, RATE, 0.2, total // 3),
     "one cycle": lambda optimizer, total: lrs.OneCycleLR(optimizer, 0.2, total + 1),
+    "multiplicative": lambda optimizer, total: lrs.MultiplicativeLR(optimizer, lambda step: 1 - step / (2 * total)),
+    "higher cycle": lambda optimizer, total: lrs.OneCycleLR(optimizer, total / 100, 30, div_factor=total),
+    "higher base": lambda optimizer, total: lrs.CyclicLR(optimizer, total / 100, 0.9, 9),
     "sequence": warmup_and_cosine,
     "chain": chained,
     "chain of a sequence": chained_sequence,
@@ -59,6 +62,9 @@ NAMED = {
     "cosine": "scheduler (CosineAnnealingLR) is now built with T_max=20 instead of 6.",
     "restarts": "T_0=6 instead of 2",
     "one cycle": "total_steps=21 instead of 7.",
+    "multiplicative": "(MultiplicativeLR) is now built with factors whose product so far is 0.5735 instead of 0.1114.",
+    "higher cycle": "is now built with max_lr=0.2 instead of 0.06",
+    "higher base": "is now built with base_lrs=[0.2] instead of [0.06]",
     "sequence": "milestones=[10] instead of [3], schedulers[0].total_iters=10 instead of 3, "
     "schedulers[1].T_max=10 instead of 3.",
 }
@@ -112,9 +118,11 @@ def fit(trainer: Scheduled) -> Scheduled:
     return trainer
 
 
-def by_hand(make: Callable[[Optimizer, int], Any], total: int, steps: int) -> list[tuple[float, float]]:
+def by_hand(
+    make: Callable[[Optimizer, int], Any], total: int, steps: int, rate: float = RATE
+) -> list[tuple[float, float]]:
     """What PyTorch's own loop uses in each step."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate, momentum=0.9)
     scheduler, found = make(optimizer, total), []
     for _ in range(steps):
         found.append(used(optimizer))

@@ -39,7 +39,7 @@ from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.branch_parent import run_name
-from dream_trainer.trainer.initial_weights import load_initial_weights
+from dream_trainer.trainer.initial_weights import any_is_loaded, load_initial_weights
 from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.trainer.restored_state import restore
 from dream_trainer.trainer.resume import resume
@@ -197,16 +197,18 @@ class CheckpointMixin(AbstractTrainer):
         saved_state.check(self)
         if not resume(self.checkpoint_dir, parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
-            # Else nothing was expected there, or the weights are another run's.
-            self._saver.lacks_checkpoint = parameters.resume is not None and parameters.init_from is None
+            # Else nothing was expected there, or the weights come from elsewhere.
+            has_weights = parameters.init_from is not None or any_is_loaded(self)
+            self._saver.lacks_checkpoint = parameters.resume is not None and not has_weights
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
         if self._saver.lacks_checkpoint and not self._session.is_training and self.local_batches == 0:
             self.warn_once(
                 "no checkpoint",
-                f"{self.checkpoint_dir} has no checkpoint: these weights are as setup left them. Check project, group "
-                "and experiment; resume=None says that none is meant.",
+                f"{self.checkpoint_dir} has no checkpoint, and nothing else was loaded: these weights are as setup "
+                "left them. Check project, group and experiment, or load weights by init_from or in load_pretrained. "
+                "If they are meant to be as they are, all is well.",
             )
         with super()._validation_context():
             yield

@@ -36,6 +36,7 @@ from dream_trainer.modules.sharding import (
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import refuse_different_optimizers
@@ -290,6 +291,7 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):
             optimizer.replicas = trainer.world.averaging_group()
+    note_options(optimizers)
 
 
 def _configure_schedulers(trainer: SetupMixin) -> None:

@@ -51,9 +51,14 @@ def _check_config_classes(cls: type, config: Any) -> None:
     for part in _parts(cls):
         needed = vars(part).get("_config_class")
         if needed is not None and not isinstance(config, needed):
+            own = type(config)
+            bases = [own] if is_ours(own) else [base for base in own.__bases__ if not issubclass(needed, base)]
+            names = ", ".join(base.__name__ for base in [*bases, needed])
+            write = f"Write `class {own.__name__}({names})`"
+            if is_ours(own):
+                write = f"Write one of your own, `@dataclass class Config({names})`, and build the trainer with it"
             raise ConfigError(
-                f"{part.__name__} needs {needed.__name__}, which {type(config).__name__} does not inherit. "
-                f"Write `class {type(config).__name__}(BaseTrainerConfig, {needed.__name__})`."
+                f"{part.__name__} needs {needed.__name__}, which {own.__name__} does not inherit. {write}."
             )
 
 

@@ -52,8 +52,14 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
         return
-    if name not in vars(Cooperation) or not (isinstance(written(value), FunctionType) and hands_on(part, name)):
+    if name not in vars(Cooperation) or not isinstance(written(value), FunctionType):
         raise _taken(f"{part.__name__}.{name}", name, ours[-1])
+    if not hands_on(part, name):
+        raise HookError(
+            f"{part.__name__}.{name} does not call super().{name}(...), so that the mixins behind it would not be "
+            "asked. Call it, and hand on what it returns together with yours (docs/extend.md). If it is no mixin's "
+            "hook, give it another name."
+        )
 
 
 def note_assignment(trainer: AbstractTrainer, name: str, value: Any) -> None:
