@@ -35,6 +35,8 @@ TURNS = "tests/trainer/test_turns.py"
 UNEVEN = "tests/trainer/test_uneven_use.py"
 MUON = "tests/optim/test_muon.py"
 
+LOCAL_SGD = "tests/trainer/test_local_sgd.py"
+
 MUTANTS = [
     Mutant(
         "short window scaled by the full one",
@@ -867,8 +869,8 @@ MUTANTS = [
     Mutant(
         "groups of a mesh keep the long time-out",
         "dream_trainer/distributed/world.py",
-        "for group in (None, self.cpu_group, *data_groups, *self._further_groups, *self.mesh.get_all_groups()):",
-        "for group in (None, self.cpu_group, *data_groups, *self._further_groups):",
+        "(*data_groups, *worker_groups, *self._further_groups, *self.mesh.get_all_groups())",
+        "(*data_groups, *worker_groups, *self._further_groups)",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(
@@ -1094,6 +1096,34 @@ MUTANTS = [
         "torch.equal(_some_of(parameter), self._drawn[name])",
         "parameter.shape is not None",
         "tests/trainer/test_unloaded_base.py -k no_fault",
+    ),
+    Mutant(
+        "workers average gradients with one another",
+        "dream_trainer/trainer/step/buckets.py",
+        "(world.step_group, world.step_size)",
+        "(None, world.world_size)",
+        f"{LOCAL_SGD} -k by_hand",
+    ),
+    Mutant(
+        "a worker goes on from another one's optimizer",
+        "dream_trainer/trainer/saved_state.py",
+        "return optimizer if worker == 0 else",
+        "return optimizer if worker >= 0 else",
+        f"{LOCAL_SGD} -k lost_its_last_steps",
+    ),
+    Mutant(
+        "a worker's own weights are validated",
+        "dream_trainer/trainer/mixins/local_sgd.py",
+        "with self._rounds.as_one_model(), super()._validation_context():",
+        "with super()._validation_context():",
+        f"{LOCAL_SGD} -k exports_have_the_average",
+    ),
+    Mutant(
+        "the outer momentum begins anew on a resume",
+        "dream_trainer/trainer/rounds.py",
+        "targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start))",
+        "targets[_MOMENTUM + name] = with_local(averaged[name], self._momentum(start).clone())",
+        f"{LOCAL_SGD} -k lost_its_last_steps",
     ),
 ]
 

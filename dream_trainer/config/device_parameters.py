@@ -170,6 +170,39 @@ def resolve_mesh(
     return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tensor)
 
 
+def ranks_per_worker(world_size: int, workers: int) -> int:
+    """The ranks of each of `workers` groups that step on their own (LocalSGDMixin).
+
+    Raises:
+        ConfigError: They cannot be divided into so many.
+    """
+    if world_size % workers != 0:
+        raise ConfigError(
+            f"workers={workers} does not divide world_size={world_size}. Use {spell(divisors(world_size))}."
+        )
+    return world_size // workers
+
+
+def refuse_split_copies(shape: MeshShape, workers: int) -> None:
+    """Refuses groups of ranks that step on their own (LocalSGDMixin) where they would not hold whole copies.
+
+    Raises:
+        ConfigError: The replicas cannot be divided into so many groups, or a group would have several sharded copies.
+    """
+    if workers == 1:
+        return
+    if shape.dp_replicate % workers != 0:
+        raise ConfigError(
+            f"workers={workers} does not divide the dp_replicate={shape.dp_replicate} copies of the model. Use "
+            f"{spell(divisors(shape.dp_replicate))}, or another dp_replicate."
+        )
+    if shape.dp_shard > 1 and shape.dp_replicate > workers:
+        raise ConfigError(
+            f"workers={workers} would have {shape.dp_replicate // workers} copies each, sharded over "
+            f"dp_shard={shape.dp_shard} ranks. Use dp_replicate={workers}, or dp_shard=1."
+        )
+
+
 def _data_parallel(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int
 ) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 import torch
 
@@ -97,27 +97,42 @@ class World(Ranks):
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
         dp_size: Number of data-parallel ranks.
         data_group: Ranks that see different data, this one among them; None where that is all of them.
+        workers: Number of groups of neighbouring ranks that step on their own (LocalSGDMixin); 1: all step together.
+        worker: The group of this rank, 0-based.
+        step_size: Ranks of a group, over which each step averages gradients.
+        step_group: Those of this rank's group; None where that is all of them.
+        across_workers: The ranks that have this one's place in their groups; None where there is no other.
     """
 
-    def __init__(self, parameters: DeviceParameters, *, shard_by_default: bool) -> None:
+    def __init__(
+        self, parameters: DeviceParameters, *, shard_by_default: bool, workers: int | Literal["hosts"] = 1
+    ) -> None:
         """Launches: joins the process group and lays the mesh.
 
         Args:
             parameters: Device and mesh as configured.
             shard_by_default: Whether `"auto"` gives the ranks to dp_shard rather than dp_replicate.
+            workers: Number of groups of ranks that step on their own; "hosts" for one on each host.
 
         Raises:
-            ConfigError: The mesh does not fit the world size, or the device is missing.
+            ConfigError: The mesh does not fit the world size or the groups, or the device is missing.
             RanksDifferError: The ranks lay different meshes.
         """
-        from dream_trainer.config.device_parameters import resolve_mesh
+        from dream_trainer.config.device_parameters import ranks_per_worker, refuse_split_copies, resolve_mesh
 
         rank, self.local_rank, world_size = environment_ranks()
         place = place_among_hosts(_launches)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
+        self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
+        self.step_size = ranks_per_worker(world_size, self.workers)
         self.mesh_shape: MeshShape = resolve_mesh(
-            parameters, world_size, shard_by_default, ranks_per_host=self._ranks_per_host
+            parameters,
+            world_size,
+            shard_by_default,
+            ranks_per_host=self._ranks_per_host if self.workers == 1 else self.step_size,
         )
+        refuse_split_copies(self.mesh_shape, self.workers)
+        self.worker = rank // self.step_size
         super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
@@ -131,6 +146,7 @@ class World(Ranks):
             self._join()
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
         self.data_group = self._new_data_group()
+        self.step_group, self.across_workers = self._new_worker_groups()
         self._set_time_outs(parameters.start_timeout_seconds)
         self.dp_rank = self.rank // self.data_copies % self.dp_size
         self._number = _launches
@@ -156,14 +172,24 @@ class World(Ranks):
         group, _ = dist.new_subgroups_by_enumeration(groups)
         return cast("dist.ProcessGroup", group)
 
+    def _new_worker_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        if self.workers == 1:
+            return None, None
+        import torch.distributed as dist
+
+        size, ranks = self.step_size, list(range(self.world_size))
+        within, _ = dist.new_subgroups_by_enumeration([ranks[n : n + size] for n in range(0, self.world_size, size)])
+        across, _ = dist.new_subgroups_by_enumeration([ranks[n::size] for n in range(size)])
+        return cast("dist.ProcessGroup", within), cast("dist.ProcessGroup", across)
+
     def averaging_group(self) -> dist.ProcessGroup | None:
         """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
         others."""
-        if self.dp_size == 1:
+        if self.dp_size == 1 or self.step_size == 1:
             return None
         import torch.distributed as dist
 
-        return self.data_group or dist.group.WORLD
+        return self.step_group or self.data_group or dist.group.WORLD
 
     def all_gather_with_gradient(self, values: Tensor) -> Tensor:
         """The rows of all data-parallel ranks, with gradients: for losses that compare samples, as contrastive ones do.
@@ -181,8 +207,14 @@ class World(Ranks):
         Raises:
             ValueError: `values` has no rows to gather: it is 0-dim, or a DTensor.
             RanksDifferError: Other sizes than n, or dtypes, differ.
+            ConfigError: Groups of ranks step on their own.
         """
         self.refuse_if_forbidden()
+        if self.workers > 1:
+            raise ConfigError(
+                f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
+                "their own. Train without LocalSGDMixin, or with workers=1."
+            )
         group = self.averaging_group()
         refuse_what_has_no_rows(values)
         return values if group is None else rows_of_all(values, group, self)
@@ -248,7 +280,9 @@ class World(Ranks):
             return
         self._time_out = timedelta(seconds=seconds)
         data_groups = () if self.data_group is None else (self.data_group,)
-        for group in (None, self.cpu_group, *data_groups, *self._further_groups, *self.mesh.get_all_groups()):
+        worker_groups = [group for group in (self.step_group, self.across_workers) if group is not None]
+        groups = (*data_groups, *worker_groups, *self._further_groups, *self.mesh.get_all_groups())
+        for group in (None, self.cpu_group, *groups):
             set_group_timeout(group, self._time_out)
 
     def connect_to_store(self) -> Store | None:
@@ -331,7 +365,7 @@ class World(Ranks):
                 _heartbeat = None
             dist.destroy_process_group()
             _owns_group = False
-            self.cpu_group = self.data_group = self.mesh = None
+            self.cpu_group = self.data_group = self.step_group = self.across_workers = self.mesh = None
             forget_meshes()
             gc.collect()
             time.sleep(0.1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dream_trainer.compat.pytorch import foreach_copy_
 
 if TYPE_CHECKING:
-    from dream_trainer.distributed.world import World
+    import torch.distributed as dist
 
 _KEEP_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -32,8 +32,8 @@ def norms_with_statistics(models: Iterable[nn.Module]) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, _KEEP_STATISTICS) and part.running_mean is not None]
 
 
-def average_statistics(norms: Sequence[nn.Module], world: World) -> None:
-    """Averages the statistics of `norms` over the ranks on which they train, in one collective.
+def average_statistics(norms: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Averages the statistics of `norms` over the ranks of `group` (None: all) on which they train, in one collective.
 
     A layer may train on some ranks and be in eval mode on others; where none trains it, it stays as it is.
     """
@@ -46,7 +46,7 @@ def average_statistics(norms: Sequence[nn.Module], world: World) -> None:
     layers = tuple([len(buffer) for buffer in buffers[::2]])
     trains = _flags(tuple([norm.training for norm in norms]), layers, flat.device, flat.dtype)
     sums = torch.stack((flat * trains, trains))
-    dist.all_reduce(sums, group=world.data_group)
+    dist.all_reduce(sums, group=group)
     averaged = torch.where(sums[1] > 0, sums[0] / sums[1], flat)
     parts = averaged.split([buffer.numel() for buffer in buffers])
     foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])

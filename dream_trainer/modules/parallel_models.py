@@ -48,7 +48,7 @@ class ParallelModels:
         for module in self._wrapped:
             watch_gradients(module, self.gradients)
         self._shared = [module for module in self._wrapped if is_shared(module)]
-        self._norms = norms_with_statistics(models) if world.dp_size > 1 else []
+        self._norms = norms_with_statistics(models) if world.averaging_group() is not None else []
 
     @property
     def forward_communicates(self) -> bool:
@@ -64,9 +64,9 @@ class ParallelModels:
                 module.set_requires_all_reduce(enabled, recurse=False)
 
     def average_statistics(self) -> None:
-        """Makes running statistics equal on all ranks, after a window's last micro-batch; a collective."""
+        """Makes running statistics equal on all ranks of a step, after a window's last micro-batch; a collective."""
         if self._norms and self._world is not None:
-            average_statistics(self._norms, self._world)
+            average_statistics(self._norms, self._world.averaging_group())
 
     def reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.trainer.log_options import refuse_unknown
 from dream_trainer.trainer.mixin_states import MixinStates
+from dream_trainer.trainer.no_rounds import NoRounds
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
@@ -34,6 +35,9 @@ class Cooperation:
         "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
         "branch=BranchParameters({words})"
     )
+    # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
+    _workers: int | Literal["hosts"] = 1
+    _rounds: NoRounds = NoRounds()
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""

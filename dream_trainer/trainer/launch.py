@@ -27,7 +27,9 @@ def launch(trainer: AbstractTrainer) -> None:
     """
     cls = type(trainer)
     _record_collectives(trainer)
-    world = trainer._world = World(trainer.config.device_parameters, shard_by_default=cls._shards_parameters)
+    world = trainer._world = World(
+        trainer.config.device_parameters, shard_by_default=cls._shards_parameters, workers=trainer._workers
+    )
     if world.world_size > 1 and not cls._keeps_ranks_equal:
         raise ConfigError(
             f"{cls.__name__} runs on {world.world_size} ranks, but nothing in it keeps them equal. "

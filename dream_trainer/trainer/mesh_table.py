@@ -30,8 +30,12 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
 def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
     parameters = [parameter for model in trainer.named_models().values() for parameter in model.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    shards = trainer.world.mesh_shape.dp_shard
+    shards, workers = trainer.world.mesh_shape.dp_shard, trainer.world.workers
     match dimension:
+        case "dp_replicate" if workers > 1:
+            inside = trainer.world.mesh_shape.dp_replicate // workers
+            within = f"gradients of {_size(_here(trained))} within each, once per step; " if inside > 1 else ""
+            return f"{workers} workers: {within}parameters of {_size(_here(trained))} between them, once per round"
         case "dp_replicate":
             return f"gradients of {_size(_here(trained))}, once per step" if trained else "gradients"
         case "dp_shard":

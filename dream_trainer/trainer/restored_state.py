@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -33,6 +34,7 @@ from dream_trainer.trainer.branched_rates import refuse_branch, restore_rates
 from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered, restore_callbacks
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.other_run import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.saved_state import kept_name
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     if branch.data == "keep":
         refuse_other_run(trainer, shared, path, is_own=begins is None)
     refuse_branch(trainer.named_schedulers(), branch)
+    workers = _saved_workers(path, shared, world.workers, branch)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
     refuse_other_adapters(path, models, shared.get("adapters"), world=world)
@@ -71,15 +74,17 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
         refuse_other_weights(path, models, left_out, world=world)
 
     def prepare() -> dict[str, Any]:
-        tensors = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
         metadata = tensor_metadata(path)
+        own = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
+        tensors = trainer._rounds.tensors_to_load(own, metadata.keys(), is_own=begins is None)
         saved, optimizers = shared["optimizers"], trainer.named_optimizers()
         if branch.optimizer == "new":
             optimizers = {}
-        elif set(saved) != set(optimizers):
-            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(optimizers)}.")
+        elif (kept := {kept_name(name, worker) for name in optimizers for worker in range(workers)}) != set(saved):
+            raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(kept)}.")
         with_options = branch.optimizer == "keep"
         for name, optimizer in optimizers.items():
+            name = kept_name(name, world.worker if workers > 1 else 0)
             tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata, with_options=with_options)
         for _, prefix, callback in numbered(trainer.callbacks):
             callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
@@ -87,9 +92,13 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
                 tensors |= callback_tensors
         return tensors
 
-    optional = (CALLBACK_PREFIX, *([OPTIMIZER_PREFIX] if branch.optimizer == "new" else []))
+    tensors = on_all_ranks(world, f"load {path}", prepare)
+    replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
+    of_another_run = ["workers.", "local_sgd."] if begins is not None else []
+    of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
+    optional = (CALLBACK_PREFIX, *of_optimizers, *of_another_run, *replaced)
     with naming_what_changed(manifest, trainer):
-        load_tensors(path, on_all_ranks(world, f"load {path}", prepare), world=world, optional_prefix=optional)
+        load_tensors(path, tensors, world=world, optional_prefix=optional)
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
@@ -97,6 +106,22 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, branch, same_layout=same_layout))
     if branch.counters == "keep":
         on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
+
+
+def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
+    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on.
+
+    Raises:
+        CheckpointError: There were several, and another number now.
+    """
+    saved: int = shared.get("workers", 1)
+    if saved not in (1, workers) and branch.optimizer != "new":
+        raise CheckpointError(
+            f"{path} was written by workers={saved}, whose optimizers have states of their own (LocalSGDMixin), and "
+            f"this run has {workers}. Use the same number, or begin another experiment from its average with "
+            "CheckpointParameters(init_from=<its path>)."
+        )
+    return saved
 
 
 def _data_layout(mesh: dict[str, int]) -> tuple[int, ...]:

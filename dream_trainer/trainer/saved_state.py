@@ -63,7 +63,8 @@ def snapshot(
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers = _tensors(trainer)
     left_out = _left_out(models, frozen.unchanged()) if frozen is not None else {}
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
@@ -72,6 +73,7 @@ def snapshot(
             "data": trainer._data.feed.state_at(trainer.progress.data),
             "global_batch_size": global_batch_size(trainer),
             "seed": trainer.config.seed,
+            "workers": world.workers,
             "optimizers": optimizers,
             "mixins": mixins,
             "extra_state": model_extra_state(models),
@@ -100,7 +102,8 @@ def snapshot(
     shared, rank_state, random_tensors = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
-        tensors = copies.copy(tensors, at_once=model_buffers(models).keys())
+        made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them
+        tensors = copies.copy(tensors, at_once=model_buffers(models).keys() | made_for_this)
     return Snapshot(
         step=trainer.global_step,
         tensors=tensors,
@@ -124,11 +127,21 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
     tensors, fqns = model_tensors(models), parameter_fqns(models)
     optimizers: dict[str, Any] = {}
     for name, optimizer in trainer.named_optimizers().items():
+        name = kept_name(name, trainer.world.worker)
         state_tensors, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
         tensors |= state_tensors
+    if trainer.world.workers > 1:
+        optimizers = {
+            name: values for one in trainer.world.all_gather_object(optimizers) for name, values in one.items()
+        }
     for _, prefix, callback in numbered(trainer.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
     return tensors, optimizers
+
+
+def kept_name(optimizer: str, worker: int) -> str:
+    """Under which name a checkpoint has an optimizer's state; each worker (LocalSGDMixin) has one of its own."""
+    return optimizer if worker == 0 else f"workers.{worker}.{optimizer}"
 
 
 def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -143,7 +143,7 @@ def test_base_trainer_defines_no_hook_of_the_abstract_trainer() -> None:
 def test_every_mixin_hands_cooperative_hooks_on() -> None:
     import inspect
 
-    for mixin in [*MIXINS, *PARALLEL]:
+    for mixin in [*MIXINS, *PARALLEL, dt.LocalSGDMixin]:
         for name, member in vars(mixin).items():
             declared = inspect.getattr_static(AbstractTrainer, name, None)
             if inspect.isfunction(member) and inspect.isfunction(declared) and not name.startswith("log"):
@@ -153,11 +153,11 @@ def test_every_mixin_hands_cooperative_hooks_on() -> None:
 def test_no_mixin_defines_a_public_event() -> None:
     from dream_trainer.trainer.event_table import EVENTS
 
-    for mixin in [*MIXINS, *PARALLEL, BaseTrainer]:
+    for mixin in [*MIXINS, *PARALLEL, dt.LocalSGDMixin, BaseTrainer]:
         assert not set(EVENTS) & set(vars(mixin))
 
 
-@pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[1:]], ids=lambda mixin: mixin.__name__)
+@pytest.mark.parametrize("mixin", [*MIXINS[1:], *PARALLEL[1:], dt.LocalSGDMixin], ids=lambda mixin: mixin.__name__)
 def test_a_config_without_a_mixins_field_is_named_when_the_trainer_is_built(mixin: type) -> None:
     with pytest.raises(ConfigError, match=mixin.__name__.replace("Mixin", "ConfigMixin")):
         type("T", (Algorithm, BaseTrainer, mixin), {})(make_config(()))

@@ -18,7 +18,7 @@ MIXINS = {name for name in mixins.__all__ if name.endswith("Mixin") and not name
 def test_a_trainer_is_its_mixins_and_four_more_classes_of_ours() -> None:
     ours = [cls.__name__ for cls in dt.DreamTrainer.__mro__ if cls.__module__.startswith("dream_trainer.")]
     assert len(set(ours) - MIXINS - {"DreamTrainer"}) <= 4
-    assert set(ours) >= MIXINS
+    assert set(ours) >= MIXINS - {"LocalSGDMixin"}  # which changes what is learned, and is asked for by name
 
 
 def test_a_trainer_has_at_most_thirty_attributes_before_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

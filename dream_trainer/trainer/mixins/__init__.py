@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from dream_trainer.config.evaluation_parameters import EvalParameters as EvalParameters
     from dream_trainer.config.fsdp_parameters import FSDPConfigMixin as FSDPConfigMixin
     from dream_trainer.config.fsdp_parameters import FSDPParameters as FSDPParameters
+    from dream_trainer.config.local_sgd_parameters import LocalSGDConfigMixin as LocalSGDConfigMixin
+    from dream_trainer.config.local_sgd_parameters import LocalSGDParameters as LocalSGDParameters
     from dream_trainer.config.logger_parameters import LoggerConfigMixin as LoggerConfigMixin
     from dream_trainer.config.logger_parameters import LoggerParameters as LoggerParameters
     from dream_trainer.config.logger_parameters import MLflowParameters as MLflowParameters
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
     from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
+    from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
@@ -60,6 +63,9 @@ else:
             "FSDPParameters": "config.fsdp_parameters",
             "LoggerConfigMixin": "config.logger_parameters",
             "LoggerMixin": "trainer.mixins.logger",
+            "LocalSGDConfigMixin": "config.local_sgd_parameters",
+            "LocalSGDMixin": "trainer.mixins.local_sgd",
+            "LocalSGDParameters": "config.local_sgd_parameters",
             "LoggerParameters": "config.logger_parameters",
             "SetupConfigMixin": "config.device_parameters",
             "SetupMixin": "trainer.mixins.setup",

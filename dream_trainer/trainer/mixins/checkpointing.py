@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -135,7 +135,7 @@ class CheckpointMixin(AbstractTrainer):
         self._refuse_inside_window("export")
         models = self.named_models()
         name = _model_to_export(models, model)
-        with nullcontext() if weights == "model" else averages_to_export(self.callbacks, weights, name):
+        with self._rounds.as_one_model() if weights == "model" else averages_to_export(self.callbacks, weights, name):
             self._parallel.reshard()
             return export_model(
                 models[name],

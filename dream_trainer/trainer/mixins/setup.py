@@ -227,9 +227,14 @@ def _shard_or_replicate(trainer: SetupMixin) -> None:
     if _are_wrapped(trainer):
         _make_ready_to_wrap(trainer)
     if shape.dp_shard == 1:
+        if world.workers > 1 and type(trainer).apply_replicate is not SetupMixin.apply_replicate:
+            raise ConfigError(
+                f"{type(trainer).__name__}.apply_replicate replicates over all ranks, and workers={world.workers} step "
+                "on their own. Leave it out with LocalSGDMixin."
+            )
         trainer.apply_replicate(mesh["dp_replicate", "dp_shard"])
         return
-    dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > 1 else ("dp_shard",)
+    dims = ("dp_replicate", "dp_shard") if shape.dp_replicate > world.workers else ("dp_shard",)
     trainer.apply_fully_shard({"mesh": mesh[dims]} | trainer._sharding_policies())
 
 

@@ -36,7 +36,7 @@ class Bucket:
 
     Attributes:
         dtype: The type that they are sent in.
-        group: The ranks; None for all.
+        group: The ranks, of one step; None for all.
         n_ranks: Their number.
         parameters: The parameters.
     """
@@ -62,8 +62,9 @@ def make_buckets(
 
     buckets: list[Bucket] = []
     for p in parameters:
-        # Of a plain parameter all ranks have a copy; a layer that is split has other parts on ranks of the same data.
-        group, n_ranks = (world.data_group, world.dp_size) if isinstance(p, DTensor) else (None, world.world_size)
+        # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
+        is_split = isinstance(p, DTensor)
+        group, n_ranks = (world.data_group, world.dp_size) if is_split else (world.step_group, world.step_size)
         if id(p) in reduced or n_ranks == 1 or not _can_be_trained(p):
             continue
         kind = p.dtype if dtype is None or p.is_complex() else dtype, group
@@ -153,9 +154,9 @@ class Averaging:
         self._asleep = [p for bucket in self._buckets for p in bucket.parameters if not p.requires_grad]
 
     def _carrier(self, taking: Sequence[tuple[Bucket, list[nn.Parameter]]]) -> Bucket | None:
-        """The bucket that carries the weights: the last, if it goes to all ranks and does not round them."""
+        """The bucket that carries the weights: the last, if it goes to all ranks of a step and does not round them."""
         last = taking[-1][0] if taking else None
-        if last is None or last.dtype not in (torch.float32, torch.float64) or last.n_ranks < self._world.world_size:
+        if last is None or last.dtype not in (torch.float32, torch.float64) or last.n_ranks < self._world.step_size:
             return None
         return last
 
@@ -178,7 +179,7 @@ class Averaging:
             import torch.distributed as dist
 
             slots = slots.to(self._world.device)
-            dist.all_reduce(slots)
+            dist.all_reduce(slots, group=self._world.step_group)
         return slots.double().sum().to(self._world.parameter_device)
 
 

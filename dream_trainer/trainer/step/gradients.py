@@ -31,6 +31,8 @@ from dream_trainer.trainer.step.buckets import Averaging, make_buckets
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.distributed.world import World
 
@@ -40,7 +42,7 @@ class ParameterGroup:
     """Parameters of one kind.
 
     Attributes:
-        copies: Number of ranks that hold each element.
+        copies: Number of ranks of a step that hold each element.
         is_sharded: Whether they are DTensors.
         parameters: The parameters.
     """
@@ -72,6 +74,7 @@ class StepPlan:
         n_groups: Parameter count per optimizer group when the plan was made, to notice `add_param_group`.
         dtype: The widest dtype among the parameters, in which the norm is computed.
         one_dtype: Whether all parameters have it.
+        ranks: Those that step together; None for all.
     """
 
     parameters: list[nn.Parameter]
@@ -84,6 +87,7 @@ class StepPlan:
     n_groups: tuple[int, ...]
     dtype: torch.dtype
     one_dtype: bool
+    ranks: dist.ProcessGroup | None
 
 
 def group_sizes(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
@@ -102,7 +106,7 @@ def plan_step(
     parameters = list(unique.values())
     kinds: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((copies_of(parameter, world.world_size), isinstance(parameter, DTensor)), []).append(parameter)
+        kinds.setdefault((copies_of(parameter, world.step_size), isinstance(parameter, DTensor)), []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     dtype = torch.float32
     for other in dtypes:
@@ -112,13 +116,14 @@ def plan_step(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         averaging=_averaging(parameters, world, gradients, devices),
-        is_whole=world.data_copies == 1 and all(copies == world.world_size for copies, _ in kinds),
+        is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, _ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
+        ranks=world.step_group,
     )
 
 
@@ -126,7 +131,7 @@ def _averaging(
     parameters: Sequence[nn.Parameter], world: World, gradients: LocalGradients, devices: DeviceParameters
 ) -> Averaging:
     dtype = reduce_dtype(devices)
-    if not devices.overlap_reduce or world.world_size == 1:
+    if not devices.overlap_reduce or world.step_size == 1:
         return Averaging(make_buckets(parameters, world, gradients.shared, dtype), world)
     # Backward comes to the last ones first.
     return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients.shared, dtype), world)
@@ -143,18 +148,18 @@ def guards_itself(optimizer: Optimizer) -> bool:
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def copies_of(parameter: nn.Parameter, world_size: int) -> int:
-    """How many ranks of the world hold each element of `parameter`."""
+def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
+    """How many of `n_ranks` ranks hold each element of `parameter`: all of the world, or those of a step."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
-        return world_size
+        return n_ranks
     mesh = parameter.device_mesh
     cuts = 1
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate() and not placement.is_partial():
             cuts *= mesh.size(dim)
-    return world_size // cuts
+    return n_ranks // cuts
 
 
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
@@ -180,7 +185,7 @@ def global_norm(
     device: torch.device,
     lacking: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None, list[int]]:
-    """The 2-norm over all ranks' gradients, each element once, and the sum of `weight` over ranks.
+    """The 2-norm over the gradients of a step's ranks, each element once, and the sum of `weight` over them.
 
     Args:
         plan: The step's plan.
@@ -203,7 +208,7 @@ def global_norm(
         sums[0] += local_norm(plan, group_gradients, device).double().square() / group.copies
     if weight is not None:
         sums[1] = weight
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=plan.ranks)
     unused = []
     if lacking:
         there = sums[2:].tolist()

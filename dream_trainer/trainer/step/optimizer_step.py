@@ -207,7 +207,7 @@ class OptimizerStep:
         lacking: Sequence[int],
     ) -> tuple[Tensor, Weight | None]:
         """The gradients' norm, and all ranks' weight: `total`, or summed here if nothing carried it."""
-        if self._world.world_size == 1:
+        if self._world.step_size == 1:
             return self._local_norm(plan, grads), weight
         if plan.is_whole:
             return self._local_norm(plan, grads), total
@@ -221,7 +221,7 @@ class OptimizerStep:
 
     def _norm_of_changed(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
         """The norm once more; one for all ranks, even if a listener on one of them changed its copy of gradients."""
-        if self._world.world_size == 1:
+        if self._world.step_size == 1:
             return self._local_norm(plan, grads)
         return global_norm(plan, grads, None, self._device)[0]
 
@@ -252,8 +252,8 @@ class OptimizerStep:
             if n_batches not in self._inverses:
                 self._inverses[n_batches] = self._scalar(1.0 / n_batches)
             return self._inverses[n_batches], False
-        # The total is over all ranks. Ranks that see the same data each add its weight, and have the same gradients.
-        ranks = self._world.world_size
+        # The total is over a step's ranks. Those of the same data each add its weight, and have the same gradients.
+        ranks = self._world.step_size
         if isinstance(total, Tensor):
             total = total.detach().to(device=self._device, dtype=self._scalar_dtype)
             empty = total == 0

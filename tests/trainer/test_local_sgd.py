@@ -1,0 +1,547 @@
+"""Local SGD and DiLoCo are the loops one writes by hand, and a run stopped anywhere ends as the undisturbed one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.trainer.mesh_table import mesh_lines
+from tests.trainer.arithmetic import full
+from tests.trainer.small import WIDTH, Batch, batches, fill
+from tests.worlds import run_world
+
+CPU = dt.DeviceParameters(device="cpu")
+STEPS, EVERY = 10, 4
+PLAIN = dt.LocalSGDParameters(every_n_steps=EVERY, workers=2)
+DILOCO = replace(PLAIN, outer="sgd")
+HEAVY_BALL = replace(DILOCO, nesterov=False, outer_lr=0.5, outer_momentum=0.6)
+
+
+class Net(nn.Module):
+    """Blocks to shard, a scalar that stays whole, a frozen layer, one that nobody uses, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.frozen, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.double()
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.frozen(self.blocks(x)))) * self.scale
+
+
+def start(model: nn.Module) -> None:
+    fill(model)
+    with torch.no_grad():
+        model.scale.fill_(1.5)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+@dataclass
+class Config(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin):
+    weighted: bool = False
+    devices: dt.DeviceParameters = field(default_factory=lambda: CPU)
+
+
+class Trainer(dt.DreamTrainer, dt.LocalSGDMixin):
+    def __init__(self, config: Config, data: list[Batch], val: list[Batch]) -> None:
+        super().__init__(config)
+        self.data, self.val, self.norms, self.validated = data, val, [], []
+
+    def configure_models(self) -> None:
+        self.model = Net()
+
+    def init_weights(self) -> None:
+        start(self.model)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = make_optimizer(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return PerRankLoader(self.data), PerRankLoader(self.val)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        loss = mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss, weight=weight_of(batch) if self.config.weighted else None)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.validated.append(metrics["val/loss"])
+
+
+def weight_of(batch: Batch) -> float:
+    return 1.0 + int(batch[2][0]) % 5
+
+
+def make_config(
+    experiment: str,
+    rounds: dt.LocalSGDParameters,
+    *,
+    steps: int = STEPS,
+    accumulation: int = 1,
+    weighted: bool = False,
+    devices: dt.DeviceParameters = CPU,
+    val_every: int | None = None,
+    **checkpoints: Any,
+) -> Config:
+    return Config(
+        project="tests",
+        group="local",
+        experiment=experiment,
+        weighted=weighted,
+        local_sgd_parameters=rounds,
+        device_parameters=devices,
+        training_parameters=dt.TrainingParameters(
+            max_steps=steps,
+            gradient_accumulation_steps=accumulation,
+            gradient_clip_val=0.3,
+            val_every_n_epochs=None,
+            val_every_n_steps=val_every,
+        ),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        checkpoint_parameters=dt.CheckpointParameters(
+            **{"save_every_n_epochs": None, "save_at_end": False} | checkpoints
+        ),
+    )
+
+
+def make_trainer(config: Config) -> Trainer:
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return Trainer(config, batches(24)[rank::ranks] * 8, batches(4)[rank::ranks])
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    state = {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+    return state | {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+
+
+# -- by hand
+
+
+def by_hand(
+    ranks: int, rounds: dt.LocalSGDParameters, *, steps: int = STEPS, accumulation: int = 1, weighted: bool = False
+) -> dict[str, Any]:
+    """Each worker trains its own model; batch norm normalises by a rank's samples, and is averaged after a step."""
+    per_worker = ranks // rounds.workers
+    models = [Net() for _ in range(rounds.workers)]
+    for model in models:
+        start(model)
+    optimizers = [make_optimizer(model) for model in models]
+    begin = [p.detach().clone() for p in models[0].parameters()]
+    outer = torch.optim.SGD(begin, rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.nesterov)
+    data = batches(24)
+    norms: list[list[float]] = [[] for _ in models]
+    for step in range(steps):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            micro_batches = [
+                (rank, data[(rank + ranks * (step * accumulation + micro)) % len(data)])
+                for micro in range(accumulation)
+                for rank in range(number * per_worker, (number + 1) * per_worker)
+            ]
+            weights = [weight_of(batch) if weighted else 1.0 for _, batch in micro_batches]
+            buffers = {rank: copy.deepcopy(dict(model.named_buffers())) for rank, _ in micro_batches}
+            for weight, (rank, (x, y, _)) in zip(weights, micro_batches, strict=True):
+                write(model, buffers[rank])
+                (mse_loss(model(x), y) * weight / sum(weights)).backward()
+                buffers[rank] = copy.deepcopy(dict(model.named_buffers()))
+            write(model, mean_of(list(buffers.values())))
+            norms[number].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % rounds.every_n_steps == 0:
+            mean = [sum(ps) / len(models) for ps in zip(*(list(m.parameters()) for m in models), strict=True)]
+            if rounds.outer == "sgd":
+                for p, average in zip(begin, mean, strict=True):
+                    p.grad = (p - average).detach()
+                outer.step()
+                mean = begin
+            statistics = mean_of([dict(model.named_buffers()) for model in models])
+            for model in models:
+                with torch.no_grad():
+                    for p, value in zip(model.parameters(), mean, strict=True):
+                        p.copy_(value)
+                write(model, statistics)
+            begin = outer.param_groups[0]["params"]
+            with torch.no_grad():
+                for p, value in zip(begin, models[0].parameters(), strict=True):
+                    p.copy_(value)
+    states = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
+    return {"states": states, "average": mean_of(states), "norms": norms}
+
+
+def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: sum(state[name].detach() for state in states) / len(states)
+        if states[0][name].is_floating_point()
+        else states[0][name]
+        for name in states[0]
+    }
+
+
+def write(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# -- exactness
+
+
+SHARDED = dt.DeviceParameters(device="cpu", dp_replicate=2, dp_shard=2)
+REPLICAS = dt.DeviceParameters(device="cpu", dp_replicate="auto", dp_shard=1)
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "two workers of one rank": (2, {"rounds": PLAIN}),
+    "two of one, outer": (2, {"rounds": DILOCO}),
+    "two of one, accumulation and weights": (2, {"rounds": HEAVY_BALL, "accumulation": 2, "weighted": True}),
+    "two of one, whole rounds": (2, {"rounds": DILOCO, "steps": 2 * EVERY}),
+    "two of two replicas": (4, {"rounds": DILOCO, "devices": REPLICAS, "weighted": True, "accumulation": 2}),
+    "two of two shards": (4, {"rounds": DILOCO, "devices": SHARDED, "weighted": True, "accumulation": 2}),
+    "two of two shards, by default": (4, {"rounds": PLAIN}),
+    "four of one": (4, {"rounds": replace(DILOCO, workers=4)}),
+}
+
+
+def train_all(directory: str, names: list[str]) -> dict[str, Any]:
+    os.chdir(directory)
+    found = {}
+    for name in names:
+        options = dict(CASES[name][1])
+        with make_trainer(make_config(name, options.pop("rounds"), **options)) as trainer:
+            trainer.fit()
+            own = state_of(trainer)
+            with trainer._rounds.as_one_model():
+                average = state_of(trainer)
+            back = state_of(trainer)
+            assert all(torch.equal(back[name], own[name]) for name in own)
+            found[name] = {"own": own, "average": average, "norms": trainer.norms, "worker": trainer.world.worker}
+            found[name]["mesh"] = "\n".join(mesh_lines(trainer))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (2, 4):
+        names = [name for name, (n, _) in CASES.items() if n == ranks]
+        results = run_world(train_all, ranks, str(tmp_path_factory.mktemp("ranks")), names)
+        found |= {name: [result[name] for result in results] for name in names}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_loop_by_hand(trained: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """Each worker's own weights and norms, at the end in the middle of a round, and the average that stands for all."""
+    ranks, options = CASES[name]
+    expected = by_hand(ranks, **{key: value for key, value in options.items() if key != "devices"})
+    for rank, found in enumerate(trained[name]):
+        worker = rank // (ranks // options["rounds"].workers)
+        assert found["worker"] == worker
+        assert_close(found["own"], expected["states"][worker])
+        assert_close(found["average"], expected["average"])
+        torch.testing.assert_close(found["norms"], expected["norms"][worker], rtol=1e-12, atol=1e-12)
+
+
+def test_describe_says_what_crosses_workers(trained: dict[str, list[dict[str, Any]]]) -> None:
+    of_replicas, of_shards = trained["two of two replicas"][0]["mesh"], trained["two of two shards"][0]["mesh"]
+    assert "2 workers: gradients of 0.00 MiB within each, once per step; parameters of 0.00 MiB between" in of_replicas
+    assert "2 workers: parameters of 0.00 MiB between them, once per round" in of_shards
+
+
+def test_workers_go_apart_within_a_round_and_frozen_weights_stay_to_the_bit(
+    trained: dict[str, list[dict[str, Any]]],
+) -> None:
+    one, two = trained["two workers of one rank"]
+    assert not torch.equal(one["own"]["head.weight"], two["own"]["head.weight"])
+    assert torch.equal(one["average"]["head.weight"], two["average"]["head.weight"])
+    fresh = Net()
+    start(fresh)
+    for found in trained["four of one"]:
+        assert torch.equal(found["own"]["frozen.weight"], fresh.frozen.weight)
+        assert torch.equal(found["average"]["frozen.weight"], fresh.frozen.weight)
+
+
+# -- what crosses workers
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
+
+
+class Recorded(Trainer):
+    """Notes which ranks each collective of PyTorch's spoke to, after which step."""
+
+    def pre_fit(self) -> None:
+        self.calls: list[tuple[int, str, tuple[int, ...]]] = []
+        self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        for name, original in self.originals.items():
+            setattr(dist, name, self._recording(name, original))
+
+    def _recording(self, name: str, original: Any) -> Any:
+        def record(*args: Any, group: Any = None, **options: Any) -> Any:
+            if group is None or group is not self.world.cpu_group:
+                members = dist.get_process_group_ranks(group) if group is not None else range(self.world.world_size)
+                self.calls.append((self.global_step, name, tuple(members)))
+            return original(*args, group=group, **options)
+
+        return record
+
+    def post_fit(self) -> None:
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+
+def collectives(directory: str, devices: dt.DeviceParameters) -> list[tuple[int, str, tuple[int, ...]]]:
+    os.chdir(directory)
+    config = make_config("counted", DILOCO, devices=devices, steps=9)
+    config.logger_parameters = dt.LoggerParameters(loggers=(), log_every_n_steps=1000)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with Recorded(config, batches(24)[rank::ranks] * 8, []) as trainer:
+        trainer.fit()
+        return trainer.calls
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("devices", [REPLICAS, CPU], ids=["replicas", "shards"])
+def test_nothing_crosses_workers_but_one_bucket_per_round(
+    tmp_path: Path, ranks: int, devices: dt.DeviceParameters
+) -> None:
+    """The pulse, which goes over a group of its own, is left out."""
+    for rank, calls in enumerate(run_world(collectives, ranks, str(tmp_path), devices)):
+        worker, size = rank // (ranks // 2), ranks // 2
+        inside = set(range(worker * size, (worker + 1) * size))
+        crossing = [(step, name, members) for step, name, members in calls if not set(members) <= inside]
+        both = (rank % size, rank % size + size)
+        assert crossing == [(step, "all_reduce", both) for step in (EVERY, 2 * EVERY)]
+        assert any(set(members) == inside for _, _, members in calls) == (size > 1)
+
+
+# -- validations, checkpoints, exports
+
+
+def stop_and_go_on(directory: str, devices: dt.DeviceParameters) -> dict[str, Any]:
+    """One run without a stop, and runs that lost their last steps, in each part of a round."""
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    with make_trainer(make_config("straight", DILOCO, devices=devices)) as trainer:
+        trainer.fit()
+        found["straight"] = whole_state(trainer)
+    for name, every, stop in (("in a round", 3, 4), ("twice", 1, 6), ("at a round's end", 4, 7)):
+        saves = {"save_every_n_steps": every, "val_every": 2, "devices": devices}
+        for steps in (stop, 9 if name == "twice" else STEPS, STEPS):
+            with make_trainer(make_config(name, DILOCO, steps=steps, **saves)) as trainer:
+                trainer.fit()
+                found[name] = whole_state(trainer)
+    return found
+
+
+def whole_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Of this rank: weights, the optimizer's state, the average."""
+    state = state_of(trainer)
+    for index, values in enumerate(trainer.optimizer.state_dict()["state"].values()):
+        state |= {f"{index}.{key}": full(value).clone() for key, value in values.items()}
+    with trainer._rounds.as_one_model():
+        return state | {f"average.{name}": value for name, value in state_of(trainer).items()}
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [(2, CPU), (4, REPLICAS), (4, SHARDED)], ids=["2", "4", "sharded"])
+def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
+    tmp_path: Path, ranks: int, devices: dt.DeviceParameters
+) -> None:
+    """Which had neither saves nor validations, so these change nothing."""
+    for found in run_world(stop_and_go_on, ranks, str(tmp_path), devices):
+        for name in ("in a round", "twice", "at a round's end"):
+            assert found[name].keys() == found["straight"].keys()
+            assert [key for key, value in found["straight"].items() if not torch.equal(value, found[name][key])] == []
+
+
+def speak_of_the_average(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    config = make_config("one", DILOCO, steps=6, save_every_n_steps=6, val_every=6)
+    with make_trainer(config) as trainer:
+        trainer.fit()
+        with trainer._rounds.as_one_model():
+            average = state_of(trainer)
+        files = trainer.export("exported")
+        return {"validated": trainer.validated, "average": average, "files": [str(file) for file in files]}
+
+
+def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
+    from dream_trainer.distributed.ranks import Ranks
+
+    found = run_world(speak_of_the_average, 2, str(tmp_path))[0]
+    expected = by_hand(2, DILOCO, steps=6)["average"]
+    assert_close(found["average"], expected)
+    model = Net()
+    write(model, {name: value for name, value in expected.items() if name in dict(model.named_buffers())})
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(expected[name])
+        losses = [mse_loss(model.eval()(x), y) for x, y, _ in batches(4)]
+    torch.testing.assert_close(found["validated"], [float(sum(losses) / 4)], rtol=1e-12, atol=1e-12)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], found["average"][name]) for name in exported)
+    step = tmp_path / "runs" / "tests" / "local" / "one" / "checkpoints" / "step_00000006"
+    names = {name: shape for name, shape in tensor_metadata(step).items() if name.startswith("models.")}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
+    rest = ("optimizers.", "workers.", "local_sgd.")
+    load_tensors(step, tensors, world=Ranks.alone(), optional_prefix=rest)
+    saved = {name.removeprefix("models.model."): tensor for name, tensor in tensors.items()}
+    assert saved.keys() == found["average"].keys()
+    assert all(torch.equal(tensor, found["average"][name]) for name, tensor in saved.items())
+
+
+def begin_from(directory: str) -> dict[str, Any]:
+    """From a checkpoint in the middle of a round of two workers: with other words, and with four ranks in two."""
+    os.chdir(directory)
+    with make_trainer(make_config("two", DILOCO, steps=6, save_every_n_steps=6)) as trainer:
+        trainer.fit()
+        with trainer._rounds.as_one_model():
+            average = state_of(trainer)
+    found: dict[str, Any] = {"average": average}
+    other = make_trainer(make_config("other", replace(DILOCO, workers=1)))
+    other._session.start()
+    with other, pytest.raises(CheckpointError, match=r"written by workers=2.*run has 1"):
+        other.load_checkpoint(Path("runs/tests/local/two/checkpoints/step_00000006"))
+    path = str(Path("runs/tests/local/two/checkpoints/step_00000006").resolve())
+    with make_trainer(make_config("new", replace(DILOCO, workers=1), steps=0, init_from=path)) as trainer:
+        trainer.evaluate()
+        found["init"] = state_of(trainer)
+    alone = replace(PLAIN, workers=1)
+    with make_trainer(make_config("later", alone, devices=REPLICAS, steps=4, save_every_n_steps=4)) as trainer:
+        trainer.fit()
+        found["before"] = whole_state(trainer)
+    with make_trainer(make_config("later", PLAIN, steps=4)) as trainer:
+        trainer.evaluate()
+        found["resumed"] = whole_state(trainer)
+        assert trainer.global_step == 4
+    return found
+
+
+def test_another_number_is_refused_another_run_begins_from_the_average_and_one_becomes_two(
+    tmp_path: Path,
+) -> None:
+    for found in run_world(begin_from, 2, str(tmp_path)):
+        assert all(torch.equal(found["init"][name], value) for name, value in found["average"].items())
+        assert all(torch.equal(found["resumed"][name], value) for name, value in found["before"].items())
+
+
+# -- one process, and what is refused
+
+
+def test_one_process_is_one_worker_and_the_outer_optimizer_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rounds in (replace(PLAIN, workers="hosts"), replace(DILOCO, workers="hosts")):
+        with make_trainer(make_config(f"{rounds.outer}", rounds)) as trainer:
+            trainer.fit()
+        assert_close(state_of(trainer), by_hand(1, replace(rounds, workers=1))["states"][0])
+
+
+@pytest.mark.parametrize(
+    ("devices", "training", "message"),
+    [
+        (replace(CPU, cpu_offload=True), {}, "cpu_offload"),
+        (replace(CPU, tensor_parallel=2), {}, "tensor_parallel=2"),
+        (replace(CPU, overlap_reduce=True), {}, "overlap_reduce"),
+        (replace(CPU, precision="fp16"), {}, "fp16"),
+        (CPU, {"nonfinite": "skip"}, "skip"),
+        (CPU, {"nonfinite": "retry"}, "retry"),
+    ],
+)
+def test_what_needs_all_ranks_in_a_step_is_refused_by_name(
+    devices: dt.DeviceParameters, training: dict[str, Any], message: str
+) -> None:
+    config = make_config("refused", PLAIN, devices=devices)
+    config.training_parameters = dt.TrainingParameters(max_steps=1, **training)
+    with pytest.raises(ConfigError, match=f"LocalSGDMixin does not work with.*{message}"):
+        make_trainer(config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"every_n_steps": 0}, {"workers": 0}, {"outer": "adam"}, {"outer_lr": 0.0}, {"outer_momentum": 1.0}],
+)
+def test_values_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        dt.LocalSGDParameters(**wrong)
+
+
+def test_nesterov_without_momentum_is_named() -> None:
+    with pytest.raises(ConfigError, match="nesterov"):
+        dt.LocalSGDParameters(outer="sgd", outer_momentum=0.0)
+
+
+class Synchronised(Trainer):
+    def configure_models(self) -> None:
+        self.model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
+
+
+class Gathering(Trainer):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.world.all_gather_with_gradient(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def refused(directory: str, cls: type[Trainer], rounds: dt.LocalSGDParameters) -> None:
+    os.chdir(directory)
+    os.dup2(os.open(f"errors {os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+    cls(make_config("refused", rounds), batches(24)[int(os.environ["RANK"]) :: 2], []).fit()
+
+
+@pytest.mark.parametrize(
+    ("cls", "rounds", "message"),
+    [
+        (Trainer, replace(PLAIN, workers=3), "workers=3 does not divide world_size=2"),
+        (Synchronised, PLAIN, "model.norm is a SyncBatchNorm over all ranks"),
+        (Gathering, PLAIN, "all_gather_with_gradient speaks to all ranks in each step"),
+    ],
+)
+def test_what_would_cross_workers_in_each_step_is_refused_by_name(
+    tmp_path: Path, cls: type[Trainer], rounds: dt.LocalSGDParameters, message: str
+) -> None:
+    with pytest.raises(RuntimeError) as error:
+        run_world(refused, 2, str(tmp_path), cls, rounds)
+    for rank in range(2):
+        assert message in str(error.value) + (tmp_path / f"errors {rank}").read_text()
+
+
+def test_averages_of_weights_are_refused_by_name() -> None:
+    config = make_config("ema", PLAIN)
+    config.callbacks = dt.CallbackCollection([dt.EMA(0.9)])
+    with pytest.raises(ConfigError, match="does not work with EMA"):
+        make_trainer(config)
