@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,13 @@ RANKS, N_HOSTS = 4, 2
 DEVICES = {"step_timeout_seconds": 120.0, "start_timeout_seconds": 120.0}
 BY_DEFAULT = {"dp_replicate": N_HOSTS, "dp_shard": RANKS // N_HOSTS}
 MESHES: dict[str, dict[str, Any]] = {
-    "shards inside of hosts, replicas between": BY_DEFAULT,
-    "sharded over all ranks": {"dp_replicate": 1, "dp_shard": 4},
-    "replicated on all ranks": {"dp_replicate": 4, "dp_shard": 1},
+    "shards inside of hosts, replicas between": {"devices": BY_DEFAULT},
+    "sharded over all ranks": {"devices": {"dp_replicate": 1, "dp_shard": 4}},
+    "replicated on all ranks": {"devices": {"dp_replicate": 4, "dp_shard": 1}},
+    "hosts that train on their own (DiLoCo)": {
+        "devices": BY_DEFAULT,
+        "local_sgd": {"every_n_steps": 8, "outer": "sgd", "workers": N_HOSTS},
+    },
 }
 
 
@@ -177,7 +181,7 @@ class Outcome:
 
 def run(hosts: Hosts, fault: Fault, directory: Path, truth: dict[str, Any]) -> Outcome:
     """Lets the fault come, and starts the job again."""
-    job = Job(ranks=RANKS, devices=DEVICES, step_seconds=0.2)
+    job = job_of(step_seconds=0.2)
     directories = [directory, directory]
     if fault.own_directories:
         directories = [directory / "0", directory / "1"]
@@ -218,11 +222,15 @@ def _is_stopped(start: Start, host: int) -> bool:
     return Path(f"/proc/{start.agents[host].pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def undisturbed(directory: Path, devices: dict[str, Any]) -> dict[str, Any]:
-    """The job on one host."""
+def job_of(devices: Mapping[str, Any] | None = None, **options: Any) -> Job:
+    return Job(ranks=RANKS, devices=DEVICES | dict(devices or {}), **options)
+
+
+def undisturbed(directory: Path, job: Job) -> dict[str, Any]:
+    """A job on one host."""
     directory.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["-m", "tests.faults.job", Job(ranks=RANKS, devices=devices).to_json()]
+    command += ["-m", "tests.faults.job", job.to_json()]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=directory, env=variables, check=True, capture_output=True)
     found: dict[str, Any] = json.loads((directory / "outcome.json").read_text())
@@ -243,14 +251,14 @@ def main(names: Sequence[str]) -> int:
     failed = 0
     root = Path(tempfile.mkdtemp(prefix="hosts-"))
     print(f"{'2 hosts x 2 ranks':<44}{'noticed':>8}{'ended':>8}", flush=True)
-    truth = undisturbed(root / "truth", DEVICES | BY_DEFAULT)
+    truth = undisturbed(root / "truth", job_of(devices=BY_DEFAULT))
     with Hosts(N_HOSTS) as hosts:
-        for number, (mesh, devices) in enumerate(MESHES.items() if not names else ()):
-            directory = root / f"mesh-{number}"
-            expected = undisturbed(root / f"mesh-{number}-one-host", DEVICES | devices)
+        for number, (mesh, options) in enumerate(MESHES.items() if not names else ()):
+            directory, job = root / f"mesh-{number}", job_of(**options)
+            expected = undisturbed(root / f"mesh-{number}-one-host", job)
             directory.mkdir()
             began = time.monotonic()
-            with Start(hosts, Job(ranks=RANKS, devices=DEVICES | devices), [directory] * 2) as start:
+            with Start(hosts, job, [directory] * 2) as start:
                 codes = [agent.wait(120) for agent in start.agents]
             found = json.loads((directory / "outcome.json").read_text()) if codes == [0, 0] else None
             problems = [] if found == expected else [f"differs from one host's (exit codes {codes})"]

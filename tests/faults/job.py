@@ -65,6 +65,7 @@ class Job:
     workers: int = 0
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_every_n_steps": 2})
     devices: dict[str, Any] = field(default_factory=dict)
+    local_sgd: dict[str, Any] | None = None
     imports: str | None = None
     """A module that lies in the directory `OWN_CODE`."""
     fault: Fault | None = None
@@ -201,8 +202,18 @@ class Trainer(dt.DreamTrainer):
         return {"loss": self._loss(batch)}
 
 
+class LocalTrainer(Trainer, dt.LocalSGDMixin):
+    """The same, with workers that train on their own."""
+
+
+@dataclass
+class LocalConfig(dt.DreamTrainerConfig, dt.LocalSGDConfigMixin): ...
+
+
 def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
-    config = dt.DreamTrainerConfig(
+    rounds = {} if job.local_sgd is None else {"local_sgd_parameters": dt.LocalSGDParameters(**job.local_sgd)}
+    config_class = LocalConfig if rounds else dt.DreamTrainerConfig
+    config = config_class(
         project="tests",
         group="faults",
         experiment="run",
@@ -218,8 +229,9 @@ def make_trainer(job: Job, diary: Diary, validations: Validations) -> Trainer:
         ),
         checkpoint_parameters=dt.CheckpointParameters(**{"save_every_n_epochs": None, **job.checkpoint}),
         logger_parameters=dt.LoggerParameters(loggers=("jsonl",), log_every_n_steps=5),
+        **rounds,
     )
-    return Trainer(config, job)
+    return LocalTrainer(config, job) if rounds else Trainer(config, job)
 
 
 def outcome(trainer: Trainer, validations: Validations) -> dict[str, Any]:

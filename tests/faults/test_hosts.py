@@ -69,6 +69,19 @@ def test_two_hosts_train_what_one_does_though_their_names_lead_to_the_loopback(
     assert ("| dp_shard | 2 | 0, 1 | inside the host | weights of " in described) == (ranks == 4)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_hosts_that_train_on_their_own_are_the_workers_of_one_host(ranks: int, hosts: Hosts, tmp_path: Path) -> None:
+    rounds = {"every_n_steps": 8, "outer": "sgd"}
+    found = []
+    for name, workers, where in (("one", 2, None), ("two", "hosts", hosts)):
+        directory = tmp_path / name
+        directory.mkdir()
+        with Attempt(job_of(ranks, local_sgd=rounds | {"workers": workers}), directory, hosts=where) as attempt:
+            assert attempt.wait(60) == [0] * ranks, attempt.report()
+        found.append(outcome(directory))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
