@@ -92,12 +92,12 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
                 tensors |= callback_tensors
         return tensors
 
-    tensors = on_all_ranks(world, f"load {path}", prepare)
-    replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
     of_another_run = ["workers.", "local_sgd."] if begins is not None else []
     of_optimizers = [OPTIMIZER_PREFIX] if branch.optimizer == "new" else []
-    optional = (CALLBACK_PREFIX, *of_optimizers, *of_another_run, *replaced)
     with naming_what_changed(manifest, trainer):
+        tensors = on_all_ranks(world, f"load {path}", prepare)
+        replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
+        optional = (CALLBACK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
