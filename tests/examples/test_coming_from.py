@@ -87,6 +87,7 @@ def test_the_table_of_a_page_quotes_both_scripts(name: str) -> None:
                 assert quoted in script, f"{name}_{side}.py"
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_numbers_of_one(
     original: tuple[Path, dict[str, Numbers]], ported: dict[str, Numbers], tmp_path: Path, all_cases: bool
 ) -> None:

@@ -319,6 +319,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int,
     return directory, train(directory, "--model", "tiny", "--export-to", "learned", n_processes=2)
 
 
+@pytest.mark.slow
 def test_the_ranks_do_not_change_what_is_learned(two_ranks: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
     _, sharded = two_ranks
     alone = train(tmp_path, "--model", "tiny")

@@ -50,6 +50,7 @@ def whole(cell: Any) -> list[Any]:
     return [part for pair in zip(untied, tied, strict=True) for part in pair]
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall(24)
 @pytest.mark.timeout(3600)
 def test_a_run_that_goes_on_in_another_cell_again_and_again_learns_as_if_never_stopped(

@@ -19,6 +19,7 @@ optuna = pytest.importorskip("optuna")
 EXAMPLE = ROOT / "examples" / "search_optuna.py"
 
 
+@pytest.mark.slow
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_was_running_on_other_ranks_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def check(said: str, first_line: str) -> None:
     assert float(accuracy) > 0.88
 
 
+@pytest.mark.slow
 def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     check(run_script(EXAMPLE, cwd=tmp_path, n_processes=2), "epoch 1/15  step 20/300  train/loss ")
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.data.test_packed_mixture import Job
 from tests.faults.packed_job import SEED
@@ -72,6 +73,7 @@ def steps_of(directory: Path, attempt: int) -> dict[int, str]:
     return digests
 
 
+@pytest.mark.slow
 def test_every_step_of_a_run_that_is_killed_twice_has_the_tokens_of_one_that_is_not(tmp_path: Path) -> None:
     expected = [digest for digest, _ in Job((1, 1, 0), seed=SEED).steps(STEPS)[0]]
     assert len(set(expected)) == STEPS

@@ -62,6 +62,7 @@ def nothing_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall(44)
 @pytest.mark.pitfall(48)
 def test_a_run_that_was_killed_twice_and_resumed_is_one_curve(tmp_path: Path) -> None:

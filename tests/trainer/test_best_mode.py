@@ -150,6 +150,7 @@ def test_every_rank_raises_it(tmp_path: Path) -> None:
         assert "best_metric='val/f1' is not among the validation's metrics" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["KEEPS", "STOPS"])
 def test_it_is_an_error_on_every_rank(asked: str, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_best_mode import {asked}, Unknown, fit\nfit(Unknown({asked}))\n"
