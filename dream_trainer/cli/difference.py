@@ -18,25 +18,28 @@ from dream_trainer.weights.stored_tensors import StoredTensors
 SHOWN = 30
 """Tensors listed in a table; JSON has all."""
 
+_TENSOR_DIFFERENCES = ("only_in_a", "only_in_b", "other_kind", "max_difference")
 _CHUNK = 1 << 24  # elements compared at once, so that float64 copies stay small
 
 
 def diff(a: Path, b: Path, *, values: bool, as_json: bool) -> int:
-    """Compares two checkpoints; returns the exit code."""
+    """Compares two checkpoints; returns the exit code, 1 if they differ."""
     first, second = (StoredTensors(find_checkpoint(path)) for path in (a, b))
+    tensors = _tensor_difference(first, second, values=values)
     differences = {
         "a": first.manifest.path,
         "b": second.manifest.path,
         "manifest": _manifest_difference(first, second),
         "metrics": _metrics_difference(first.manifest.metrics, second.manifest.metrics),
         "config": difference(first.manifest.config, second.manifest.config),
-        "tensors": _tensor_difference(first, second, values=values),
+        "tensors": tensors,
     }
     if as_json:
         print_json(differences)
     else:
         _print(differences)
-    return 0
+    shown = (*(differences[name] for name in ("manifest", "metrics", "config")), *map(tensors.get, _TENSOR_DIFFERENCES))
+    return int(any(shown))
 
 
 def _manifest_difference(first: StoredTensors, second: StoredTensors) -> dict[str, list[Any]]:

@@ -34,19 +34,21 @@ class NothingTrained:
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self._has_stepped = False
-        self._writes_before = 0
+        self._writes_before = self._states_before = 0
         self.is_looking = True
 
     def begin(self) -> None:
         """Training begins with the weights and modes as they are now."""
-        self._writes_before = self._writes()
+        self._writes_before, self._states_before = self._writes(), self._states()
         self._say_what_is_in_eval_mode()
 
     def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
         """A window is complete; `had_gradients` if some step so far had one."""
         self._has_stepped = self._has_stepped or stepped
         self.is_looking = not had_gradients
-        if self._trainer.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
+        is_first = self._trainer.local_batches <= self._trainer.accumulation_steps
+        is_passed_by = is_first and not stepped and self._states() > self._states_before  # optimizer.step() by hand
+        if is_passed_by or self._trainer.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
             self.say()
 
     def say(self) -> None:
@@ -80,10 +82,10 @@ class NothingTrained:
         trainer = self._trainer
         trains = self._writes() != self._writes_before or any(p.grad is not None for p in self._parameters())
         if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
+            count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
             raise StepError(
-                f"max_steps={trainer._schedule.max_steps} never comes: {trainer.local_batches} batches were trained, "
-                "and training_step has not called self.step(...), which alone counts a step. Call self.backward(loss) "
-                "instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
+                f"max_steps={trainer._schedule.max_steps} never comes: {count} trained, and training_step has not called "
+                "self.step(...), which alone counts a step. Call self.backward(loss) instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
                 "when `not self.is_accumulating_gradients`; or set n_epochs."
             )
 
@@ -97,6 +99,9 @@ class NothingTrained:
                     f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
                     "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
                 )
+
+    def _states(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._trainer.named_optimizers().values())
 
     def _writes(self) -> int:
         return sum(write_count(parameter) for parameter in self._parameters())

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.errors import ConfigError, HookError, StepError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -188,6 +188,20 @@ def optimizers_of(trainer: AbstractTrainer, model: nn.Module) -> list[Optimizer]
         for optimizer in named_optimizers(trainer).values()
         if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
     ]
+
+
+def refuse_another_model(trainer: AbstractTrainer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    models = named_models(trainer)
+    updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]
+    if updated and not any(id(parameter) in stepped for parameter in model.parameters()):
+        given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
+        trained = " and ".join(f"self.{name}" for name in updated)
+        raise StepError(
+            f"step() was given {given}, and an optimizer that updates {trained} alone. Pass the model and the "
+            "optimizer that belong together."
+        )
 
 
 def model_of(trainer: AbstractTrainer, optimizer: Optimizer) -> nn.Module:

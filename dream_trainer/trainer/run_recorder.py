@@ -23,7 +23,8 @@ from dream_trainer.checkpoint.run_directory import is_claimed
 from dream_trainer.cleanup import in_a_line
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.failure import describe
-from dream_trainer.distributed.lost_ranks import is_lost_connection
+from dream_trainer.distributed.job_store import job_store
+from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.line_files import replace_file
 from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record
@@ -180,6 +181,13 @@ class RunRecorder:
         if is_consequence:
             record.failed_rank, rank = None, f"a rank is gone that said nothing: {rank}"
         self._write("failed", rank + in_a_line(exc))
+        gone = (
+            _gone(trainer.world.world_size) if is_consequence else {}
+        )  # it takes a while, so something is told before
+        if gone:
+            record.failed_rank = next(iter(gone))
+            named = ", ".join(f"rank {number} ({process})" for number, process in gone.items())
+            self._write("failed", f"{named} is gone without a word: killed (out of memory?), or ended by native code")
 
     def _write(self, state: RunState, why: str | None = None) -> None:
         record, progress = self._record, self._trainer.progress
@@ -205,3 +213,12 @@ class RunRecorder:
             write()
         except (OSError, ConfigError) as error:
             self._trainer.warn_once("run record", f"the run's record of itself is not written: {in_a_line(error)}")
+
+
+def _gone(world_size: int) -> dict[int, str]:
+    """The ranks on this host whose processes have ended, each with which process it was."""
+    store = job_store()
+    try:
+        return {} if store is None else dead_ranks(store, world_size)
+    except RuntimeError:  # the store went away with the rank that hosted it
+        return {}

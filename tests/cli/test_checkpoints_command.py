@@ -228,7 +228,7 @@ def test_verify_reads_every_file_and_its_exit_code_tells(run: Path, command: Pri
 
 def test_diff_tells_counters_metrics_config_and_values(run: Path, command: Printed) -> None:
     root = run / "checkpoints"
-    found = command.json("diff", root / "step_00000001", root / "step_00000003")
+    found = command.json("diff", root / "step_00000001", root / "step_00000003", code=1)
     assert found["manifest"] == {"step": [1, 3], "epoch": [0, 1], "samples_seen": [64, 192]}
     assert found["metrics"] == {"val/loss": [5.0, 4.0]}
     assert found["config"] == ["optimizer.lr: 0.1 -> 0.3"]
@@ -240,7 +240,7 @@ def test_diff_tells_counters_metrics_config_and_values(run: Path, command: Print
         "equal": 3,
         "max_difference": {"models.net.weight": 2.0, "models.net.steps": 2.0},
     }
-    said = command("diff", root / "step_00000001", run)
+    said = command("diff", root / "step_00000001", run, code=1)
     assert re.search(r"models\.net\.weight +5$", said, re.MULTILINE)
     assert "3 of 5 tensors that both have are equal bit for bit" in said
     assert command.json("diff", run, run)["tensors"]["max_difference"] == {}
@@ -250,7 +250,7 @@ def test_diff_tells_names_and_shapes_that_differ(tmp_path: Path, run: Path, comm
     other = {name.replace("fixed", "free"): value for name, value in tensors(6).items()}
     other["models.net.weight"] = torch.zeros(4, 3)
     path = save_step(tmp_path / "other", 6, tensors=other)
-    found = command.json("diff", run, path)["tensors"]
+    found = command.json("diff", run, path, code=1)["tensors"]
     assert found["only_in_a"] == ["models.net.fixed"]
     assert found["only_in_b"] == ["models.net.free"]
     assert found["other_kind"] == {"models.net.weight": ["[3, 4] float32", "[4, 3] float32"]}
@@ -260,9 +260,9 @@ def test_diff_tells_names_and_shapes_that_differ(tmp_path: Path, run: Path, comm
 def test_diff_without_values_reads_no_shard(run: Path, command: Printed) -> None:
     root = run / "checkpoints"
     damage(root / "step_00000001")
-    found = command.json("diff", root / "step_00000001", run, "--no-values")
+    found = command.json("diff", root / "step_00000001", run, "--no-values", code=1)
     assert found["tensors"]["equal"] is None
-    assert "values were not compared" in command("diff", root / "step_00000001", run, "--no-values")
+    assert "values were not compared" in command("diff", root / "step_00000001", run, "--no-values", code=1)
     assert "__0_0.distcp is damaged" in command.error("diff", root / "step_00000001", run)
 
 

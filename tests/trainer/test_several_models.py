@@ -510,3 +510,44 @@ def test_a_copied_model_computes_with_its_own_weights() -> None:
         assert trainer.generator(torch.ones(1, 1, dtype=torch.float64)).abs().max() > 0
         assert_same_weights(weights(trainer.generator), before)
         assert trainer.get_optimizers_by_model(twin) == []
+
+
+class Pair(Body):
+    """Two models of the same shapes, each with its optimizer."""
+
+    def configure_models(self) -> None:
+        self.first, self.second = network(), network()
+
+    def configure_optimizers(self) -> None:
+        self.first_optimizer = torch.optim.SGD(self.first.parameters(), lr=0.1)
+        self.second_optimizer = torch.optim.SGD(self.second.parameters(), lr=0.1)
+
+
+def fit_pair(kind: type[Pair]) -> None:
+    with kind(make_config(max_steps=2)) as trainer:
+        trainer.fit()
+
+
+def test_a_step_of_another_model_s_optimizer_is_refused_by_name() -> None:
+    class Swapped(Pair):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.first(batch[0]).square().mean() + self.second(batch[0]).square().mean())
+            self.step(self.first, [self.first_optimizer, self.second_optimizer])  # one norm for both: fine
+            self.backward(self.second(batch[0]).square().mean())
+            self.step(self.first, self.second_optimizer)
+            return {}
+
+    with pytest.raises(StepError, match=r"given self.first, and an optimizer that updates self.second alone"):
+        fit_pair(Swapped)
+
+
+def test_a_loop_that_passes_the_trainer_by_is_told_so_and_not_of_another_model() -> None:
+    class PlainLoop(Pair):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.first(batch[0]).square().mean().backward()
+            self.first_optimizer.step()
+            return {}
+
+    with pytest.raises(StepError, match=r"neither self.backward\(...\) nor self.step\(...\) was called") as found:
+        fit_pair(PlainLoop)
+    assert "frozen" not in str(found.value)

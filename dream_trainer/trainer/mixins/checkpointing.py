@@ -268,7 +268,7 @@ class CheckpointMixin(AbstractTrainer):
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         metric = parameters.best_metric
         named: dict[str, Mode] = {} if metric is None else {metric: parameters.known_best_mode()}
-        return named | super()._best_modes()  # the one by which checkpoints are kept is the first
+        return named | super()._best_modes() | named  # the one by which checkpoints are kept is the first
 
     def _mixin_state(self) -> dict[str, Any]:
         return super()._mixin_state() | {"checkpoint": self._saver.state()}

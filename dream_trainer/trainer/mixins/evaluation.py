@@ -18,7 +18,7 @@ from dream_trainer.config.evaluation_parameters import EvalConfigMixin, EvalPara
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.nested import detach, to_device
 from dream_trainer.data.validation_data import validation_batches
-from dream_trainer.errors import HookError
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.validation import in_step, validate, validation_mode
@@ -125,6 +125,14 @@ class EvalMixin(AbstractTrainer):
     def _finish_setup(self) -> None:
         super()._finish_setup()
         self._validation_metrics = ValidationMetrics(self.named_metrics, vars(self), self.world, self.warn_once)
+        parameters: EvalParameters = self.config.eval_parameters
+        modes = self._best_modes()
+        for name, mode in parameters.best_metrics.items():
+            if modes[name] != mode and parameters != EvalParameters():  # nobody asked for the default's
+                raise ConfigError(
+                    f"best_metrics has {name}={mode!r}, and checkpoint_parameters.best_metric keeps those where it is "
+                    f"best by {modes[name]!r}. Set best_metrics or best_mode, so that both say the same."
+                )
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
@@ -155,7 +163,8 @@ class EvalMixin(AbstractTrainer):
                 self.best[name], self._best_steps[name] = metrics[name], self.global_step
 
     def _best_modes(self) -> dict[str, Mode]:
-        return super()._best_modes() | dict(self.config.eval_parameters.best_metrics)
+        known = super()._best_modes()  # the one by which checkpoints are kept is the first
+        return known | dict(self.config.eval_parameters.best_metrics) | known
 
     def _mixin_state(self) -> dict[str, Any]:
         state = {"best": dict(self.best), "best_steps": dict(self._best_steps)}

@@ -21,6 +21,7 @@ from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.registry import refuse_another_model
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     global_norm,
@@ -68,6 +69,7 @@ class OptimizerStep:
         self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
+        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that were found to belong together
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
@@ -90,6 +92,9 @@ class OptimizerStep:
                     "ReduceLROnPlateau needs a metric: call scheduler.step(metrics[...]) in post_val_epoch instead."
                 )
         plan = self._plan(optimizers)
+        if (model, optimizers) not in self._pairs:
+            refuse_another_model(self._trainer, model, optimizers)
+            self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
         can_rerun = self._accumulation.begin_step()

@@ -102,6 +102,12 @@ class Turns:
             return
         for optimizer in self._optimizers:
             if self._has_gradients(optimizer):
+                if not self._backwards and not self._stepped:
+                    raise StepError(
+                        f"the window ended with gradients in {self._name(optimizer)}, and neither self.backward(...) "
+                        "nor self.step(...) was called in it. Call self.backward(loss) instead of loss.backward(), and "
+                        "self.step(model, optimizer) instead of optimizer.step()."
+                    )
                 raise StepError(
                     f"the window ended with gradients in {self._name(optimizer)} that no step() used: they would leak "
                     f"into the next. Another model's loss may have left them there. {self._remedy(optimizer)}"
