@@ -84,8 +84,9 @@ class NothingTrained:
         if trains or trainer.local_batches >= BATCHES_WITHOUT_STEP:
             count = "1 batch was" if trainer.local_batches == 1 else f"{trainer.local_batches} batches were"
             raise StepError(
-                f"max_steps={trainer._schedule.max_steps} never comes: {count} trained, and training_step has not called "
-                "self.step(...), which alone counts a step. Call self.backward(loss) instead of loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
+                f"max_steps={trainer._schedule.max_steps} never comes: {count} trained, and training_step has not "
+                "called self.step(...), which alone counts a step. Call self.backward(loss) instead of "
+                "loss.backward(), and self.step(model, optimizer) instead of optimizer.step(), "
                 "when `not self.is_accumulating_gradients`; or set n_epochs."
             )
 
