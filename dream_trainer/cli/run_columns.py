@@ -19,7 +19,8 @@ SHOWN_FIELDS = 5
 _NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")
 _OF_BRANCHES = "checkpoint_parameters.branch."
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
-_OF_EVERY_CONFIG = frozenset(field.name for field in fields(DreamTrainerConfig))
+_OF_OBJECTS = "given_objects"  # the record of a trainer without a class
+_OF_EVERY_CONFIG = frozenset(field.name for field in fields(DreamTrainerConfig)) | {_OF_OBJECTS}
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
@@ -45,7 +46,7 @@ def _rank(name: str, cells: set[str]) -> tuple[bool, bool, bool, bool]:
     """A script's own fields first, then numbers of training and optimizers; what only branches have is last."""
     section = name.partition(".")[0]
     is_number = any(_NUMBER.fullmatch(cell) for cell in cells)
-    is_main = section == "training_parameters" or section not in _OF_EVERY_CONFIG
+    is_main = section in ("training_parameters", _OF_OBJECTS) or section not in _OF_EVERY_CONFIG
     return name.startswith(_OF_BRANCHES), section in _OF_EVERY_CONFIG, not (is_main and is_number), not is_number
 
 

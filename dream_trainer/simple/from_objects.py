@@ -46,6 +46,7 @@ from dream_trainer.simple.given_together import (
     refuse_wrong_function,
     what_to_keep,
 )
+from dream_trainer.simple.given_values import options_of, values_digest
 from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import scratch_directory
@@ -228,11 +229,14 @@ class Trainer:
             given_objects=GivenObjects(
                 model=model_in_words(model),
                 loss=function_in_words(step if loss is None else loss),
+                loss_options=options_of(loss),
                 schedule=schedule_in_words(schedule),
                 metrics=measured.names,
                 shuffle=shuffle,
                 train=data_in_words(given.train),
                 val=None if val is None else data_in_words(loaders_of_val),
+                train_values=values_digest(given.train),
+                val_values=values_digest(loaders_of_val),
             ),
             training_parameters=TrainingParameters(
                 train_batch_size=batch_size_of(given.train, batch_size),

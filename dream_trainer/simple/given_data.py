@@ -96,7 +96,7 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
 def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
     """`data` as a dataset by number; None if it is not made of samples."""
     if isinstance(data, Mapping):
-        return _NamedArrays({key: _tensor(array, f"{name}[{key!r}]") for key, array in data.items()}, name)
+        return NamedArrays({key: _tensor(array, f"{name}[{key!r}]") for key, array in data.items()}, name)
     if isinstance(data, Array):
         return _tensor(data, name)
     if isinstance(data, tuple) and data and isinstance(data[0], Array):
@@ -116,18 +116,18 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
     return data if is_dataset else None
 
 
-class _NamedArrays(Dataset[dict[str, Tensor]]):
+class NamedArrays(Dataset[dict[str, Tensor]]):
     """Samples that are dicts, of arrays by name."""
 
     def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
         _check_lengths([len(tensor) for tensor in tensors.values()], name)
-        self._tensors = tensors
+        self.tensors = tensors
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: tensor[index] for name, tensor in self._tensors.items()}
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
 
     def __len__(self) -> int:
-        return len(next(iter(self._tensors.values())))
+        return len(next(iter(self.tensors.values())))
 
 
 def _are_arrays(parts: Iterable[Any]) -> bool:

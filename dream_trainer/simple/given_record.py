@@ -47,6 +47,8 @@ class GivenObjects:
     """Class of the model, its number of parameters, and a digest of the layers that it prints."""
     loss: str | None = None
     """The loss, or the function that has it; None where the model has its own."""
+    loss_options: str = ""
+    """What the loss was built with, as far as it tells."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Classes of the optimizer, as "name", and the numbers of its first group; once the trainer is set up."""
     lr: float | None = None
@@ -60,6 +62,10 @@ class GivenObjects:
     train: str = ""
     """Kind and size of the training data."""
     val: str | None = None
+    """The same of the validation's."""
+    train_values: str | None = None
+    """Digest of a sample of the training data's values; None of a dataset with code of its own."""
+    val_values: str | None = None
     """The same of the validation's."""
 
 
@@ -130,14 +136,18 @@ def batch_size_of(loader: Any, otherwise: int) -> int:
 
 def in_arguments(changed: Iterable[str]) -> list[str]:
     """Lines `field: old -> new` in words of the arguments, without what was not recorded by an older version."""
-    lines = []
+    lines: list[str] = []
     for line in changed:
         name, _, values = line.partition(": ")
         if line.startswith(_FREE):
             continue
         if name.startswith(_OF_OBJECTS):
-            if not values.startswith("(absent)"):
-                lines.append(f"{name.removeprefix(_OF_OBJECTS)}= {values}")
+            argument = name.removeprefix(_OF_OBJECTS)
+            data = argument.removesuffix("_values")
+            if values.startswith("(absent)") or any(line.startswith(f"{data}= ") for line in lines):
+                continue
+            is_digest = data != argument
+            lines.append(f"{argument}= {values}" if not is_digest else f"{data}= has other values, of the same shapes")
         else:
             lines.append(f"{_ARGUMENTS[name]}= {values}" if name in _ARGUMENTS else line)
     return lines

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils.data import DataLoader
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dream_trainer.cli.main import main
 from dream_trainer.config.config_files import load_config
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.errors import CheckpointError
+from dream_trainer.simple.given_values import options_of, values_digest
 from tests.simple.loops import classifier, make, samples
 
 
@@ -89,3 +93,80 @@ def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys:
     )
     loaded = load_config(DreamTrainerConfig, "runs/simple/simple/c", project="p", group="g", experiment="e")
     assert loaded.training_parameters.train_batch_size == 6
+
+
+def cross(**options: Any) -> nn.Module:
+    return nn.CrossEntropyLoss(**options)
+
+
+def flipped(data: Any) -> Any:
+    return data[0], 2 - data[1]
+
+
+def other_row(data: Any) -> Any:
+    inputs = data[0].clone()
+    inputs[-1] += 1
+    return inputs, data[1]
+
+
+def test_how_long_runs_trained_is_told_before_what_their_data_are(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = samples().tensors
+    for name, count, loss in (("a", 12, cross()), ("b", 24, cross(label_smoothing=0.1))):
+        options: dict[str, Any] = {"train": (x[:count], y[:count]), "val": (x[:count], y[:count]), "lr": 0.1 / count}
+        with make(loss=loss, epochs=count // 12, metrics=["accuracy"][count // 24 :], name=name, **options) as trainer:
+            trainer.fit()
+    assert main(["runs", "runs"]) == 0
+    assert re.search(r"  n_epochs 1, lr \S+, ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": flipped}, "train= has other values, of the same shapes"),
+        ({"train": other_row}, "train= has other values, of the same shapes"),
+        ({"val": flipped}, "val= has other values, of the same shapes"),
+        ({"train": lambda data: dict(zip("xy", flipped(data), strict=True))}, "train= "),
+        ({"train": lambda data: DataLoader(TensorDataset(*flipped(data)), 4)}, "train= has other values"),
+        ({"train": lambda data: [(x, int(y)) for x, y in zip(*flipped(data), strict=True)]}, "train= "),
+        ({"loss": cross(label_smoothing=0.1)}, "label_smoothing=0.1"),
+        ({"loss": cross(weight=torch.tensor([1.0, 2.0, 3.0]))}, "weight='"),
+        ({}, None),
+    ],
+)
+def test_values_and_options_that_are_given_otherwise_are_seen(
+    changes: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = samples().tensors
+    options: dict[str, Any] = {"train": data, "val": data, "loss": cross(), "batch_size": 4, "name": "run"}
+    with make(**options) as first:
+        first.fit()
+    for name, change in changes.items():
+        options[name] = change(data) if name != "loss" else change
+    if isinstance(options["train"], dict):
+        options |= {"target": "y"}
+    caplog.clear()
+    with make(epochs=1, **options) as again:
+        again.fit()
+    assert (said is None and "otherwise" not in caplog.text) or (said is not None and said in caplog.text)
+
+
+def test_a_digest_of_values_reads_a_bounded_sample_and_sees_what_is_flipped() -> None:
+    large = torch.zeros(4_000_000)
+    before, after = (values_digest(TensorDataset(values)) for values in (large, large + 1))
+    assert before != after
+    assert before == values_digest(TensorDataset(large.clone()))
+    items = [(row, 1) for row in torch.zeros(1000, 2)]
+    assert values_digest(items) != values_digest([(row, 0) for row, _ in items])
+    assert options_of(partial(cross_entropy, label_smoothing=0.1)) == "label_smoothing=0.1"
+
+
+class Unread(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("nobody asked for a sample")
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_dataset_with_code_of_its_own_is_not_read_for_a_digest() -> None:
+    assert values_digest(DataLoader(Unread(), 4)) is None
