@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,14 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
-from dream_trainer.simple.given_data import LoaderOptions, as_loader
+from dream_trainer.simple.given_data import (
+    LoaderOptions,
+    as_loader,
+    as_rows,
+    can_begin_again,
+    float_type,
+    refuse_one_row,
+)
 from dream_trainer.simple.given_loss import GivenLoss, LossFunction, LossName
 from dream_trainer.simple.given_metrics import GivenMetrics
 from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan, check_schedule
@@ -49,7 +55,7 @@ from dream_trainer.simple.given_together import (
 from dream_trainer.simple.given_values import options_of, values_digest
 from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
-from dream_trainer.simple.scratch import scratch_directory
+from dream_trainer.simple.scratch import close_and_remove, scratch_directory
 from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
 from dream_trainer.trainer.validation import validation_mode
@@ -182,7 +188,8 @@ class Trainer:
         refuse_wrong_function("step", step, "model", "batch")
         refuse_wrong_function("val_step", val_step, "model", "batch")
         check_schedule(schedule)
-        options = LoaderOptions(batch_size, shuffle, workers, collate)
+        floats = float_type(model) if step is None else None  # a step of the user's own sees what was given
+        options = LoaderOptions(batch_size, shuffle, workers, collate, floats)
         options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
         measured = GivenMetrics(metrics)
         loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
@@ -212,6 +219,7 @@ class Trainer:
             metrics=measured,
             monitor=watched,
             better=better,
+            has_name=name is not None,
         )
         me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
         functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]
@@ -247,6 +255,7 @@ class Trainer:
                 gradient_clip_val=clip,
                 val_every_n_steps=val_every,
                 val_every_n_epochs=1 if val_every is None else None,
+                num_sanity_val_steps=1 if (measured or val_step) and can_begin_again(loaders_of_val) else 0,
             ),
             device_parameters=DeviceParameters(
                 device=device,
@@ -263,7 +272,7 @@ class Trainer:
             callbacks=CallbackCollection(watchers),
         )
         self.dream = ObjectsTrainer(config, given)
-        self._closing = weakref.finalize(self, _close, self.dream, scratch)
+        self._closing = weakref.finalize(self, close_and_remove, self.dream, scratch)
 
     # -- training
 
@@ -317,14 +326,16 @@ class Trainer:
         """What the model says of `data`, on the CPU, in the data's order, on every rank.
 
         Args:
-            data: As `val`, or the inputs alone: an array, or a dataset of them. Of several parts in a tuple the last
-                one is the target, which is not looked at.
+            data: As `val`, or the inputs alone: an array, a list of rows of numbers, or a dataset. Of several parts in
+                a tuple the last one is the target, which is not looked at.
             batch_size: For samples; None is that of `val`.
 
         Returns:
             Tensors of all batches joined along the first dimension, in the structure that the model returns; of models
             that return "logits" these.
         """
+        data = as_rows(data)
+        refuse_one_row(data, self.dream._given.train)
         return concatenated(self.dream.predict(_loader(data, batch_size, self.dream._given)))
 
     def stop(self, reason: str = "requested") -> None:
@@ -420,14 +431,6 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.dream.__exit__(kind, error, trace)
         self._closing()
-
-
-def _close(dream: ObjectsTrainer, scratch: Path | None) -> None:
-    """What happens when nobody has the trainer any more. Several ranks do not get here together: they end by exit."""
-    if not (dream._world is not None and dream.world.world_size > 1):
-        dream.close()
-    if scratch is not None and (dream._world is None or dream.world.is_main):
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int, Row], None]:

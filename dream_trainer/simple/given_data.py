@@ -44,12 +44,14 @@ class LoaderOptions(NamedTuple):
         shuffle: Whether each epoch has a random order of its own; an OrderedDataset, as a Mixture, has its order.
         workers: Processes that load.
         collate: Makes a batch of a list of samples; None is torch's.
+        floats: What float64 arrays of numpy and pandas become, whose own type that is; None leaves them.
     """
 
     batch_size: int
     shuffle: bool
     workers: int
     collate: Callable[[list[Any]], Any] | None
+    floats: torch.dtype | None = None
 
 
 def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
@@ -96,16 +98,16 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
 def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
     """`data` as a dataset by number; None if it is not made of samples."""
     if isinstance(data, Mapping):
-        return NamedArrays({key: _tensor(array, f"{name}[{key!r}]") for key, array in data.items()}, name)
+        return NamedArrays({k: _tensor(array, f"{name}[{k!r}]", options) for k, array in data.items()}, name)
     if isinstance(data, Array):
-        return _tensor(data, name)
+        return _tensor(data, name, options)
     if isinstance(data, tuple) and data and isinstance(data[0], Array):
         if not _are_arrays(data):
             raise DataError(
                 f"{name}= is a tuple of {', '.join(type(part).__name__ for part in data)}. Make each of them an array "
                 "of all samples, by numpy.asarray, or give a list of samples."
             )
-        tensors = [_tensor(array, name) for array in data]
+        tensors = [_tensor(array, name, options) for array in data]
         _check_lengths([len(tensor) for tensor in tensors], name)
         return TensorDataset(*tensors)
     if isinstance(data, list | tuple):
@@ -135,7 +137,7 @@ def _are_arrays(parts: Iterable[Any]) -> bool:
     return bool(kinds) and all(kinds)
 
 
-def _tensor(array: Any, name: str) -> Tensor:
+def _tensor(array: Any, name: str, options: LoaderOptions) -> Tensor:
     try:
         # A copy where torch could not take the memory as it is: read-only, or read backwards.
         found = array if isinstance(array, Tensor) else torch.as_tensor(np.require(array, requirements=["C", "W"]))
@@ -145,7 +147,13 @@ def _tensor(array: Any, name: str) -> Tensor:
         ) from error
     if found.dim() == 0:
         raise DataError(f"{name}= has an array of a single number. Give arrays of all samples: (inputs, targets).")
-    return found
+    is_numpys_own = not isinstance(array, Tensor) and found.dtype is torch.float64
+    return found.to(options.floats) if is_numpys_own and options.floats is not None else found
+
+
+def float_type(model: torch.nn.Module) -> torch.dtype | None:
+    """Of the model's first floating-point parameter; None if it has none."""
+    return next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
 
 
 def _check_lengths(lengths: Sequence[int], name: str) -> None:
@@ -197,3 +205,36 @@ class _Once:
             )
         self._was_begun = True
         return self._batches
+
+
+def can_begin_again(loaders: Any) -> bool:
+    """Whether a loader, or each of several by name, can be read more than once; None cannot."""
+    parts = [*loaders.values()] if isinstance(loaders, Mapping) else [loaders]
+    return not any(part is None or isinstance(part, _Once) for part in parts)
+
+
+# -- what is predicted
+
+
+def as_rows(data: Any) -> Any:
+    """An array of a list of rows, which are lists of numbers or arrays of one shape; anything else as it is."""
+    if not isinstance(data, list) or not data:
+        return data
+    if all(isinstance(row, list) and row and all(isinstance(n, int | float) for n in row) for row in data):
+        return np.asarray(data)
+    if all(isinstance(row, Tensor | np.ndarray) and row.ndim == 1 for row in data) and len({len(r) for r in data}) == 1:
+        return torch.stack(data) if isinstance(data[0], Tensor) else np.stack(data)
+    return data
+
+
+def refuse_one_row(data: Any, train: Any) -> None:
+    """Raises DataError for an array of one dimension less than the inputs that are trained with: one sample."""
+    dataset = train.dataset if isinstance(train, DataLoader | DistributedDataLoader) else None
+    if not isinstance(dataset, TensorDataset) or not isinstance(data, Array):
+        return
+    shape, trained = np.shape(data), dataset.tensors[0].shape
+    if len(shape) == len(trained) - 1 and tuple(shape) == tuple(trained[1:]):
+        raise DataError(
+            f"predict() takes samples along the first dimension, and got {list(shape)}, which is one of those trained "
+            f"with ({list(trained)}). Give x[None] for one sample."
+        )

@@ -36,6 +36,8 @@ _BY_ELEMENT = (
     F.hinge_embedding_loss,
     F.soft_margin_loss,
     F.multilabel_soft_margin_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
 )
 _BY_ELEMENT_MODULES = (
     nn.MSELoss,
@@ -47,7 +49,12 @@ _BY_ELEMENT_MODULES = (
     nn.HingeEmbeddingLoss,
     nn.SoftMarginLoss,
     nn.MultiLabelSoftMarginLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
 )
+# Of scores for each class, and the number of the right one.
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_OF_CLASSES_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class GivenLoss:
@@ -80,6 +87,7 @@ class GivenLoss:
         refuse_wrong_function("loss", given, "outputs", "targets")
         self._function: LossFunction = given
         self._is_by_element = given in _BY_ELEMENT or isinstance(given, _BY_ELEMENT_MODULES)
+        self._is_of_classes = given in _OF_CLASSES or isinstance(given, _OF_CLASSES_MODULES)
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss, a scalar.
@@ -99,7 +107,23 @@ class GivenLoss:
                     f"loss= compares element by element, and the outputs are {described(outputs)}, the targets "
                     f"{described(targets)}. Give them one shape: targets[:, None], or a loss of your own that does so."
                 )
+            if isinstance(outputs, Tensor):
+                targets = self._of_fitting_type(outputs, targets)
         loss = self._function(outputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise HookError(f'loss= returned {described(loss)}, not a scalar. Use reduction="mean", or its mean().')
         return loss
+
+    def _of_fitting_type(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Integers of any width as class numbers, and as numbers to compare with; what else is meant nobody knows."""
+        is_whole = not targets.is_floating_point() and not targets.is_complex()
+        if self._is_by_element and is_whole and outputs.is_floating_point():
+            return targets.to(outputs.dtype)
+        if not self._is_of_classes or targets.shape == outputs.shape:  # which are shares of each class
+            return targets
+        if is_whole:
+            return targets.long()
+        raise DataError(
+            f"loss= takes the numbers of classes as integers, and the targets are {described(targets)}, the outputs "
+            f"{described(outputs)}. Give targets.long(), or y.astype('int64') of numpy's arrays."
+        )

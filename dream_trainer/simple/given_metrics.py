@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from dream_trainer.best_value import mode_of
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.metrics import higher_is_better
+from dream_trainer.simple.described import described
 from dream_trainer.simple.given_together import refuse_wrong_function
 from dream_trainer.simple.model_calls import Metric
 from dream_trainer.trainer.registry import is_metric
@@ -106,8 +108,23 @@ class GivenMetrics:
         objects = [] if self.objects is None else [str(name) for name in self.objects]
         return sorted([*self.functions, *objects])
 
+    def value(self, name: str, outputs: Any, targets: Any) -> Any:
+        """What one of the functions says. What is raised in it tells of its arguments."""
+        with telling_of(f"metrics[{name!r}]", outputs, targets):
+            return self.functions[name](outputs, targets)
+
     def __bool__(self) -> bool:
         return bool(self.functions) or self.objects is not None
+
+
+@contextmanager
+def telling_of(what: str, outputs: Any, targets: Any) -> Iterator[None]:
+    """Adds to an error inside what was called with which outputs and targets."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{what} was called with outputs {described(outputs)} and targets {described(targets)}.")
+        raise
 
 
 def _named(name: Any) -> Metric:

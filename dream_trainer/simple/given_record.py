@@ -36,7 +36,12 @@ _ARGUMENTS = {
 }
 _OF_OBJECTS = "given_objects."
 # A run is trained further and printed otherwise without being another one.
-_FREE = ("training_parameters.n_epochs: ", "training_parameters.max_steps: ", "callbacks.EpochRows.")
+_FREE = (
+    "training_parameters.n_epochs: ",
+    "training_parameters.max_steps: ",
+    "training_parameters.num_sanity_val_steps: ",
+    "callbacks.EpochRows.",
+)
 
 
 @dataclass(kw_only=True)

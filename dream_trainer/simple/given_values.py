@@ -1,7 +1,7 @@
 """A digest of the values that data and losses have: two runs that look alike in words are told apart by it.
 
-A bounded sample is read, so that big data costs no pass: arrays of up to 4 MiB whole, of others 64 blocks evenly spaced;
-of a list some 256 items. A dataset with code of its own is not asked for a sample: it may be slow, or random.
+A bounded sample is read, so that big data costs no pass: arrays of up to 4 MiB whole, 64 blocks of larger ones, and of
+a list 256 items. A dataset with code of its own is not asked for a sample: it may be slow, or random.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.data.nested import leaves
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.simple.described import described
 from dream_trainer.simple.given_loss import GivenLoss
@@ -108,6 +109,13 @@ class ModelCalls:
             ) from error
         shown = "" if outputs is None else f", the model's outputs {described(outputs)}"
         first = next((parameter for parameter in model.parameters()), None)
+        given = next((leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+        is_of_dtype = outputs is None and isinstance(error, RuntimeError) and "dtype" in str(error)
+        if is_of_dtype and given is not None and first is not None and given.dtype != first.dtype:
+            raise DataError(
+                f"the inputs are {described(given)}, and the model's first parameter is {described(first.detach())}: "
+                f"{error}. Give the inputs its type, such as x.to({first.dtype})."
+            ) from error
         weights = "" if first is None else f"; its first parameter is {described(first.detach())}"
         error.add_note(f"The batch was {described(batch)}{shown}{weights}.")
 

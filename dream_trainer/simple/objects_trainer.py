@@ -17,7 +17,7 @@ from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
 from dream_trainer.simple.described import described
 from dream_trainer.simple.given_data import LoaderOptions
-from dream_trainer.simple.given_metrics import GivenMetrics
+from dream_trainer.simple.given_metrics import GivenMetrics, telling_of
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
@@ -55,6 +55,7 @@ class Given(NamedTuple):
         metrics: What is measured in validations.
         monitor: Metric of validations that the run goes by; None for none.
         better: Whether lower or higher values of it are better.
+        has_name: Whether the run is kept, to be found again.
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class Given(NamedTuple):
     metrics: GivenMetrics
     monitor: str | None
     better: Literal["min", "max"]
+    has_name: bool
 
 
 class ObjectsTrainer(DreamTrainer):
@@ -179,6 +181,9 @@ class ObjectsTrainer(DreamTrainer):
                 "tensors (torch.from_numpy makes one of an array), or give arrays, a dataset or a list of samples."
             ) from None
 
+    def _leaves_nothing(self) -> bool:
+        return super()._leaves_nothing() or not self._given.has_name
+
     # -- steps
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -208,8 +213,9 @@ class ObjectsTrainer(DreamTrainer):
         if given.metrics:
             found = self._measured(outputs, targets, batch)
             if given.metrics.objects is not None:
-                self.metrics.update(found, targets)
-            result |= {name: metric(found, targets) for name, metric in given.metrics.functions.items()}
+                with telling_of("metrics=", found, targets):
+                    self.metrics.update(found, targets)
+            result |= {name: given.metrics.value(name, found, targets) for name in given.metrics.functions}
         return result
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -275,6 +281,12 @@ class StepsSchedules(Callback):
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
         trainer.say_whose_weights()
+        if trainer._given.metrics and trainer._given.val is None:
+            trainer.warn_once(
+                "metrics without val",
+                "metrics= are of validations, and there are none: fit() measures the loss alone. Give val=; "
+                "evaluate(data) has the metrics, too.",
+            )
         if trainer._given.val is not None and _ends_in_its_first_epoch(trainer):
             trainer.warn_once(
                 "no validation",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import torchmetrics
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -166,6 +167,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         DataError,
         r"a batch is \(float32 \[4, 5\], int64 \[4\]\), without a tensor.*torch.from_numpy",
     ),
+    "targets that are no classes": (
+        {"train": (X, Y.float())},
+        DataError,
+        r"numbers of classes as integers, and the targets are float32 \[24\], .*Give targets.long\(\)",
+    ),
+    "a tensor of another dtype": (
+        {"train": (X.double(), Y)},
+        DataError,
+        r"inputs are float64 \[24, 5\], and .*first parameter is float32 .*Give the inputs its type",
+    ),
     "the class of a model": ({"model": nn.Linear}, ConfigError, r"the model is the class Linear. Give an object"),
     "no epoch function": (
         {"callbacks": [3]},
@@ -200,14 +211,83 @@ def test_there_is_nothing_to_evaluate_without_validation_data() -> None:
         trainer.evaluate()
 
 
-WRONG_NUMBERS: dict[str, tuple[Any, str]] = {
-    "targets that are no classes": (
-        (X, Y.float()),
-        r"batch was \[float32 \[24, 5\], float32 \[24\]\], the model's outputs",
+def missing_method(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.nope()  # type: ignore[operator,no-any-return]
+
+
+WRONG_METRICS: dict[str, tuple[dict[str, Any], str]] = {
+    "a mistake in a function": ({"metrics": {"mine": missing_method}}, r"no attribute 'nope'"),
+    "scores of one column": (
+        {"metrics": ["accuracy"], "model": nn.Linear(WIDTH, 1), "train": (X, Y[:, None].float()), "loss": "mse"},
+        r'metrics=\["accuracy"\] is of scores',
     ),
+    "targets of each class": (
+        {"metrics": ["accuracy"], "train": (X, nn.functional.one_hot(Y, CLASSES).float())},
+        r'metrics=\["accuracy"\] is of scores',
+    ),
+    "torchmetrics over other classes": (
+        {"metrics": {"right": torchmetrics.Accuracy("multiclass", num_classes=CLASSES + 2)}},
+        r"should be equal to number of classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_METRICS)
+def test_metrics_that_do_not_fit_are_found_before_training(mistake: str, caplog: pytest.LogCaptureFixture) -> None:
+    options, message = WRONG_METRICS[mistake]
+    options = {"train": (X, Y), **options}
+    trainer = make(val=options["train"], **options)
+    with pytest.raises(Exception, match=message) as raised, trainer:
+        trainer.fit()
+    assert trainer.step == 0
+    notes = " ".join(getattr(raised.value, "__notes__", []))
+    assert "was called with outputs float32 [24, " in notes
+    assert "to be written when the run is resumed" not in caplog.text
+
+
+def test_an_error_after_training_has_begun_says_nothing_of_a_resume_of_what_is_not_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), make(callbacks=[fail]) as trainer:
+        trainer.fit()
+    assert "to be written when the run is resumed" not in caplog.text
+
+
+def test_looking_at_metrics_before_training_changes_no_bit() -> None:
+    found, expected = (
+        nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)) for _ in range(2)
+    )
+    expected.load_state_dict(found.state_dict())
+
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.rand(()) + outputs.mean()
+
+    for model, options in ((found, {"metrics": {"noisy": noisy}}), (expected, {})):
+        torch.manual_seed(3)
+        with make(model, train=(X, Y), val=(X, Y), batch_size=4, epochs=2, **options) as trainer:
+            trainer.fit()
+    for one, other in zip(found.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_generator_is_not_used_up_before_training() -> None:
+    with make(val=iter(batches()), metrics=["accuracy"]) as trainer:
+        assert "val/accuracy" in trainer.fit()[-1]
+
+
+def test_metrics_without_validations_are_said_to_be_of_none(caplog: pytest.LogCaptureFixture) -> None:
+    with make(metrics=["accuracy"]) as trainer:
+        trainer.fit()
+        assert "metrics= are of validations, and there are none" in caplog.text
+        assert "val/accuracy" in trainer.evaluate((X, Y))
+
+
+WRONG_NUMBERS: dict[str, tuple[Any, str]] = {
     "classes that there are not": ((X, Y + 5), rf"the model's outputs float32 \[24, {CLASSES}\]"),
     "inputs of another width": ((X[:, 1:], Y), r"float32 \[24, 4\].*first parameter is float32 \[5, 5\]"),
-    "inputs of another dtype": ((X.double(), Y), r"float64 \[24, 5\].*first parameter is float32"),
 }
 
 
@@ -246,3 +326,54 @@ def test_losses_that_would_repeat_targets_are_refused(loss: nn.Module) -> None:
         pytest.raises(DataError, match="element by element"),
     ):
         trainer.fit()
+
+
+def test_numpys_own_type_becomes_the_models_and_a_tensors_stays() -> None:
+    x, y = X.double().numpy(), Y.numpy().astype("int32")
+    found, expected = classifier(), classifier()
+    with make(found, train=(x, y), val=(x, y), metrics=["accuracy"], batch_size=4) as trainer:
+        trainer.fit()
+        assert trainer.predict(x).dtype is torch.float32
+        assert torch.equal(trainer.predict(x.tolist()), trainer.predict(x))
+        assert torch.equal(trainer.predict([*x]), trainer.predict(x))
+        with pytest.raises(DataError, match=r"got \[5\], which is one of those trained with .*Give x\[None\]"):
+            trainer.predict(x[0])
+        assert trainer.predict(x[0][None]).shape == (1, CLASSES)
+    with make(expected, train=(X, Y), batch_size=4) as trainer:
+        trainer.fit()
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+    double = classifier(torch.float64)
+    with make(double, train=(x, y)) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss(), "mse", nn.HuberLoss()])
+def test_whole_targets_are_compared_element_by_element_as_the_outputs_type(loss: Any) -> None:
+    model, expected = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+    expected.load_state_dict(model.state_dict())
+    y = (Y > 0)[:, None]
+    for one, targets in ((model, y), (expected, y.float())):
+        with make(one, loss=loss, train=(X, targets), batch_size=4) as trainer:
+            trainer.fit()
+    assert torch.equal(model.weight, expected.weight)
+    with pytest.raises(
+        DataError, match=r"outputs are float32 \[24, 1\], the targets float32 \[24\]. .*targets\[:, None\]"
+    ):
+        make(model, loss=loss, train=(X, y[:, 0].float())).fit()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss()])
+def test_shares_of_each_class_are_targets_of_a_cross_entropy(loss: Any) -> None:
+    make(loss=loss, train=(X, nn.functional.one_hot(Y, CLASSES).float())).fit()
+
+
+def test_a_step_of_ones_own_sees_the_arrays_as_they_are() -> None:
+    seen: list[torch.dtype] = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch[0].dtype)
+        return cross_entropy(model(batch[0].float()), batch[1])
+
+    make(step=step, train=(X.double().numpy(), Y.numpy())).fit()
+    assert set(seen) == {torch.float64}

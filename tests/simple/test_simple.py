@@ -411,7 +411,7 @@ def test_a_rate_that_follows_an_accuracy_falls_where_it_stops_rising(schedule: s
         "object": ReduceLROnPlateau(optimizer, mode="max"),
     }[schedule]
     accuracies = [min(epoch, 13) / 20 for epoch in range(26)]  # longer on the rise, and then flat, than it is patient
-    values = iter(accuracies)
+    values = iter([0.0, *accuracies])  # one is looked at before training
     metrics = {"accuracy": lambda outputs, targets: next(values)}
     data = TensorDataset(torch.ones(4, 1), torch.zeros(4, dtype=torch.long))
     options: dict[str, Any] = {"train": data, "val": data, "epochs": 26, "monitor": "val/accuracy", "metrics": metrics}
@@ -507,7 +507,7 @@ def test_a_run_with_a_name_goes_on_where_it_was_and_keeps_the_best(caplog: pytes
 
 @pytest.mark.parametrize("by", ["name", "torchmetrics", "mode"])
 def test_the_best_accuracy_is_the_highest(by: str) -> None:
-    values = iter([0.2, 0.9, 0.5])
+    values = iter([0.0, 0.2, 0.9, 0.5])  # the first is looked at before training
     measured: Any = {
         "name": ["accuracy"],
         "torchmetrics": {"right": torchmetrics.Accuracy("multiclass", num_classes=CLASSES)},

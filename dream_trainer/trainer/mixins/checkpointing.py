@@ -171,10 +171,14 @@ class CheckpointMixin(AbstractTrainer):
             patience=self._session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
-            only_when_called=is_dry,
+            only_when_called=self._leaves_nothing(),
         )
         if not is_dry:
             self._claim_directories(saver, parameters.directory)
+
+    def _leaves_nothing(self) -> bool:
+        """Whether no checkpoint is saved but where one is called for, also not after an error."""
+        return bool(self.config.training_parameters.fast_dev_run)
 
     def _claim_directories(self, saver: Saver, elsewhere: str | None) -> None:
         """Keeps other jobs out of the run's directory and of that of its checkpoints, which may be `elsewhere`."""
