@@ -192,12 +192,7 @@ class BaseTrainer(AbstractTrainer):
                 self._save_if_due(stepped=False, epoch_ended=False, is_last=True, requested=False)
                 self._notify("on_interrupt")
             elif not agreement.stopped:
-                because = schedule.reached_limits()
-                self.warn_once(
-                    "finished",
-                    f"nothing to train at step {self.global_step}: {because}, or use another experiment name.",
-                )
-                self._recorder.nothing_to_train(because)
+                self._recorder.nothing_to_train(schedule.reached_limits())
             schedule.stop()
             return
         self._saver.begin_training()

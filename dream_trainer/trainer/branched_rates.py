@@ -34,6 +34,7 @@ from dream_trainer.trainer.schedule_arguments import (
     base_rates_of,
     begin_again,
     forget_cycle,
+    note_built,
     options_of,
     outermost,
     set_rate,
@@ -51,6 +52,12 @@ _kept: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()  # those of a
 
 # What depends on the machine, or is told by "lr".
 _QUIET = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+
+
+def note_rates(optimizers: Mapping[str, Optimizer], schedulers: Mapping[str, Scheduler]) -> None:
+    """Notes how schedulers are built, and of optimizers what `note_options` does where setup did not."""
+    note_built(schedulers)
+    note_options(optimizers)
 
 
 def note_options(optimizers: Mapping[str, Optimizer]) -> None:

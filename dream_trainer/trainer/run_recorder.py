@@ -132,7 +132,10 @@ class RunRecorder:
 
     def nothing_to_train(self, because: str) -> None:
         """Called on every rank of a run that had reached its limits before its first step."""
-        is_written = self._trainer.world.is_main and not self._trainer.config.training_parameters.fast_dev_run
+        trainer = self._trainer
+        said = f"nothing to train at step {trainer.global_step}: {because}, or use another experiment name."
+        trainer.warn_once("finished", said)
+        is_written = trainer.world.is_main and not trainer.config.training_parameters.fast_dev_run
         if is_written and self._is_the_first_to_tell():
             self._write("finished", f"nothing to train: {because}")
 
