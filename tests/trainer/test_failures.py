@@ -105,11 +105,11 @@ def fail(case: str, directory: Path) -> list[tuple[int, str]]:
 MISTAKES = {
     "mesh": ["dp_shard=3", "world_size=2", "1 or 2"],
     "alone": ["Add SetupMixin", "2 ranks"],
-    "iterable dataset": ["PerRankLoader", "Endless"],
-    "global batch": ["global_batch_size=6", "4", "8"],
     "early step": ["is_accumulating_gradients"],
 }
 MORE_MISTAKES = {
+    "iterable dataset": ["PerRankLoader", "Endless"],
+    "global batch": ["global_batch_size=6", "4", "8"],
     "no dict": ["training_step returned NoneType", "Return a dict"],
     "shards without FSDPMixin": ["FSDPMixin"],
     "list": ["PerRankLoader"],
@@ -209,7 +209,7 @@ def dies(victim: int) -> None:
 
 
 @pytest.mark.pitfall(86)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_of_a_rank_that_was_killed_the_others_say_that_it_died(victim: int, tmp_path: Path) -> None:
     ranks = run_ranks(f"from tests.trainer.test_failures import dies; dies({victim})", 2, tmp_path)
     assert outlived(tmp_path) < 15
@@ -268,7 +268,9 @@ def outlived(directory: Path) -> float:
 
 
 @pytest.mark.pitfall(13)
-@pytest.mark.parametrize("case", ["leaves_in_step", "leaves_after_fit", "raises_while_raising"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("leaves_in_step", marks=pytest.mark.slow), "leaves_after_fit", "raises_while_raising"]
+)
 def test_however_one_rank_leaves_the_other_ends_within_15_seconds_and_both_say_so_by_their_status(
     case: str, tmp_path: Path
 ) -> None:
