@@ -58,7 +58,17 @@ class SharedGroup(DifferentiableGroup):
         """As in PyTorch; also notes the all-gather, if there is one."""
         if self._all_gather_result is None and not self.is_unsharded:
             self._local_gradients.note_collective(2 * self._number)
+        own_time = self._local_gradients.own_time
+        own_time.enter_collective()
         super().unshard(async_op)
+        own_time.leave_collective()
+
+    def wait_for_unshard(self) -> None:
+        """As in PyTorch; what it waits is no work of this rank's."""
+        own_time = self._local_gradients.own_time
+        own_time.enter_collective()
+        super().wait_for_unshard()
+        own_time.leave_collective()
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch; also notes that the group ran."""
@@ -81,7 +91,9 @@ class SharedGroup(DifferentiableGroup):
             self._local_gradients.waiting.discard(self)
         else:
             self._local_gradients.waiting.add(self)
+        self._local_gradients.own_time.enter_collective()
         super().post_backward()
+        self._local_gradients.own_time.leave_collective()
 
     def _gathered(self) -> list[torch.nn.Parameter]:
         """The gathered parameters that a forward used; a group that never ran has none."""

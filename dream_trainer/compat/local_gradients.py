@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.nn as nn
 
+from dream_trainer.own_time import OwnTime
+
 
 @dataclass
 class LocalGradients:
@@ -19,6 +21,7 @@ class LocalGradients:
         ran: Ids of the groups that ran a forward in the window.
         waiting: Groups that ended a backward whose gradients are not reduced over ranks yet.
         graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
+        own_time: How long this rank is busy with its windows, without collectives.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
     """
 
@@ -27,6 +30,7 @@ class LocalGradients:
     ran: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)
     graphs: dict[Any, None] = field(default_factory=dict)
+    own_time: OwnTime = field(default_factory=OwnTime)
     order: int = 0
 
     def note_collective(self, number: int) -> None:

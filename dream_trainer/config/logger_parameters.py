@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-from dream_trainer.checks import check_boolean, check_choice, check_integer, check_name, check_names
+from dream_trainer.checks import check_between, check_boolean, check_choice, check_integer, check_name, check_names
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 
@@ -125,6 +126,11 @@ class LoggerParameters:
     """Optimizer steps between flushes; a flush waits for the device once, so 10 hides it."""
     history_lines: int | None = 10_000
     """Lines that `trainer.history` keeps in memory, the newest; None keeps all. metrics.jsonl has every line."""
+    straggler_factor: float | None = 1.3
+    """A rank that is busy so many times as long as the median one in a step, and at least 20 ms longer, is slow: rank 0
+    warns of it once, by its host and by what it is slow in (data or work). None: nobody looks."""
+    straggler_lines: int = 5
+    """For how many lines of the log in a row it has to be slow."""
     strict: bool = False
     """Whether a logger that fails ends the run. False: it is reported once, and training goes on."""
     wandb: WandbParameters = field(default_factory=WandbParameters)
@@ -143,6 +149,9 @@ class LoggerParameters:
         check_integer("log_every_n_steps", self.log_every_n_steps, minimum=1)
         if self.history_lines is not None:
             check_integer("history_lines", self.history_lines, minimum=1, hint=" None keeps all.")
+        if self.straggler_factor is not None:
+            check_between("straggler_factor", self.straggler_factor, 1.0, math.inf, below=True)
+        check_integer("straggler_lines", self.straggler_lines, minimum=1)
         check_boolean("strict", self.strict)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.distributed.failure import end_job
 from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_all
 from dream_trainer.distributed.heartbeat import Heartbeat
-from dream_trainer.distributed.hosts import meet_hosts, place_among_hosts
+from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.lost_ranks import announce
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
@@ -288,6 +289,12 @@ class World(Ranks):
     def connect_to_store(self) -> Store | None:
         """A connection of its own to the job's store, for a thread; None at world size 1."""
         return None if self.world_size == 1 else job_store.job_store_for_thread()
+
+    @property
+    def host(self) -> str:
+        """What messages call this rank's host."""
+        name = socket.gethostname()
+        return host_name(self.rank // self._ranks_per_host, name) if self._ranks_per_host < self.world_size else name
 
     def links(self, ranks: Sequence[int]) -> str:
         """Over which links `ranks` speak to one another, in words."""

@@ -36,6 +36,7 @@ class Total(NamedTuple):
 
 
 _NOTHING = Total(0.0, 0.0)
+_OF_RANK = "of each rank"
 # Bytes of the widest scalar. What lies in a larger storage is part of a larger tensor.
 _WIDEST = 8
 
@@ -98,6 +99,9 @@ class MetricBuffer:
 
     A value of weight zero counts for nothing, whatever it is; a key without any weight is left out. NaN stays NaN.
     A key keeps its reduction for the buffer's life.
+
+    Attributes:
+        of_ranks: What the last `finish` brought of `add_of_rank`: the value of every rank, in their order, by key.
     """
 
     def __init__(self) -> None:
@@ -106,6 +110,12 @@ class MetricBuffer:
         self._agreed: dict[str, str] = {}
         # The columns that values went to since the last `mark` or `begin`, in order.
         self._since_mark: list[_Column] = []
+        self.of_ranks: dict[str, list[float]] = {}
+
+    def add_of_rank(self, name: str, value: float) -> None:
+        """Adds what every rank is to know of this one, and nobody logs; just before `begin`, on all ranks."""
+        column = self._columns.setdefault(name, _Column(_OF_RANK))
+        column.values.append((value, 1.0))
 
     def add(self, name: str, value: Scalar, weight: Scalar = 1.0, reduce: str = "mean") -> None:
         """Adds one value. Nothing is computed or waited for.
@@ -203,9 +213,12 @@ class MetricBuffer:
         totals_by_name = flight.land()
         if world.world_size > 1:
             ranks = _gather(_counted(totals_by_name, world), self._agreed, world)
+            of_ranks = {name: totals for name, totals in ranks.items() if self._agreed[name] == _OF_RANK}
+            self.of_ranks = {name: [total.value for total in totals] for name, totals in of_ranks.items()}
             totals_by_name = {
                 name: (self._agreed[name], _combined(self._agreed[name], _NOTHING, totals))
                 for name, totals in ranks.items()
+                if name not in of_ranks
             }
         return {
             name: value / weight if reduce == "mean" else value
@@ -311,10 +324,11 @@ def whole(value: Tensor) -> Tensor:
 
 
 def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tuple[str, Total]]:
-    """What this rank adds to the totals over all ranks: where another one counts the same data, extremes alone."""
+    """What this rank adds to the totals over all ranks: where another counts the same data, extremes and its own."""
     if world.counts_data:
         return mine
-    return {name: (reduce, total if reduce in ("min", "max") else _NOTHING) for name, (reduce, total) in mine.items()}
+    everybodys = ("min", "max", _OF_RANK)
+    return {name: (reduce, total if reduce in everybodys else _NOTHING) for name, (reduce, total) in mine.items()}
 
 
 def _mean(total: Total, values: Iterable[tuple[float, float]]) -> Total:

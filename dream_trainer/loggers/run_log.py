@@ -45,6 +45,8 @@ class RunLog:
         stamp: Where the run stands now.
         notify: Called with each line and its step, on every rank.
         of_data: What each line says of the training data; called when it is due.
+        of_rank: What all ranks are to know of this one, beside the line; the same names on all.
+        hear: Called on every rank, in its place, with what `of_rank` gave on each of them, if it gave anything.
 
     Attributes:
         metrics: Where training's values go.
@@ -61,9 +63,11 @@ class RunLog:
         "_flight",
         "_flushed_step",
         "_has_ended",
+        "_hear",
         "_loggers",
         "_notify",
         "_of_data",
+        "_of_rank",
         "_resumed_step",
         "_run",
         "_run_dir",
@@ -87,6 +91,8 @@ class RunLog:
         stamp: Callable[[], Stamp],
         notify: Callable[[dict[str, float], int], None],
         of_data: Callable[[], Mapping[str, float]],
+        of_rank: Callable[[], Mapping[str, float]],
+        hear: Callable[[Mapping[str, Sequence[float]]], None],
     ) -> None:
         self._run_dir = run_dir
         self._run = list(run)
@@ -94,6 +100,8 @@ class RunLog:
         self._stamp = stamp
         self._notify = notify
         self._of_data = of_data
+        self._of_rank = of_rank
+        self._hear = hear
         self._cadence = Cadence(steps=parameters.log_every_n_steps)
         self._world = Ranks.alone()
         self._loggers: LoggerGroup | None = None  # on rank 0; opened when there is something to write
@@ -204,6 +212,8 @@ class RunLog:
             self._flushed_step = step
             for name, value in self._of_data().items():
                 self.metrics.add(name, value, 1.0, "last")
+            for name, value in self._of_rank().items():
+                self.metrics.add_of_rank(name, value)
             self._flight = self.metrics.begin(), self._stamp()
 
     def _pending_is_saved(self, step: int) -> bool:
@@ -215,6 +225,8 @@ class RunLog:
         if self._flight is not None:
             (flight, stamp), self._flight = self._flight, None
             self._write(self.metrics.finish(flight, self._world), stamp)
+            if self.metrics.of_ranks:
+                self._hear(self.metrics.of_ranks)
         for name, item, known in self.media:
             self._opened_loggers().log_media(name, item, known or self._stamp())
         self.media.clear()

@@ -217,6 +217,7 @@ class BaseTrainer(AbstractTrainer):
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
         follow_train_dataloader(self)
+        own_time = self._parallel.gradients.own_time
         is_over = self._schedule.epoch_steps == 0
         if is_over:
             self._end_epoch()
@@ -228,7 +229,9 @@ class BaseTrainer(AbstractTrainer):
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
+            own_time.begin_window()
             self._run_window(window)
+            own_time.end_window()
             is_over = self._window.epoch_ends
             if self._between_windows():
                 return

@@ -52,6 +52,8 @@ class Counter:
             stamp=lambda: Stamp(self.step, 0, BATCH * self.step, 0.0),
             notify=lambda metrics, step: self.told.append((step, metrics)),
             of_data=dict,
+            of_rank=dict,
+            hear=lambda ranks: None,
         )
         group = LoggerGroup([self.notes, *loggers], lambda key, message: None, strict=True)
         self.log.connect(Ranks.alone(), group)

@@ -30,6 +30,7 @@ from dream_trainer.loggers.run_log import RunLog
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.log_options import refuse_unknown, unlogged
+from dream_trainer.trainer.stragglers import Stragglers
 
 
 class LoggerMixin(AbstractTrainer):
@@ -48,6 +49,9 @@ class LoggerMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         check_loggers(self.config.logger_parameters)
+        stragglers = Stragglers(
+            self, self.config.logger_parameters.straggler_factor, self.config.logger_parameters.straggler_lines
+        )
         self._run_log = RunLog(
             self.config.logger_parameters,
             self.run_dir,
@@ -56,6 +60,8 @@ class LoggerMixin(AbstractTrainer):
             stamp=self._stamp,
             notify=partial(self._notify, "on_log"),
             of_data=self._numbers_of_data,
+            of_rank=stragglers.measured,
+            hear=stragglers.hear,
         )
 
     @property

@@ -146,9 +146,11 @@ class OptimizerStep:
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
+        self._local_gradients.own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         grads = gradients_of(plan)
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
+        self._local_gradients.own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.
         n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)

@@ -1,0 +1,42 @@
+"""OwnTime: how long a rank is busy with its own part of a window, without its waits for other ranks.
+
+All ranks take the same time for a step, since they wait for the slowest in every collective. So the clock of a window
+is stopped where this rank enters a collective of the gradients or of sharded weights, and goes on where it leaves it.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+
+class OwnTime:
+    """One rank's clock. The host's: of an accelerator it has what the host waits for, not what the device does.
+
+    Attributes:
+        seconds: Of own work, in all windows.
+        windows: Number of windows.
+    """
+
+    __slots__ = ("_began", "_left", "seconds", "windows")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.windows = 0
+        self._began = self._left = 0.0
+
+    def begin_window(self) -> None:
+        """A window begins: all ranks have just met in the pulse."""
+        self._began = perf_counter()
+
+    def end_window(self) -> None:
+        """It is over, and its listeners have been called."""
+        self.seconds += perf_counter() - self._began
+        self.windows += 1
+
+    def enter_collective(self) -> None:
+        """From here on this rank may wait for others."""
+        self._left = perf_counter()
+
+    def leave_collective(self) -> None:
+        """It has met them."""
+        self._began += perf_counter() - self._left

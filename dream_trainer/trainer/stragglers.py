@@ -1,0 +1,90 @@
+"""Stragglers: which rank holds the others up, and by what, told from numbers that cross with each line of the log.
+
+In synchronous training the step takes as long on every rank, since they wait for one another in collectives. So what is
+compared is each rank's own time: that of its windows, without what it spends in collectives (own_time.py), and what it
+waits for its data, in which there are none. What a collective of the user's own waits counts as own time, on all ranks
+alike: then nobody is named, never a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+_WORK, _DATA = "seconds of work", "seconds of data"
+LEAST_SECONDS = 0.02
+"""How much longer than the median a step of a slow rank takes at least: less is noise, or does no harm."""
+_NAMED = 8
+
+
+class Stragglers:
+    """What one rank measures, and what it hears of all.
+
+    Args:
+        trainer: Whose windows are measured.
+        factor: A rank is slow whose own time is so many times the median's; None: nobody looks.
+        lines: For how many lines of the log in a row, before it is named.
+    """
+
+    def __init__(self, trainer: AbstractTrainer, factor: float | None, lines: int) -> None:
+        self._trainer, self._factor, self._lines = trainer, factor, lines
+        self._before = (0, 0.0, 0.0)
+        self._slow_for: dict[int, int] = {}  # lines in a row, by rank
+        self._named: set[int] = set()
+
+    def measured(self) -> dict[str, float]:
+        """Seconds of a step, on average since the last call: of this rank's own work, and of waiting for its data."""
+        if self._factor is None or self._trainer.world.world_size == 1:
+            return {}
+        own = self._trainer._parallel.gradients.own_time
+        now = own.windows, own.seconds, self._trainer.seconds_waiting_for_data
+        windows, work, data = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return {_WORK: work / windows, _DATA: data / windows} if windows else {_WORK: 0.0, _DATA: 0.0}
+
+    def hear(self, ranks: Mapping[str, Sequence[float]]) -> None:
+        """Takes what all ranks measured, equal on all; a collective where one is to be named.
+
+        Args:
+            ranks: Each value of every rank, in their order.
+        """
+        work, data = ranks[_WORK], ranks[_DATA]
+        own = [sum(parts) for parts in zip(work, data, strict=True)]
+        if not any(own):  # a save has flushed the log, and there was no window since
+            return
+        usual = median_low(own)
+        assert self._factor is not None  # else nothing was measured
+        limit = max(self._factor * usual, usual + LEAST_SECONDS)
+        slow = [rank for rank, seconds in enumerate(own) if seconds > limit]
+        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
+        found = [rank for rank in slow if self._slow_for[rank] >= self._lines and rank not in self._named]
+        if found:
+            self._named.update(found)
+            self._tell(found, work, data)
+
+    def _tell(self, slow: list[int], work: Sequence[float], data: Sequence[float]) -> None:
+        hosts = self._trainer.world.all_gather_object(self._trainer.world.host)
+        worst = max(slow, key=lambda rank: work[rank] + data[rank])
+        waits_for_data = data[worst] - median_low(data) > work[worst] - median_low(work)
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in slow[:_NAMED])
+        more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
+        advice = (
+            "Look at its storage, and at num_workers of its loader."
+            if waits_for_data
+            else "Look at what else runs on that host, at its clocks, and at what this rank alone does in a step."
+        )
+        self._trainer.warn_once(
+            f"slow {slow}",
+            f"{names}{more} has been slower than the others for {self._lines} lines of the log, and all wait for it in "
+            f"each step. Rank {worst} loads data for {_spelled(data[worst])} of a step and works for "
+            f"{_spelled(work[worst])}; usual are {_spelled(median_low(data))} and {_spelled(median_low(work))}: it is "
+            f"slow in its {'data' if waits_for_data else 'work'}. {advice}",
+        )
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -1,0 +1,173 @@
+"""A rank that holds the others up is named with its host and with what it is slow in; equal ranks and single slow steps
+are not. Every rank's step takes as long as the slowest's, so wall times would tell nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.stragglers import Stragglers
+from tests.trainer.small import Batch, batches, network, sgd
+from tests.worlds import run_world
+
+SLOW = 0.06
+LINES, EVERY = 3, 2
+CASES = {
+    "data": {"where": "data"},
+    "work before the forward": {"where": "step"},
+    "work between the blocks": {"where": "block"},
+    "nothing": {"where": None},
+    "one step": {"where": "step", "only_step": 5},
+    "both ranks": {"where": "step", "ranks": (0, 1)},
+    "switched off": {"where": "step", "factor": None},
+}
+
+
+class Slow(dt.DreamTrainer):
+    """Some ranks sleep, in their data, before the forward, or in the model between two blocks that may be sharded."""
+
+    def __init__(self, config: Any, where: str | None, ranks: tuple[int, ...], only_step: int | None) -> None:
+        super().__init__(config)
+        self.where, self.ranks, self.only_step = where, ranks, only_step
+
+    def sleep_if(self, where: str) -> None:
+        if where == self.where and self.world.rank in self.ranks and self.only_step in (None, self.global_step):
+            time.sleep(SLOW)
+
+    def configure_models(self) -> None:
+        self.model = network()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = sgd(self.model)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return PerRankLoader(Sleepy(self)), None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.sleep_if("step")
+        hidden = batch[0]
+        for number, block in enumerate(self.model[0]):
+            if number:
+                self.sleep_if("block")
+            hidden = block(hidden)
+        loss = mse_loss(self.model[1](hidden), batch[1])
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+class Sleepy:
+    """Batches, with a sleep before each on a rank that is slow in its data."""
+
+    def __init__(self, trainer: Slow) -> None:
+        self.trainer = trainer
+
+    def __iter__(self) -> Any:
+        for batch in batches(24):
+            self.trainer.sleep_if("data")
+            yield batch
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_all(directory: str, devices: dict[str, Any]) -> dict[str, list[str]]:
+    os.chdir(directory)
+    found: dict[str, list[str]] = {}
+    for name, options in CASES.items():
+        config = dt.DreamTrainerConfig(
+            project="tests",
+            group="slow",
+            experiment=name.replace(" ", "_"),
+            device_parameters=dt.DeviceParameters(device="cpu", **devices),
+            training_parameters=dt.TrainingParameters(max_steps=20, n_epochs=None),
+            logger_parameters=dt.LoggerParameters(
+                loggers=(),
+                log_every_n_steps=EVERY,
+                straggler_factor=options.get("factor", 2.0),
+                straggler_lines=LINES,
+            ),
+            checkpoint_parameters=dt.CheckpointParameters(save_at_end=False),
+        )
+        said = Said()
+        logging.getLogger("dream_trainer").addHandler(said)
+        with Slow(config, options["where"], options.get("ranks", (1,)), options.get("only_step")) as trainer:
+            trainer.fit()
+            assert all(set(line) <= {"step", "epoch", "samples", "time", "train/loss"} for line in trainer.history)
+        logging.getLogger("dream_trainer").removeHandler(said)
+        found[name] = [line for line in said.lines if "slower than the others" in line]
+    return found
+
+
+@pytest.mark.parametrize("devices", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_shard": 2}], ids=["replicas", "shards"])
+def test_the_slow_rank_is_named_once_by_its_host_and_cause_and_nobody_else_is(
+    tmp_path: Path, devices: dict[str, Any]
+) -> None:
+    of_main, of_other = run_world(train_all, 2, str(tmp_path), devices)
+    for name in ("data", "work before the forward", "work between the blocks"):
+        (line,) = of_main[name]
+        assert line.startswith(f"rank 1 on {socket.gethostname()} has been slower than the others for 3 lines")
+        assert f"it is slow in its {name.split()[0]}." in line
+    for name in ("nothing", "one step", "both ranks", "switched off"):
+        assert of_main[name] == []
+    assert not any(of_other.values())
+
+
+class Heard:
+    """What a straggler's judge needs of a trainer of four ranks."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.world = self
+        self.host = "here"
+
+    def all_gather_object(self, host: str) -> list[str]:
+        return [host] * 4
+
+    def warn_once(self, key: str, message: str) -> None:
+        self.said.append(message)
+
+
+def judge(lines: list[list[float]], factor: float = 1.5, n: int = 3) -> list[str]:
+    trainer: Any = Heard()
+    stragglers = Stragglers(trainer, factor, n)
+    for work in lines:
+        stragglers.hear({"seconds of work": work, "seconds of data": [0.0] * 4})
+    return trainer.said
+
+
+def test_it_takes_lines_in_a_row_and_a_rank_is_named_once() -> None:
+    slow, equal, nothing = [0.1, 0.1, 0.3, 0.1], [0.1] * 4, [0.0] * 4
+    assert judge([slow, slow, equal, slow, slow]) == []
+    (said,) = judge([slow, nothing] * 9)  # a save in between
+    assert said.startswith("rank 2 on here has been slower")
+    assert "works for 300 ms; usual are 0 ms and 100 ms" in said
+    assert judge([[0.001, 0.001, 0.015, 0.001]] * 9) == []  # what nobody feels
+
+
+def test_half_of_the_ranks_may_be_slow_and_one_warning_names_them() -> None:
+    (said,) = judge([[0.3, 0.3, 0.1, 0.1]] * 3)
+    assert said.startswith("rank 0 on here, rank 1 on here has been slower")
+
+
+@pytest.mark.parametrize("wrong", [{"straggler_factor": 0.9}, {"straggler_lines": 0}])
+def test_values_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        dt.LoggerParameters(**wrong)
