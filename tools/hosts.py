@@ -11,12 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.faults.job import Job
 from tests.faults.namespaces import Hosts, can_make_hosts
+from tests.faults.small_disk import SmallDisk
 from tests.trainer.small import ROOT
 from tools import elastic
 
@@ -147,6 +148,8 @@ class Fault:
     """Whether the job ends by it."""
     environment: tuple[dict[str, str], dict[str, str]] = ({}, {})
     own_directories: bool = False
+    fills: bool = False
+    """Whether the disk of the checkpoints is full when the first rank of host 1 writes the third of them."""
 
 
 FAULTS = {
@@ -163,6 +166,9 @@ FAULTS = {
     ),
     "the wrong interface is named": Fault(
         environment=({}, {"GLOO_SOCKET_IFNAME": "lo"}), says="GLOO_SOCKET_IFNAME=lo: only this host is reached by it"
+    ),
+    "the disk is full when host 1 writes": Fault(
+        befalls=lambda start: None, fills=True, says="No space left on device"
     ),
     "the run directory is not shared": Fault(own_directories=True, says="is not the directory that rank 0 sees"),
 }
@@ -187,8 +193,25 @@ def run(hosts: Hosts, fault: Fault, directory: Path, truth: dict[str, Any]) -> O
         directories = [directory / "0", directory / "1"]
         for own in directories:
             own.mkdir()
+    if fault.fills:
+        with SmallDisk(directory) as disk:
+            broken = replace(job, fault=disk.filled_by(rank=RANKS // N_HOSTS))
+            return _run(hosts, fault, job, broken, directories, truth, between=disk.empty)
+    return _run(hosts, fault, job, job, directories, truth)
+
+
+def _run(
+    hosts: Hosts,
+    fault: Fault,
+    job: Job,
+    broken: Job,
+    directories: Sequence[Path],
+    truth: dict[str, Any],
+    between: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Starts the `broken` job, and after what `between` mends, the sound one in the first host's directory."""
     began = time.monotonic()
-    with Start(hosts, job, directories, fault.environment) as start:
+    with Start(hosts, broken, directories, fault.environment) as start:
         if fault.befalls is not None:
             start.wait_for("saved 4")
             began = time.monotonic()
@@ -202,13 +225,14 @@ def run(hosts: Hosts, fault: Fault, directory: Path, truth: dict[str, Any]) -> O
         wanted = 1 if fault.ends else 0
         outcome.problems += [f"exit codes {codes}"] * (set(codes) != {wanted})
         outcome.problems += [f"does not say {fault.says!r}"] * (fault.says not in start.said())
-    if fault.ends and fault.befalls is not None:
-        with Start(hosts, job, directories) as again:
+    between()
+    if fault.ends:
+        with Start(hosts, job, [directories[0]] * N_HOSTS) as again:
             codes = [agent.wait(120) for agent in again.agents]
             outcome.problems += [f"started again: exit codes {codes}"] * (codes != [0, 0])
-    if fault.befalls is not None:
-        ended = json.loads((directory / "outcome.json").read_text()) if (directory / "outcome.json").exists() else None
-        outcome.problems += ["ends otherwise than the undisturbed run"] * (ended != truth)
+    end = directories[0] / "outcome.json"
+    ended = json.loads(end.read_text()) if end.exists() else None
+    outcome.problems += ["ends otherwise than the undisturbed run"] * (ended != truth)
     return outcome
 
 

@@ -5,57 +5,38 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.job import Job, run_dir
+from tests.faults.job import Job
 from tests.faults.kills import SECONDS_OF_A_RUN, listed, outcome, straight
-from tests.faults.phases import Fault, fill
+from tests.faults.phases import Fault
 from tests.faults.ranks import Attempt
+from tests.faults.small_disk import SmallDisk
 
 SECONDS_TO_FAIL = 15.0
 
 
-class SmallDisk:
-    """A tmpfs of 4 MB where the run's checkpoints are, with room for all of them until it is filled."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = run_dir(directory) / "checkpoints"
-        self.filler = self.path / "filler"
-        self.path.mkdir(parents=True)
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "faults", str(self.path)], capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            pytest.skip(f"this process may not mount a tmpfs: {done.stderr.strip()}")
-
-    def fill(self) -> None:
-        fill(self.filler)
-
-    def empty(self) -> None:
-        self.filler.unlink()
-
-    def remount(self, option: str) -> None:
-        """As "ro" or "rw"; the kernel refuses the first while a file is open for writing."""
-        deadline = time.monotonic() + 10
-        while subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], capture_output=True).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self.path)], check=True, capture_output=True)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    found = SmallDisk(tmp_path)
-    try:
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(SmallDisk(tmp_path))
+        except OSError as error:
+            pytest.skip(str(error))
         yield found
-    finally:
-        found.unmount()
+
+
+def remount(disk: SmallDisk, option: str) -> None:
+    """As "ro" or "rw"; the kernel refuses the first while a file is open for writing."""
+    deadline = time.monotonic() + 10
+    while subprocess.run(["mount", "-o", f"remount,{option}", str(disk.path)], capture_output=True).returncode:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +84,7 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(
     is_async: bool, disk: SmallDisk, truth: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
     """Rank 0 has written its part of the third checkpoint by then."""
-    fault = Fault(
-        phase="before its own shard", does="fill", rank=1, calls=(3,), seconds=0.5, path=str(disk.filler.absolute())
-    )
-    job = job_for(is_async=is_async, fault=fault)
+    job = job_for(is_async=is_async, fault=disk.filled_by(rank=1))
     with Attempt(job, tmp_path) as attempt:
         check_all_fail(attempt, "No space left on device")
         assert "rank 1: " in attempt.error(0) + attempt.error(1)
@@ -146,16 +124,16 @@ def test_a_disk_that_turns_read_only(
     job = job_for(is_async=is_async, on_error=on_error)
     with Attempt(job, tmp_path) as attempt:
         assert attempt.wait_for("saved 4"), attempt.report()
-        disk.remount("ro")
+        remount(disk, "ro")
         before = listed(tmp_path)
         if on_error == "raise":
             check_all_fail(attempt, "Read-only file system")
             assert listed(tmp_path) == before
-            disk.remount("rw")
+            remount(disk, "rw")
         else:
             step = attempt.numbers("step")[-1]
             assert attempt.wait_for(f"step {step + 6}"), attempt.report()
-            disk.remount("rw")
+            remount(disk, "rw")
             assert attempt.wait(SECONDS_OF_A_RUN) == [0] * job.ranks, attempt.report()
             assert "Read-only file system" in attempt.error(0), attempt.report()
     if on_error == "raise":
