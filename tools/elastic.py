@@ -21,6 +21,7 @@ from tests.trainer.small import ROOT
 N_HOSTS = 3
 FOREVER = 1_000_000
 SECONDS_OF_A_ROUND = 180.0
+SECONDS_TO_STOP = 60.0
 STEPS_OF_A_ROUND = 6
 
 
@@ -62,6 +63,15 @@ class Fleet:
         variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else PyTorch 2.13 never takes a later host in
         with (self._directory / f"host_{host}.log").open("a") as log:
             self._agents[host] = subprocess.Popen(command, cwd=self._directory, env=variables, stdout=log, stderr=log)
+
+    def stop(self, host: int) -> None:
+        """A host is told to go: its torchrun gets SIGTERM, all ranks save, and the others go on."""
+        self._agents[host].terminate()
+        try:
+            self._agents[host].wait(SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            print(f"      host {host} has not ended within {SECONDS_TO_STOP:.0f} s", flush=True)
+        self.lose(host, cut=False)
 
     def lose(self, host: int, *, cut: bool) -> None:
         """A host goes: its processes are killed, before that its wire is pulled if it loses its power."""
@@ -143,9 +153,12 @@ def main(n_rounds: int, seed: int) -> int:
                 what = f"host {host} comes"
                 fleet.start(host)
             else:
-                host, cut = rng.choice(fleet.up[1:]), rng.random() < 0.5
-                what = f"host {host} {'loses its power' if cut else 'is killed'}"
-                fleet.lose(host, cut=cut)
+                host, way = rng.choice(fleet.up[1:]), rng.choice(["is killed", "loses its power", "is told to stop"])
+                what = f"host {host} {way}"
+                if way == "is told to stop":
+                    fleet.stop(host)
+                else:
+                    fleet.lose(host, cut=way == "loses its power")
             began = time.monotonic()
             is_well = fleet.end_of_a_round(len(fleet.up), STEPS_OF_A_ROUND)
             seconds = time.monotonic() - began

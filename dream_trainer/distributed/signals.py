@@ -50,6 +50,7 @@ class Signals:
     Attributes:
         requests: As given.
         broke_a_wait: A wait for data was ended, and what was being loaded is lost.
+        relayed: Signals that this process sent itself, since another rank had got them (`Relay`).
     """
 
     def __init__(self, requests: Requests, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
@@ -62,6 +63,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._error: Exception | None = None
         self.broke_a_wait = False
+        self.relayed: set[int] = set()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -166,6 +168,13 @@ def is_interactive() -> bool:
     return "ps1" in vars(sys) or bool(sys.flags.interactive) or "__IPYTHON__" in vars(builtins)
 
 
-def exit_code(number: signal.Signals) -> int:
-    """128 + the signal's number, as shells and schedulers expect; 0 under torchrun, which sets its own code."""
-    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number
+def exit_code(number: signal.Signals, *, restart: bool = False) -> int:
+    """128 + the signal's number, as shells and schedulers expect; 0 under torchrun, which sets its own code, unless it
+    is to `restart` its processes."""
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ and not restart else 128 + number
+
+
+def may_be_restarted() -> bool:
+    """Whether a torchrun would start this process again if it failed."""
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(count) < int(most)

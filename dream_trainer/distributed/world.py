@@ -291,14 +291,28 @@ class World(Ranks):
         return None if self.world_size == 1 else job_store.job_store_for_thread()
 
     @property
+    def n_hosts(self) -> int:
+        """Number of hosts, as far as torchrun has said that there are several."""
+        return -(-self.world_size // self._ranks_per_host)
+
+    @property
+    def host_number(self) -> int:
+        """This rank's host, 0-based."""
+        return self.host_of(self.rank)
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank, 0-based."""
+        return rank // self._ranks_per_host
+
+    @property
     def host(self) -> str:
         """What messages call this rank's host."""
         name = socket.gethostname()
-        return host_name(self.rank // self._ranks_per_host, name) if self._ranks_per_host < self.world_size else name
+        return host_name(self.host_number, name) if self.n_hosts > 1 else name
 
     def links(self, ranks: Sequence[int]) -> str:
         """Over which links `ranks` speak to one another, in words."""
-        n_hosts = len({rank // self._ranks_per_host for rank in ranks})
+        n_hosts = len(set(map(self.host_of, ranks)))
         return "inside the host" if n_hosts == 1 else f"between {n_hosts} hosts"
 
     def further_group(self) -> dist.ProcessGroup:

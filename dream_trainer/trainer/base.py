@@ -27,7 +27,7 @@ from dream_trainer.data.copy_ahead import on_device
 from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive
+from dream_trainer.distributed.signals import Interrupted, is_interactive
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
@@ -81,8 +81,9 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code. Not
-                after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code;
+                but not 0 where SIGTERM came to other hosts alone, and torchrun may start this one's processes again.
+                Not after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
         """
         agreement, session = self._agreement, self._session
@@ -95,14 +96,15 @@ class BaseTrainer(AbstractTrainer):
                 self._train()
                 session.is_training = False
             agreement.requests.stop_reason = None
+            code = 0 if agreement.ended_by is None else agreement.exit_code(agreement.ended_by)
             returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
                 print(f"interrupted after step {self.global_step}; fit() goes on from there", file=sys.stderr)
             elif agreement.ended_by is not None:
-                with agreement.signals.ending(exit_code(agreement.ended_by)):
+                with agreement.signals.ending(code):
                     self.close()
         if agreement.ended_by is not None and not returns:
-            raise SystemExit(exit_code(agreement.ended_by))
+            raise SystemExit(code)
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None

@@ -178,6 +178,23 @@ def test_a_shorter_silence_changes_nothing(
     assert outcome(tmp_path) == truth(2)
 
 
+@pytest.mark.parametrize(("restarts", "code"), [(3, 143), pytest.param(0, 0, marks=pytest.mark.slow)])
+def test_where_another_host_was_told_to_stop_torchrun_is_made_to_start_this_ones_ranks_again(
+    restarts: int, code: int, hosts: Hosts, truth: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    of_torchrun = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+    job = job_of(2, step_seconds=0.1)
+    with Attempt(job, tmp_path, hosts=hosts, environment=[of_torchrun] * 2) as attempt:
+        assert attempt.wait_for("step 5")
+        attempt.send(signal.SIGTERM, attempt.ranks_of(1, hosts))
+        assert attempt.wait(NOTICED) == [code, 0], attempt.report()
+        (stopped,) = attempt.numbers("interrupted")
+    with Attempt(job, tmp_path, 1, hosts=hosts) as attempt:
+        assert attempt.wait(60) == [0, 0], attempt.report()
+        assert attempt.numbers("resumed") == [stopped]
+    assert outcome(tmp_path) == truth(2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hosts_come_and_go_and_each_step_has_the_samples_of_the_undisturbed_run() -> None:
