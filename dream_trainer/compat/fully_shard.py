@@ -175,6 +175,18 @@ def is_shared(module: FSDPModule) -> bool:
     return isinstance(module._get_fsdp_state()._fsdp_param_group, SharedGroup)
 
 
+def parameters_of(module: FSDPModule) -> list[torch.nn.Parameter]:
+    """The parameters that `fully_shard(module)` manages, this rank's shares."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def gathers_of(module: FSDPModule) -> int:
+    """How often a micro-batch gathers them: for forward, and for backward where they were given back."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return 2 if group is not None and group._reshard_after_forward else 1
+
+
 def reduce_what_waits(
     modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: LocalGradients
 ) -> None:

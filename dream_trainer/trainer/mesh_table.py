@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.trainer.traffic import step_traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,11 +20,18 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
     world = trainer._world
     if world is None or world.mesh is None:
         return []
-    rows = ["| Dimension | Ranks | With this rank | Links | What crosses them |", "| --- | --- | --- | --- | --- |"]
+    traffic = step_traffic(trainer)
+    rows = ["| Dimension | Ranks | With this rank | Links | What crosses them | A rank sends in a step |"]
+    rows += ["| --- | --- | --- | --- | --- | --- |"]
     for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True):
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
-            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {world.links(ranks)} | {_crossing(trainer, name)} |")
+            links, crossing = world.links(ranks), _crossing(trainer, name)
+            sent = _size(traffic.by_dimension[name]) if traffic is not None else "-"
+            rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
+    if traffic is not None:
+        rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]
+        rows[-1] += f", and other hosts {_size(traffic.between)}." if world.n_hosts > 1 else "."
     return rows
 
 
@@ -58,7 +66,7 @@ def _here(parameters: Sequence[nn.Parameter]) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_tensor, parameters))
 
 
-def _size(n_bytes: int) -> str:
+def _size(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:.2f} MiB"
 
 

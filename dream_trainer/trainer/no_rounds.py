@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 class NoRounds:
-    """What is asked where ranks might have weights of their own."""
+    """What is asked where ranks might have weights of their own.
+
+    Attributes:
+        steps: Optimizer steps of a round.
+    """
+
+    steps = 1
 
     def as_one_model(self) -> AbstractContextManager[None]:
         """Wraps what speaks of the run's model, such as an export: inside, all ranks have its weights; a collective."""

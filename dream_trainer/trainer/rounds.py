@@ -40,7 +40,7 @@ class Rounds(NoRounds):
 
     def __init__(self, trainer: AbstractTrainer, parameters: LocalSGDParameters) -> None:
         self._trainer, self._world = trainer, trainer.world
-        self._every_n_steps = parameters.every_n_steps
+        self.steps = parameters.every_n_steps
         self._began_at: int | None = None
         self._start: dict[str, Tensor] = {}  # this rank's part of each tensor at the round's beginning, by its name
         self._options: dict[str, Any] = {"lr": 1.0}
@@ -71,12 +71,12 @@ class Rounds(NoRounds):
         Raises:
             StepError: An optimizer was given other parameters since the round began.
         """
-        if not self.is_running or self._trainer.global_step % self._every_n_steps:
+        if not self.is_running or self._trainer.global_step % self.steps:
             return
         averaged = self._averaged()
         if averaged.keys() != self._start.keys():
             raise StepError(
-                f"an optimizer was given other parameters in the middle of a round of {self._every_n_steps} steps, and "
+                f"an optimizer was given other parameters in the middle of a round of {self.steps} steps, and "
                 "workers may have trained them in different ways. Change its groups where global_step is a multiple "
                 "of every_n_steps."
             )

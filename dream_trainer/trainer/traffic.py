@@ -1,0 +1,111 @@
+"""Traffic: how many bytes cross the links of a mesh in a step, inside of hosts and between them, by formula.
+
+As if every collective were a ring over its ranks, which is what gloo does, and NCCL by default for large tensors inside
+of a host and over few: over n ranks each sends (n-1)/n of what is gathered or reduced and scattered, and twice that of
+what is reduced for all. What the ranks agree by, and single numbers such as the norm, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.modules.precision import half_dtype, reduce_dtype
+from dream_trainer.modules.sharding import fsdp_modules
+
+if TYPE_CHECKING:
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a step, on average over rounds where LocalSGDMixin has some.
+
+    Attributes:
+        by_dimension: What each rank sends over a dimension of the mesh.
+        inside: What the ranks of this host send one another.
+        between: What they send to other hosts.
+    """
+
+    by_dimension: dict[str, float]
+    inside: float
+    between: float
+
+
+def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
+    """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, with split layers."""
+    world = trainer._world
+    if world is None or world.mesh is None or world.mesh_shape.tp > 1 or not trainer.named_models():
+        return None
+    by_dimension: dict[str, float] = {}
+    sent = {True: 0.0, False: 0.0}
+    shape = world.mesh_shape
+    if shape.dp_shard > 1:
+        by_dimension["dp_shard"] = n_bytes = _of_shards(trainer)
+        _add(sent, trainer, "dp_shard", shape.dp_shard, 1, n_bytes)
+    if shape.dp_replicate > 1:
+        workers = world.workers
+        inside, trained = shape.dp_replicate // workers, _trained(trainer)
+        within = _all_reduced(inside, sum(_size(p, reduce_dtype(trainer.config.device_parameters)) for p in trained))
+        across = _all_reduced(workers, sum(_size(p, None) for p in trained)) / trainer._rounds.steps
+        _add(sent, trainer, "dp_replicate", inside, 1, within)
+        _add(sent, trainer, "dp_replicate", workers, inside, across)
+        by_dimension["dp_replicate"] = within + across
+    return Traffic(by_dimension, inside=sent[True], between=sent[False])
+
+
+def _of_shards(trainer: AbstractTrainer) -> float:
+    from dream_trainer.compat.fully_shard import gathers_of, is_shared, parameters_of
+
+    devices, accumulation = trainer.config.device_parameters, trainer.accumulation_steps
+    n = trainer.world.mesh_shape.dp_shard
+    reductions = 1 if trainer.config.training_parameters.sync_policy == "no_sync" else accumulation
+    gathered = reduced = 0.0
+    reduced_in = reduce_dtype(devices) or (torch.float32 if half_dtype(devices) is not None else None)
+    for module in (module for model in trainer.named_models().values() for module in fsdp_modules(model)):
+        if is_shared(module):
+            parameters = parameters_of(module)
+            gathered += gathers_of(module) * sum(_size(p, half_dtype(devices)) for p in parameters)
+            reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
+    if trainer.world.device.type == "cpu":
+        reductions *= 2  # gloo reduces and scatters by reducing for all
+    return (n - 1) * (accumulation * gathered + reductions * reduced)  # sizes are of shares, 1/n of the whole
+
+
+def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:
+    parameters = {p: None for model in trainer.named_models().values() for p in model.parameters() if p.requires_grad}
+    return list(parameters)
+
+
+def _size(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
+    """Bytes of this rank's part, in `dtype` or else its own."""
+    local = local_tensor(parameter)
+    return local.numel() * (local.element_size() if dtype is None else dtype.itemsize)
+
+
+def _all_reduced(n: int, n_bytes: float) -> float:
+    return 2 * (n - 1) / n * n_bytes
+
+
+def _add(sent: dict[bool, float], trainer: AbstractTrainer, dim: str, size: int, stride: int, n_bytes: float) -> None:
+    """Adds what this host's ranks send to the next ones in rings of `size` ranks, each `stride` further in `dim`."""
+    world = trainer.world
+    assert world.mesh is not None  # looked at before
+    ranks = world.mesh.mesh.movedim(MESH_DIMS.index(dim), -1)
+    for ring in _rings(ranks.reshape(-1, ranks.shape[-1]).tolist(), size, stride):
+        for rank, following in zip(ring, ring[1:] + ring[:1], strict=True):
+            if world.host_of(rank) == world.host_number:
+                sent[world.host_of(following) == world.host_number] += n_bytes
+
+
+def _rings(groups: Iterable[list[int]], size: int, stride: int) -> Iterable[list[int]]:
+    for group in groups:
+        for first in range(0, len(group), size * stride):
+            for place in range(stride):
+                yield group[first + place : first + size * stride : stride]
