@@ -11,7 +11,7 @@ import torch
 
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.requests import Requests
-from dream_trainer.distributed.signals import Interrupted, Signals, exit_code, may_be_restarted
+from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.errors import StepError
 from dream_trainer.events.callback import TimedCallback
 from dream_trainer.trainer.window_counts import count_samples, count_tokens
@@ -218,19 +218,6 @@ class Agreement:
         """Exchanges only whether there are batches, and no signals."""
         self.exchanges += 1
         return self._pulse.exchange(local_flags)
-
-    def exit_code(self, number: signal.Signals) -> int:
-        """With which status this process ends after a signal; a collective where a job has several hosts.
-
-        Where SIGTERM came to other hosts only, and this one's torchrun may start its processes again, they end in a way
-        that makes it do so: the run is not over, and goes on without those hosts, or with them when they are back.
-        """
-        world = self._trainer.world
-        if number != signal.SIGTERM or world.n_hosts == 1 or not may_be_restarted():
-            return exit_code(number)
-        told = self.requests.terminated and number not in self.signals.relayed
-        hosts = world.all_gather(torch.tensor([world.host_number if told else -1])).flatten().tolist()
-        return exit_code(number, restart=world.host_number not in hosts)
 
     def _stop(self, flags: Flags) -> None:
         trainer = self._trainer

@@ -35,6 +35,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
+from dream_trainer.trainer.exit_status import exit_status
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.step.rerun import MovedByForward
 from dream_trainer.trainer.validation import validate
@@ -81,9 +82,8 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun, which sets its own exit code;
-                but not 0 where SIGTERM came to other hosts alone, and torchrun may start this one's processes again.
-                Not after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (but see exit_status.py). Not
+                after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
         """
         agreement, session = self._agreement, self._session
@@ -96,7 +96,7 @@ class BaseTrainer(AbstractTrainer):
                 self._train()
                 session.is_training = False
             agreement.requests.stop_reason = None
-            code = 0 if agreement.ended_by is None else agreement.exit_code(agreement.ended_by)
+            code = exit_status(self)
             returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
                 print(f"interrupted after step {self.global_step}; fit() goes on from there", file=sys.stderr)
@@ -219,7 +219,6 @@ class BaseTrainer(AbstractTrainer):
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
         follow_train_dataloader(self)
-        own_time = self._parallel.gradients.own_time
         is_over = self._schedule.epoch_steps == 0
         if is_over:
             self._end_epoch()
@@ -231,9 +230,9 @@ class BaseTrainer(AbstractTrainer):
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
-            own_time.begin_window()
+            self._parallel.gradients.own_time.begin_window()
             self._run_window(window)
-            own_time.end_window()
+            self._parallel.gradients.own_time.end_window()
             is_over = self._window.epoch_ends
             if self._between_windows():
                 return

@@ -13,6 +13,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dream_trainer.config.logger_parameters import LoggerParameters
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 _WORK, _DATA = "seconds of work", "seconds of data"
@@ -26,12 +27,12 @@ class Stragglers:
 
     Args:
         trainer: Whose windows are measured.
-        factor: A rank is slow whose own time is so many times the median's; None: nobody looks.
-        lines: For how many lines of the log in a row, before it is named.
+        parameters: When a rank is slow, and for how long it has to be.
     """
 
-    def __init__(self, trainer: AbstractTrainer, factor: float | None, lines: int) -> None:
-        self._trainer, self._factor, self._lines = trainer, factor, lines
+    def __init__(self, trainer: AbstractTrainer, parameters: LoggerParameters) -> None:
+        self._trainer = trainer
+        self._factor, self._lines = parameters.straggler_factor, parameters.straggler_lines
         self._before = (0, 0.0, 0.0)
         self._slow_for: dict[int, int] = {}  # lines in a row, by rank
         self._named: set[int] = set()

@@ -147,7 +147,7 @@ class Heard:
 
 def judge(lines: list[list[float]], factor: float = 1.5, n: int = 3) -> list[str]:
     trainer: Any = Heard()
-    stragglers = Stragglers(trainer, factor, n)
+    stragglers = Stragglers(trainer, dt.LoggerParameters(straggler_factor=factor, straggler_lines=n))
     for work in lines:
         stragglers.hear({"seconds of work": work, "seconds of data": [0.0] * 4})
     return trainer.said

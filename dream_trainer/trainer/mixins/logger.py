@@ -49,9 +49,7 @@ class LoggerMixin(AbstractTrainer):
     def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         check_loggers(self.config.logger_parameters)
-        stragglers = Stragglers(
-            self, self.config.logger_parameters.straggler_factor, self.config.logger_parameters.straggler_lines
-        )
+        stragglers = Stragglers(self, self.config.logger_parameters)
         self._run_log = RunLog(
             self.config.logger_parameters,
             self.run_dir,
