@@ -33,6 +33,7 @@ from dream_trainer.trainer.registry import Scheduler
 from dream_trainer.trainer.schedule_arguments import (
     base_rates_of,
     begin_again,
+    copied,
     forget_cycle,
     note_built,
     options_of,
@@ -247,11 +248,7 @@ def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
     rates = []
     for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
         rate = base * form(scheduler.last_epoch)
-        group["initial_lr"] = _copy(base)
+        group["initial_lr"] = copied(base)
         set_rate(group, rate)
-        rates.append(_copy(group["lr"]))
+        rates.append(copied(group["lr"]))
     scheduler._last_lr = rates
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from dream_trainer.config.trainer_config import change_training_parameters
@@ -18,7 +17,7 @@ from dream_trainer.errors import HookError, StepError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.branched_rates import base_rates, cap_rates, options_in_force, rate_caps
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
-from dream_trainer.trainer.schedule_arguments import built_schedules, note_built, outermost, set_rate, take_back
+from dream_trainer.trainer.schedule_arguments import built_schedules, copied, note_built, outermost, set_rate, take_back
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -103,7 +102,7 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
     built, caps, origins = built_schedules(before), rate_caps(before), token_origins(before)
     optimizers = list(trainer.named_optimizers().values())
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    options = [{key: _copy(value) for key, value in group.items() if key != "params"} for group in groups]
+    options = [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
     for group, base in zip(groups, [rate for one in optimizers for rate in base_rates(one)], strict=True):
         group.pop("initial_lr", None)
         set_rate(group, base)
@@ -141,10 +140,6 @@ def _put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
     rate = kept["lr"]
     group.update({key: value for key, value in kept.items() if key != "lr"})
     set_rate(group, rate)  # in place: a captured step has the tensor
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _spelled(count: int | None) -> Any:

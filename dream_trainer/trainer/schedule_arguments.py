@@ -65,8 +65,8 @@ def note_built(schedulers: Mapping[str, Scheduler]) -> None:
             _built[scheduler] = _Built(
                 type(scheduler).__name__,
                 {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)},
-                [_copy(group["lr"]) for group in groups],
-                [_copy(group.get("initial_lr", group["lr"])) for group in groups],
+                [copied(group["lr"]) for group in groups],
+                [copied(group.get("initial_lr", group["lr"])) for group in groups],
                 [_cycle_of(group) for group in groups],
                 any("max_lr" in group for group in groups) or _is_cyclic(scheduler.state_dict()),
             )
@@ -195,7 +195,7 @@ def _step_from_the_beginning(
     for group, options, cycle, base in zip(groups, chain(own, repeat({})), built.cycles, bases, strict=False):
         forget_cycle(group, options)
         group.update(cycle)
-        group["initial_lr"] = _copy(base)
+        group["initial_lr"] = copied(base)
     for group, base, rate, before in zip(groups, bases, built.rates, built.bases, strict=True):
         # At its beginning each of PyTorch's is a multiple of the base.
         set_rate(group, rate if base == before else rate * base / before if before else 0.0)
@@ -207,6 +207,11 @@ def _step_from_the_beginning(
                 scheduler.step()  # type: ignore[call-arg]  # no ReduceLROnPlateau comes here
         except ValueError as error:
             raise CheckpointError(f"{said}, and that does not reach to its step {steps}: {error}") from error
+
+
+def copied(value: Any) -> Any:
+    """An option of a group: a copy where it is a tensor, which steps change in place."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:
@@ -226,7 +231,7 @@ def _with_bases(state: dict[str, Any], bases: Sequence[Any]) -> dict[str, Any]:
     if _is_cyclic(state):
         return state  # they are arguments of its own
     inner = {_INNER: [_with_bases(one, bases) for one in state[_INNER]]} if _INNER in state else {}
-    return state | inner | ({"base_lrs": [_copy(base) for base in bases]} if "base_lrs" in state else {})
+    return state | inner | ({"base_lrs": [copied(base) for base in bases]} if "base_lrs" in state else {})
 
 
 def _merged(
@@ -244,7 +249,7 @@ def _merged(
 
 def _cycle_of(group: Mapping[str, Any]) -> dict[str, Any]:
     names = _OF_CYCLES + (_CYCLED if "max_momentum" in group else ())
-    return {key: _copy(group[key]) for key in names if key in group}
+    return {key: copied(group[key]) for key in names if key in group}
 
 
 def _is_cyclic(state: Mapping[str, Any]) -> bool:
@@ -326,7 +331,3 @@ def _round_trip(state: dict[str, Any]) -> dict[str, Any]:
     """A copy, and of the types that a checkpoint gives back."""
     copied: dict[str, Any] = typed_json.loads(typed_json.dumps(state))
     return copied
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
