@@ -1098,6 +1098,27 @@ MUTANTS = [
         "tests/trainer/test_unloaded_base.py -k no_fault",
     ),
     Mutant(
+        "what a rank waits in a gather counts as its own work",
+        "dream_trainer/compat/fully_shard.py",
+        "        super().unshard(async_op)\n        own_time.leave_collective()",
+        "        super().unshard(async_op)",
+        "tests/trainer/test_stragglers.py -k named_once",
+    ),
+    Mutant(
+        "a rank on a host that nobody told to stop ends as if it had been told",
+        "dream_trainer/trainer/exit_status.py",
+        "restart=world.host_number not in hosts",
+        "restart=False",
+        "tests/faults/test_hosts.py -k told_to_stop",
+    ),
+    Mutant(
+        "a ring's links between hosts are taken for links inside",
+        "dream_trainer/trainer/traffic.py",
+        "sent[world.host_of(following) == world.host_number] += n_bytes",
+        "sent[True] += n_bytes",
+        "tests/faults/test_traffic.py",
+    ),
+    Mutant(
         "workers average gradients with one another",
         "dream_trainer/trainer/step/buckets.py",
         "(world.step_group, world.step_size)",
