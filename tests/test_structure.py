@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parent.parent / "dream_trainer"
 # floor, below all of them.
 ROOMS = [
     "compat",
+    "stores",
     "events",
     "config",
     "distributed",

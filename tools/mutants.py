@@ -511,7 +511,7 @@ MUTANTS = [
     Mutant(
         "truncated files pass for whole",
         "dream_trainer/checkpoint/files.py",
-        "if size_on_disk != size:",
+        "if size_there != size:",
         "if False:",
         "tests/checkpoint",
     ),

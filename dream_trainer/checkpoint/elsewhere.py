@@ -6,7 +6,25 @@ import secrets
 from pathlib import Path
 
 from dream_trainer.checkpoint.files import step_directories, sync_directory
+from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
+
+
+def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
+    """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it.
+
+    Args:
+        link: The run's `checkpoints`.
+        elsewhere: Where they are to lie; None: where it leads already.
+        world: The ranks.
+
+    Raises:
+        CheckpointError: They cannot lie there; the same on every rank.
+    """
+    directory = link.resolve() if elsewhere is None else elsewhere
+    on_all_ranks(world, "find the checkpoints", lambda: link_checkpoints(link, directory) if world.is_main else None)
+    return directory
 
 
 def link_checkpoints(link: Path, directory: Path) -> None:

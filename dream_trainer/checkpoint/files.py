@@ -1,7 +1,7 @@
 """The file-system operations that a checkpoint is made of, all in one place and all flushed to the disk.
 
 A rename is only as durable as what it renames: files are fsynced before it, their directory too, and the parent
-directory after it. Whoever brings another kind of storage replaces this file.
+directory after it. What lists, reads and removes also takes a `StorePath`, of an object store.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath, remove_directory
 
 if TYPE_CHECKING:
     from xxhash import xxh3_128 as Xxh3
@@ -37,8 +39,8 @@ def local_path(path: str | Path) -> Path:
     """
     if _URL.match(str(path)):
         raise CheckpointError(
-            f"{path} is not a path of a file system, and object stores are neither read nor written. Copy it to or "
-            "from a local or mounted directory."
+            f"{path} is not a path of a file system, and nothing else will do here. Copy it to or from a local or "
+            "mounted directory."
         )
     return Path(path)
 
@@ -67,12 +69,17 @@ def set_newer_aside(root: Path, step: int) -> list[Path]:
     moved = []
     for newer, path in step_directories(root):
         if newer > step:
-            aside = path.with_name(f".aside-{secrets.token_hex(4)}-{path.name}")
-            path.rename(aside)
-            moved.append(aside)
+            moved.append(set_aside(path))
     if moved:
         sync_directory(root)
     return moved
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a checkpoint, so that it is not resumed; returns its new path."""
+    aside = path.with_name(f".aside-{secrets.token_hex(4)}-{path.name}")
+    path.rename(aside)
+    return aside
 
 
 class NewFile(io.BufferedWriter):
@@ -143,6 +150,8 @@ def write_file(path: Path, content: bytes) -> str:
 
 def sync_directory(path: Path) -> None:
     """Waits until the disk has the directory's entries: new, renamed and removed names."""
+    if isinstance(path, StorePath):  # what was written there is there
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -192,7 +201,7 @@ def remove_tree(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint: first its name, by one atomic rename, and then its files.
+    """Deletes a checkpoint: first its name, by one atomic rename, and then its files; in a store, its manifest first.
 
     Killed in between, it leaves a temporary directory, which the next save removes, and never half a checkpoint.
 
@@ -206,6 +215,9 @@ def discard(path: Path) -> None:
     named = _STEP_NAME.search(path.name)
     if named is None:
         raise ValueError(f"{path} is not named as a checkpoint. Remove it by hand.")
+    if isinstance(path, StorePath):
+        remove_directory(path)
+        return
     hidden = path.with_name(f".{named[0]}.tmp-{secrets.token_hex(8)}")
     path.rename(hidden)
     sync_directory(path.parent)
@@ -285,7 +297,7 @@ def read_file(path: Path, size: int, xxh3: str) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
-    _compare(path, (len(content), content_checksum(content)), (size, xxh3))
+    compare_content(path, (len(content), content_checksum(content)), (size, xxh3))
     return content
 
 
@@ -300,27 +312,40 @@ def verify_file(path: Path, size: int, xxh3: str) -> None:
         actual = checksum(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    _compare(path, actual, (size, xxh3))
+    compare_content(path, actual, (size, xxh3))
 
 
-def compare_size(path: Path, size: int) -> None:
-    """Compares a file's size with what was written, without reading it.
+def compare_sizes(directory: Path, sizes: Mapping[str, int]) -> None:
+    """Compares the sizes of files with what was written, without reading them.
+
+    Args:
+        directory: Where the files are.
+        sizes: Bytes that were written, by name.
 
     Raises:
-        DamagedCheckpointError: The file is missing or has another size.
+        DamagedCheckpointError: A file is missing or has another size.
         CheckpointError: The file system refused.
     """
-    try:
-        size_on_disk = path.stat().st_size
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if size_on_disk != size:
-        raise DamagedCheckpointError(
-            f"{path} has {size_on_disk} bytes where {size} were written. Resume from another checkpoint."
-        )
+    # In a store one listing says it of all.
+    seen = {path.name: path for path in directory.iterdir()} if isinstance(directory, StorePath) else {}
+    for name, size in sizes.items():
+        path = seen.get(name, directory / name)
+        try:
+            size_there = path.stat().st_size
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if size_there != size:
+            raise DamagedCheckpointError(
+                f"{path} has {size_there} bytes where {size} were written. Resume from another checkpoint."
+            )
 
 
-def _compare(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:
+def compare_content(path: Path, actual: tuple[int, str], written: tuple[int, str]) -> None:
+    """Compares size and checksum of a file that was read with what was written.
+
+    Raises:
+        DamagedCheckpointError: One of them differs.
+    """
     if actual[0] != written[0]:
         raise DamagedCheckpointError(
             f"{path} has {actual[0]} bytes where {written[0]} were written. Resume from another checkpoint."

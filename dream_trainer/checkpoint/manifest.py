@@ -14,7 +14,7 @@ from typing import Any
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.files import (
-    compare_size,
+    compare_sizes,
     content_checksum,
     named_step,
     read_file,
@@ -25,6 +25,7 @@ from dream_trainer.checkpoint.files import (
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
 
 SCHEMA_VERSION = 1
 """Incremented with every change that an older reader would misread."""
@@ -136,7 +137,6 @@ def read_manifest(path: Path) -> Manifest:
             or has another size. The message names the file and the fault.
         CheckpointError: There is no such directory, or its schema is newer than this reader.
     """
-    path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory. Give the path of a checkpoint, such as .../step_00001000.")
     manifest = _parse(path, _body(path / MANIFEST_NAME))
@@ -145,8 +145,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{path / MANIFEST_NAME} is of step {manifest.step}, which is not the directory's. "
             "Give the directory its original name back."
         )
-    for name, entry in manifest.files.items():
-        compare_size(path / name, entry.size)
+    compare_sizes(path, {name: entry.size for name, entry in manifest.files.items()})
     return manifest
 
 
@@ -207,12 +206,18 @@ def list_checkpoints(root: Path) -> list[Manifest]:
     Temporary, incomplete and damaged directories are left out. Contents are not read; `verify_checkpoint` does that.
     """
     manifests = []
-    for _, path in step_directories(Path(root)):
+    for _, path in step_directories(root):
         try:
             manifests.append(read_manifest(path))
         except CheckpointError:
             continue
     return manifests
+
+
+def finished_directories(root: Path) -> list[Path]:
+    """The directories that are checkpoints, or were; in a store, where they are written in place, by their manifest."""
+    paths = [path for _, path in step_directories(root)]
+    return [path for path in paths if not isinstance(path, StorePath) or (path / MANIFEST_NAME).is_file()]
 
 
 def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
@@ -226,7 +231,7 @@ def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
         DamagedCheckpointError: Something is missing or damaged, the same on all ranks.
         CheckpointError: There is no such checkpoint, or its schema is newer than this reader.
     """
-    return _verify(Path(path), world, lambda manifest: sorted(manifest.files))
+    return _verify(path, world, lambda manifest: sorted(manifest.files))
 
 
 def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
@@ -234,7 +239,7 @@ def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
 
     Their checksums are compared by `load_tensors` while it reads them.
     """
-    return _verify(Path(path), world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
+    return _verify(path, world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
 
 
 def _verify(path: Path, world: Ranks, names: Callable[[Manifest], list[str]]) -> Manifest:

@@ -121,7 +121,7 @@ def retire(root: Path, retention: Retention) -> list[Path]:
     """
     if retention.keeps_all:
         return []
-    manifests = list_checkpoints(Path(root))
+    manifests = list_checkpoints(root)
     stay = kept(manifests, retention)
     removed = [manifest.path for manifest in manifests if manifest.step not in stay]
     for path in removed:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from dream_trainer.best_value import is_better, refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.branch import leave_branch
+from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, release
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.checkpoint.snapshot import Snapshot
@@ -104,6 +105,7 @@ class Saver(Saving):
         self._leaves_after: int | None = None
         self._leaves_at_first_save = False
         self._claimed: list[Path] = []
+        self._remote: RemoteRun | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -119,7 +121,20 @@ class Saver(Saving):
         claim(directory, self._world)
         self._claimed.append(directory)
 
+    def send_to(self, remote: RemoteRun) -> None:
+        """Has checkpoints sent to an object store from now on, and first those that wait on the disk; a collective.
+
+        Raises:
+            CheckpointError: Another live job has the run there, or the store does not answer; the same on every rank.
+        """
+        self._remote = remote
+        with self._patience():
+            self._writer.sender = remote.begin(self._writer.directory)
+            self._writer.wait_until_sent()
+
     def release(self) -> None:
+        if self._remote is not None:
+            self._remote.end()
         while self._claimed:
             release(self._claimed.pop())
 
@@ -166,6 +181,8 @@ class Saver(Saving):
         if is_last:
             self._finish(on_error)
             self._writer.wait_until_warm()
+            with self._patience():
+                self._writer.wait_until_sent()
 
     def _skips(self, step: int | None) -> bool:
         """Whether this save is skipped, since some rank still writes the last one; the same on all ranks."""
@@ -265,8 +282,13 @@ class Saver(Saving):
             logger.error("a checkpoint could not be saved; training goes on: %s", error)
 
     def close(self) -> None:
-        with followed_by(partial(self._finish, "raise")):
+        with followed_by(self._finish_sending), followed_by(partial(self._finish, "raise")):
             self._writer.wait_until_warm()
+
+    def _finish_sending(self) -> None:
+        if self._writer.sender is not None:
+            with self._patience():
+                self._writer.sender.finish()
 
     # -- resuming
 
@@ -285,6 +307,9 @@ class Saver(Saving):
         """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""
         if self._leaves_after is not None:
             leave_branch(self._writer.directory, self._leaves_after, self._world)
+            if self._remote is not None:
+                leave_branch(self._remote.directory, self._leaves_after, self._world)
+                self._remote.look_again()
             self._leaves_after = None
 
     def state(self) -> dict[str, Any]:

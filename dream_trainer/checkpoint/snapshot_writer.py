@@ -10,9 +10,11 @@ from pathlib import Path
 from dream_trainer.checkpoint.background import Background
 from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.retention import Retention, retire
+from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 
 logger = logging.getLogger("dream_trainer")
@@ -30,11 +32,13 @@ class SnapshotWriter:
     Attributes:
         directory: Of the run's checkpoints.
         copies: Where snapshots are copied to; None for nowhere.
+        sender: What brings checkpoints from the directory to an object store; None where they stay.
     """
 
     def __init__(self, directory: Path, retention: Retention, world: Ranks, copies: HostCopies | None = None) -> None:
         self.directory = directory
         self.copies = copies
+        self.sender: Sender | None = None
         self._retention = retention
         self._world = world
         self._writing: Background[Path] = Background("checkpoint writer")
@@ -83,6 +87,15 @@ class SnapshotWriter:
         """
         return self._writing.collect()
 
+    def wait_until_sent(self) -> None:
+        """Waits until the object store has everything, if there is one; every rank calls it while nothing is written.
+
+        Raises:
+            CheckpointError: The store did not answer for too long, or another job has the run; the same on every rank.
+        """
+        if self.sender is not None:
+            on_all_ranks(self._world, "send checkpoints", self.sender.finish)
+
     def before_update(self) -> None:
         """Right before parameters change in place: the device first finishes copying them. The host does not wait."""
         if self._copies_are_pending and self.copies is not None:
@@ -93,8 +106,12 @@ class SnapshotWriter:
         """Runs in the thread."""
         if self.copies is not None:
             self.copies.wait()
+        if self.sender is not None:
+            on_all_ranks(self._world, "save", self.sender.refuse_if_lost)
         path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace, known=self._known_plan)
-        if self._world.is_main and not self._retention.keeps_all:
+        if self.sender is not None:
+            self.sender.put(path)
+        elif self._world.is_main and not self._retention.keeps_all:
             try:
                 retire(self.directory, self._retention)
             except OSError as error:  # the new checkpoint is complete, and a later save tries again

@@ -56,6 +56,7 @@ from dream_trainer.distributed.outcomes import (
 )
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
 from dream_trainer.version import __version__
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def _kind(record: Any) -> tuple[torch.Size, torch.dtype]:
 def _open(path: Path) -> tuple[Manifest, Metadata]:
     from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, parse_metadata
 
-    manifest = read_manifest(Path(path))
+    manifest = read_manifest(path)
     return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
 
 
@@ -232,6 +233,7 @@ def load_tensors(
             the same on every rank, and nothing was written.
     """
     from dream_trainer.checkpoint.safe_dcp import read_and_verify
+    from dream_trainer.checkpoint.store_reader import read_from_store
 
     task = f"load {path}"
     manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
@@ -244,7 +246,8 @@ def load_tensors(
             "Was a layer or an optimizer removed, renamed or frozen since?"
         )
     shards = manifest.shards[world.rank :: world.world_size]
-    on_all_ranks(world, task, lambda: read_and_verify(manifest, metadata, tensors, shards))
+    read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
+    on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))
 
 
 def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -277,7 +280,7 @@ def read_shared(path: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: The manifest or the file is missing or damaged.
     """
-    return _read_json(read_manifest(Path(path)), SHARED_NAME)
+    return _read_json(read_manifest(path), SHARED_NAME)
 
 
 def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -290,7 +293,7 @@ def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    manifest = read_manifest(Path(path))
+    manifest = read_manifest(path)
     if not 0 <= rank < manifest.world_size:
         raise CheckpointError(
             f"{path} was written by {manifest.world_size} ranks and has no state of rank {rank}. "

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
+from dream_trainer.stores.store_path import as_path
+
 # Defaults of None and False say nothing in a help text.
 Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
 Json = Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")]
@@ -27,7 +29,7 @@ class Ls:
         """Prints the table."""
         from dream_trainer.cli.listing import ls
 
-        return ls(self.run_path, as_json=self.as_json)
+        return ls(as_path(self.run_path), as_json=self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Show:
         """Prints the tables."""
         from dream_trainer.cli.show import show
 
-        return show(self.checkpoint, self.step, tensors=self.tensors, as_json=self.as_json)
+        return show(as_path(self.checkpoint), self.step, tensors=self.tensors, as_json=self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Verify:
         """Prints the verdicts."""
         from dream_trainer.cli.listing import verify
 
-        return verify(self.path, as_json=self.as_json)
+        return verify(as_path(self.path), as_json=self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Diff:
         """Prints the differences."""
         from dream_trainer.cli.difference import diff
 
-        return diff(self.a, self.b, values=self.values, as_json=self.as_json)
+        return diff(as_path(self.a), as_path(self.b), values=self.values, as_json=self.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +124,10 @@ class Prune:
             keep_every_n_steps=self.keep_every_n_steps,
             keep_best=self.keep_best,
             metric=self.metric,
-            mode=mode_of_run(self.run_path, self.metric, self.mode),
+            mode=mode_of_run(as_path(self.run_path), self.metric, self.mode),
         )
         return prune(
-            self.run_path,
+            as_path(self.run_path),
             retention,
             damaged=self.damaged,
             aside=self.aside,

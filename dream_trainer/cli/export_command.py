@@ -10,6 +10,7 @@ from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.cli.output import print_json
 from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.export import export_checkpoint
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def export(arguments: Export) -> int:
     """Exports and prints the files; returns the exit code."""
-    checkpoint = find_checkpoint(arguments.checkpoint, arguments.step)
+    checkpoint = find_checkpoint(as_path(arguments.checkpoint), arguments.step)
     written = export_checkpoint(
         checkpoint,
         arguments.out,

@@ -59,7 +59,8 @@ def verify(path: Path, *, as_json: bool) -> int:
     if is_checkpoint(path):
         paths = [path]
     else:
-        paths = [entry.path for entry in entries(checkpoints_root(path)) if not entry.path.name.startswith(".")]
+        found = [entry for entry in entries(checkpoints_root(path)) if not entry.path.name.startswith(".")]
+        paths = [entry.path for entry in found if entry.state != "unfinished"]
         if not paths:
             raise CheckpointError(f"{path} has no checkpoints to verify.")
     verdicts = {checkpoint: _faults(checkpoint) for checkpoint in paths}

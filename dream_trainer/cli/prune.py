@@ -18,6 +18,8 @@ from dream_trainer.cli.runs import Entry, entries
 from dream_trainer.config.checkpoint_parameters import Mode
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.stores.ownership import is_owned
+from dream_trainer.stores.store_path import StorePath
 
 
 def prune(run: Path, retention: Retention, *, damaged: bool, aside: bool, dry_run: bool, as_json: bool) -> int:
@@ -84,7 +86,15 @@ def mode_of_run(run: Path, metric: str | None, mode: Mode | None) -> Mode:
 
 @contextmanager
 def _claimed(root: Path) -> Iterator[None]:
-    """Holds the run's locks, so that no job starts meanwhile; a directory without one has no job."""
+    """Holds the run's locks, so that no job starts meanwhile; a directory without one has no job. Of a run in an object
+    store it is only seen that no job has it."""
+    if isinstance(root, StorePath):
+        if is_owned(root.parent):
+            raise CheckpointError(
+                f"a live job writes to {root.parent}. Stop it first, or let its own retention remove checkpoints."
+            )
+        yield
+        return
     # Checkpoints on another disk have a lock of their own, since `root` may be that place and not the link to it.
     directories = dict.fromkeys([root.absolute().parent, root.resolve().parent, root.resolve()])
     with ExitStack() as locks:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dream_trainer.checkpoint.lookup import find_checkpoint
 from dream_trainer.cli.output import print_json
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.hub import push_to_hub
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def push(arguments: Push) -> int:
     """Pushes an export and prints the commit; returns the exit code."""
-    checkpoint = find_checkpoint(arguments.checkpoint, arguments.step)
+    checkpoint = find_checkpoint(as_path(arguments.checkpoint), arguments.step)
     address = push_to_hub(
         checkpoint,
         arguments.repo,

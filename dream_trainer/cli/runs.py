@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from dream_trainer.checkpoint.files import step_directories
-from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
 
 State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
 
@@ -61,7 +62,13 @@ def _visible(step: int, path: Path) -> Entry:
     try:
         return Entry(path=path, step=step, state="whole", manifest=read_manifest(path))
     except DamagedCheckpointError as error:
-        return Entry(path=path, step=step, state="damaged", fault=str(error))
+        is_begun = isinstance(path, StorePath) and not (path / MANIFEST_NAME).is_file()  # written in place, that last
+        return Entry(
+            path=path,
+            step=step,
+            state="unfinished" if is_begun else "damaged",
+            fault=None if is_begun else str(error),
+        )
     except CheckpointError as error:
         return Entry(path=path, step=step, state="unreadable", fault=str(error))
 

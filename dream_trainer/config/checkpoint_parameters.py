@@ -12,6 +12,7 @@ from dream_trainer.checks import check_boolean, check_choice, check_directory, c
 from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
+from dream_trainer.stores.store_path import as_path
 
 WhenBusy = Literal["wait", "skip"]
 OnSaveError = Literal["raise", "warn"]
@@ -28,7 +29,8 @@ class CheckpointParameters:
 
     directory: str | None = None
     """Directory, such as on a larger disk, under which checkpoints lie as `<project>/<group>/<experiment>`; the run's
-    `checkpoints` is then a link to them. None: they lie there."""
+    `checkpoints` is then a link to them. Such as `s3://bucket/path`, `gs://...`, `az://...`: an object store, to which
+    they are sent from the run's directory. None: they lie there."""
 
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints; None does not count steps."""
@@ -82,7 +84,7 @@ class CheckpointParameters:
     """Whether names that are missing, unexpected or of another shape in `init_from` are an error."""
 
     def __post_init__(self) -> None:
-        check_directory("directory", self.directory, hint=" None keeps checkpoints in the run's own.")
+        self._check_directory()
         for name, value in {
             "save_every_n_steps": self.save_every_n_steps,
             "save_every_n_epochs": self.save_every_n_epochs,
@@ -143,6 +145,15 @@ class CheckpointParameters:
             named_by="best_metric",
             set_by="best_mode",
         )
+
+    def _check_directory(self) -> None:
+        if not isinstance(self.directory, str | PurePath) or not str(self.directory):
+            check_directory("directory", self.directory, hint=" None keeps checkpoints in the run's own.")
+            return
+        try:
+            as_path(str(self.directory))
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint_parameters.directory: {error}") from None
 
     def _value(self, name: str) -> object:
         return vars(self)[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, read_manifest
 from dream_trainer.errors import CheckpointError
+from dream_trainer.stores.store_path import as_path
 
 
 def run_name(manifest: Manifest) -> str:
@@ -16,7 +17,7 @@ def run_name(manifest: Manifest) -> str:
 
 def began_at(parent: dict[str, Any], place: Path) -> bool:
     """Whether a path names the checkpoint that a run began from, or the run of it: by place, or moved since."""
-    if Path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
+    if as_path(parent["checkpoint"]).resolve().is_relative_to(place.resolve()):
         return True
     try:
         if is_run := (place / "checkpoints").is_dir():

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
-from dream_trainer.checkpoint.files import local_path
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.trainer.user_class.overrides import definers, is_ours
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 from dream_trainer.weights.adapter_record import adapters_of
@@ -35,7 +35,7 @@ def load_initial_weights(models: Mapping[str, nn.Module], parameters: Checkpoint
     """
     if parameters.init_from is None:
         return
-    path = local_path(parameters.init_from)
+    path = as_path(parameters.init_from)
     if len(models) > 1 and not (path / MANIFEST_NAME).exists():
         raise ConfigError(
             f"init_from={parameters.init_from!r} does not say which of the models {sorted(models)} it is for. "

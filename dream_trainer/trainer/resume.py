@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from dream_trainer.checkpoint.files import local_path, recover_replaced, step_directories
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.files import recover_replaced
+from dream_trainer.checkpoint.manifest import Manifest, finished_directories, list_checkpoints, verify_all_but_shards
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.branch_parent import began_at
 
 logger = logging.getLogger("dream_trainer")
@@ -69,7 +69,7 @@ def _branch(
     asked: str, root: Path, branch: BranchParameters, newest: Manifest | None, world: Ranks, load: Load
 ) -> bool:
     """Begins from the checkpoint at a path; a run that has begun there already goes on from its own newest."""
-    place = Path(os.path.abspath(local_path(asked)))
+    place = absolute(as_path(asked))
     parent = newest.parent if newest else None
     if parent is not None and world.broadcast_object(began_at(parent, place) if world.is_main else None):
         if parent["words"] != vars(branch):
@@ -116,8 +116,7 @@ def _newest_of(root: Path) -> Manifest | None:
 
 def _load_newest(root: Path, world: Ranks, load: Load, *, is_required: bool) -> bool:
     """Loads the newest complete checkpoint, and warns of the damaged ones that it skips."""
-    paths = [path for _, path in step_directories(root)] if world.is_main else []
-    candidates = world.broadcast_object(paths)
+    candidates = world.broadcast_object(finished_directories(root) if world.is_main else [])
     for path in reversed(candidates):
         try:
             load(verify_all_but_shards(path, world=world), ALL_KEPT)
@@ -163,7 +162,7 @@ def _path_of_step(checkpoints: list[Manifest], root: Path, step: int) -> Path:
 
 
 def _refuse_used_directory(root: Path, world: Ranks) -> None:
-    count = world.broadcast_object(len(step_directories(root)) if world.is_main else 0)
+    count = world.broadcast_object(len(finished_directories(root)) if world.is_main else 0)
     if count:
         raise ConfigError(
             f"resume=None starts from step 0, but {root} has {count} checkpoints of an earlier run. "

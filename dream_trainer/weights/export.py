@@ -7,7 +7,7 @@ first name, as transformers expects them. How the files are named and published 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.adapter_record import adapters_from, adapters_of
 from dream_trainer.weights.adapters import merged_reader
 from dream_trainer.weights.export_files import (
@@ -87,7 +88,7 @@ def export_checkpoint(
     """
     from dream_trainer.weights.stored_tensors import StoredTensors
 
-    stored, shared = StoredTensors(Path(checkpoint)), read_shared(Path(checkpoint))
+    stored, shared = StoredTensors(as_path(checkpoint)), read_shared(as_path(checkpoint))
     chosen = _choose_model(stored, shared, model)
     prefix, records = f"models.{chosen}.", shared.get("left_out", {})
     left_out = LeftOutWeights({name: records[full] for name, full in _below(records, prefix).items()}, base)
@@ -144,6 +145,21 @@ def _content(
         return _Content(merged, merged_reader(adapters, read), config)
     own = {name: specs[source] for name, source in adapters.names.items()}
     return _Content(own, lambda name: read(adapters.names[name]), adapters.config, are_adapters=True)
+
+
+def model_to_export(models: Collection[str], asked: str | None) -> str:
+    """The name of a trainer's model: that which was asked for, or the only one.
+
+    Raises:
+        CheckpointError: There is no such model, or there are several.
+    """
+    if asked is None:
+        if len(models) > 1:
+            raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
+        asked = next(iter(models))
+    if asked not in models:
+        raise CheckpointError(f"the trainer has no model {asked!r}; there are {sorted(models)}.")
+    return asked
 
 
 def export_model(

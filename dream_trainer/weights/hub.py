@@ -13,6 +13,7 @@ from dream_trainer.checkpoint.manifest import Manifest, read_manifest
 from dream_trainer.distributed.outcomes import from_main_rank
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.export import export_checkpoint
 from dream_trainer.weights.export_files import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
@@ -68,7 +69,7 @@ def push_to_hub(
     """
 
     def push() -> str:
-        checkpoint = find_checkpoint(Path(source), step)
+        checkpoint = find_checkpoint(as_path(source), step)
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "export"
             export_checkpoint(checkpoint, out, model=model, weights=weights, merge_adapters=merge_adapters, base=base)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dream_trainer.checkpoint.files import local_path, verify_file
+from dream_trainer.checkpoint.files import verify_file
 from dream_trainer.compat.compiler import compiled_original
 from dream_trainer.compat.pytorch import local_tensor, shard_dim
 from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.shards import local_indices
+from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.weights.origins import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles
@@ -76,7 +77,7 @@ def load_weights(
             found only in the middle of reading).
         ConfigError: `renames` has a faulty regular expression or replacement.
     """
-    path = local_path(path).expanduser()
+    path = as_path(path).expanduser()
     patterns = _compiled(renames or {})
     world = world or Ranks.of_default_group()
     task = f"load weights from {path}"

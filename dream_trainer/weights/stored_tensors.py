@@ -30,7 +30,7 @@ class StoredTensors:
         Raises:
             CheckpointError: One of them is missing, damaged or refused.
         """
-        self.manifest = read_manifest(Path(path))
+        self.manifest = read_manifest(path)
         file = self.manifest.path / METADATA_NAME
         self._metadata = parse_metadata(self.manifest.read(METADATA_NAME), file)
         self._reader = VerifyingReader(self.manifest, self._metadata)

@@ -53,10 +53,19 @@ def test_a_count_is_a_positive_integer(field: str, value: Any) -> None:
         dt.CheckpointParameters(**METRIC, **{field: value})
 
 
-@pytest.mark.parametrize("value", ["", 3, "s3://bucket/checkpoints"])
-def test_the_directory_is_a_path_of_a_file_system(value: Any) -> None:
+@pytest.mark.parametrize("value", ["", 3])
+def test_the_directory_is_a_path(value: Any) -> None:
     with pytest.raises(ConfigError, match=f"directory={value!r} is not "):
         dt.CheckpointParameters(directory=value)
+
+
+def test_the_directory_may_be_in_an_object_store_and_has_no_credentials_in_it() -> None:
+    assert dt.CheckpointParameters(directory="s3://bucket/runs").directory == "s3://bucket/runs"
+    with pytest.raises(ConfigError, match=r"checkpoint_parameters.directory: https: is no place"):
+        dt.CheckpointParameters(directory="https://bucket/runs")
+    with pytest.raises(ConfigError, match=r"checkpoint_parameters.directory: .*credentials") as raised:
+        dt.CheckpointParameters(directory="s3://key:secret@bucket/runs")
+    assert "secret@" not in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, "1", True])

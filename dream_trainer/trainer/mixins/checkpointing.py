@@ -9,9 +9,8 @@ trainer/saved_state.py; what is resumed, in trainer/resume.py; how it is given b
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from dream_trainer.best_value import refuse_other_places
-from dream_trainer.checkpoint.elsewhere import link_checkpoints
+from dream_trainer.checkpoint.elsewhere import linked_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, verify_checkpoint
+from dream_trainer.checkpoint.manifest import Manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_state import model_configs
+from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.saver import Moment, Saver
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
@@ -32,9 +32,8 @@ from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
-from dream_trainer.distributed.outcomes import on_all_ranks
-from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
+from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.best_mode import with_known_mode
@@ -58,18 +57,29 @@ class CheckpointMixin(AbstractTrainer):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints are, or a link to that place."""
+        """Where this run's checkpoints are, or a link to that place; of an object store, where they wait to be sent."""
         return self.run_dir / "checkpoints"
 
     def checkpoints(self) -> list[Manifest]:
-        """The run's complete checkpoints, oldest first."""
-        return list_checkpoints(self.checkpoint_dir)
+        """The run's complete checkpoints, oldest first; those in an object store, and those that wait to be sent."""
+        return list_in_both(self._checkpoints_root(), self.checkpoint_dir)
+
+    def _elsewhere(self) -> Path | None:
+        """The directory of this run below `checkpoint_parameters.directory`, on a disk or in an object store."""
+        directory = self.config.checkpoint_parameters.directory
+        if directory is None:
+            return None
+        return as_path(directory).expanduser() / self.project / self.group / self.experiment
+
+    def _checkpoints_root(self) -> Path:
+        elsewhere = self._elsewhere()
+        return elsewhere / "checkpoints" if isinstance(elsewhere, StorePath) else self.checkpoint_dir
 
     def save_checkpoint(self) -> Path:
         """Saves the run as it is now and waits until that is on the disk; between windows, called by every rank.
 
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory; in an object store, where it is once it is sent.
 
         Raises:
             CheckpointError: Some rank could not write; raised on every rank, earlier checkpoints are whole.
@@ -78,7 +88,7 @@ class CheckpointMixin(AbstractTrainer):
         """
         self._refuse_inside_window("save_checkpoint")
         self._saver.save()
-        return self.checkpoint_dir / step_name(self.global_step)
+        return self._checkpoints_root() / step_name(self.global_step)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Loads the checkpoint at `path` into this trainer; between windows, called by every rank.
@@ -90,7 +100,7 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: It is damaged, or of another model, seed or global batch; raised on every rank.
         """
-        source = local_path(path)
+        source = as_path(path)
         self._session.start()
         self._refuse_inside_window("load_checkpoint")
         self._saver.finish()
@@ -128,13 +138,13 @@ class CheckpointMixin(AbstractTrainer):
         Raises:
             CheckpointError: Rank 0 could not write; the same on every rank.
         """
-        from dream_trainer.weights.export import export_model
+        from dream_trainer.weights.export import export_model, model_to_export
 
         target = local_path(path)
         self._session.start()
         self._refuse_inside_window("export")
         models = self.named_models()
-        name = _model_to_export(models, model)
+        name = model_to_export(models, model)
         with self._rounds.as_one_model() if weights == "model" else averages_to_export(self.callbacks, weights, name):
             self._parallel.reshard()
             return export_model(
@@ -155,9 +165,9 @@ class CheckpointMixin(AbstractTrainer):
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         if parameters.best_metric is not None:
             refuse_other_places(parameters.best_metric, self._data.validation, named_by="best_metric")
+        retention, elsewhere = Retention.of(parameters), self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
-        writer = SnapshotWriter(self.checkpoint_dir, Retention.of(parameters), self.world.beside(), copies)
-        is_dry = self.config.training_parameters.fast_dev_run
+        writer = SnapshotWriter(self.checkpoint_dir, retention, self.world.beside(), copies)
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         saver = self._saver = Saver(
             parameters,
@@ -173,25 +183,18 @@ class CheckpointMixin(AbstractTrainer):
             clock=time.monotonic,
             only_when_called=self._leaves_nothing(),
         )
-        if not is_dry:
-            self._claim_directories(saver, parameters.directory)
+        if self.config.training_parameters.fast_dev_run:
+            return
+        saver.claim(self.run_dir)
+        if isinstance(elsewhere, StorePath):
+            saver.send_to(RemoteRun(elsewhere, self.run_dir, retention, self.world, self.world.connect_to_store))
+        elif elsewhere is not None or self.checkpoint_dir.is_symlink():
+            # A run in another `runs_dir` may have the same.
+            saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
 
     def _leaves_nothing(self) -> bool:
         """Whether no checkpoint is saved but where one is called for, also not after an error."""
         return bool(self.config.training_parameters.fast_dev_run)
-
-    def _claim_directories(self, saver: Saver, elsewhere: str | None) -> None:
-        """Keeps other jobs out of the run's directory and of that of its checkpoints, which may be `elsewhere`."""
-        link = self.checkpoint_dir
-        saver.claim(self.run_dir)
-        if elsewhere is None and not link.is_symlink():
-            return
-        directory = link.resolve()
-        if elsewhere is not None:
-            directory = Path(elsewhere).expanduser() / self.project / self.group / self.experiment
-        on_main = partial(link_checkpoints, link, directory)
-        on_all_ranks(self.world, "find the checkpoints", lambda: on_main() if self.world.is_main else None)
-        saver.claim(directory)  # a run in another `runs_dir` may have the same
 
     def _resume(self) -> None:
         super()._resume()
@@ -199,7 +202,7 @@ class CheckpointMixin(AbstractTrainer):
         if self.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self)
-        if not resume(self.checkpoint_dir, parameters, self.world, self._load):
+        if not resume(self._checkpoints_root(), parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
             # Else nothing was expected there, or the weights come from elsewhere.
             has_weights = parameters.init_from is not None or any_is_loaded(self)
@@ -210,19 +213,19 @@ class CheckpointMixin(AbstractTrainer):
         if self._saver.lacks_checkpoint and not self._session.is_training and self.local_batches == 0:
             self.warn_once(
                 "no checkpoint",
-                f"{self.checkpoint_dir} has no checkpoint, and nothing else was loaded: these weights are as setup "
-                "left them. Check project, group and experiment, or load weights by init_from or in load_pretrained. "
-                "If they are meant to be as they are, all is well.",
+                f"{self._checkpoints_root()} has no checkpoint, and nothing else was loaded: these weights are as "
+                "setup left them. Check project, group and experiment, or load weights by init_from or in "
+                "load_pretrained. If they are meant to be as they are, all is well.",
             )
         with super()._validation_context():
             yield
 
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
-        is_own = manifest.path.parent.resolve() == self.checkpoint_dir.resolve()
+        is_own = manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         restore(self, manifest, None if is_own else branch)
         self._recorder.parent = manifest.parent
         if not is_own:
-            path = os.path.abspath(manifest.path)
+            path = str(absolute(manifest.path))
             run, words = run_name(manifest), dict(vars(branch))
             self._recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
@@ -287,13 +290,3 @@ def _settled(trainer: AbstractTrainer) -> Moment:
     trainer.settle()
     trainer._agreement.check_order()
     return Moment(trainer.global_step, has_pending_work=trainer.progress.owed is not None)
-
-
-def _model_to_export(models: Collection[str], asked: str | None) -> str:
-    if asked is None:
-        if len(models) > 1:
-            raise CheckpointError(f"the trainer has several models: say which of {sorted(models)} to export.")
-        asked = next(iter(models))
-    if asked not in models:
-        raise CheckpointError(f"the trainer has no model {asked!r}; there are {sorted(models)}.")
-    return asked

@@ -1,0 +1,127 @@
+"""RemoteRun: a run whose checkpoints lie in an object store, as one job has it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.checkpoint.retention import Retention
+from dream_trainer.checkpoint.run_directory import LOCK_NAME
+from dream_trainer.checkpoint.sender import Sender
+from dream_trainer.compat.stores import HashStore, PrefixStore, Store
+from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
+from dream_trainer.stores.ownership import TOKEN_NAME, Ownership
+from dream_trainer.stores.store_path import StorePath
+
+_LOCAL_FILES = (LOCK_NAME, TOKEN_NAME)
+
+logger = logging.getLogger("dream_trainer")
+
+
+def list_in_both(root: Path, stage: Path) -> list[Manifest]:
+    """The whole checkpoints by step: those in `root`, and, where that is in a store, those that wait in `stage`."""
+    waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be sent meanwhile
+    found = {manifest.step: manifest for manifest in (*waiting, *list_checkpoints(root))}
+    return [found[step] for step in sorted(found)]
+
+
+class RemoteRun:
+    """The run's directory in a store: claimed by `begin`, and given back by `end`.
+
+    Args:
+        run: The run's directory there.
+        run_dir: Its directory on the disk, which this job has claimed already.
+        retention: Which checkpoints stay in the store.
+        world: The ranks.
+        connect: Returns a connection to the job's notes for one thread; None at world size 1.
+
+    Attributes:
+        directory: Of the checkpoints, in the store.
+    """
+
+    def __init__(
+        self, run: StorePath, run_dir: Path, retention: Retention, world: Ranks, connect: Callable[[], Store | None]
+    ) -> None:
+        self.directory = run / "checkpoints"
+        self._run = run
+        self._run_dir = run_dir
+        self._retention = retention
+        self._world = world
+        self._connect = connect
+        self._ownership: Ownership | None = None
+        self._sender: Sender | None = None
+        self._sent: dict[str, tuple[int, int]] = {}  # the run's files, with size and time of change
+
+    def begin(self, stage: Path) -> Sender:
+        """Claims the run and begins to send, first what waits in `stage`; every rank calls it.
+
+        Raises:
+            CheckpointError: Another live job has it, or the store refused; the same on every rank.
+        """
+        world, task = self._world, f"claim {self._run}"
+        self._ownership = on_all_ranks(world, task, self._claim)
+        name = from_main_rank(world, task, lambda: self._ownership.token if self._ownership else "")
+        notes = self._connect() or HashStore()
+        self._sender = Sender(
+            self.directory,
+            self._retention,
+            rank=world.rank,
+            world_size=world.world_size,
+            notes=PrefixStore(name, notes),  # a later trainer of this job has others
+            ownership=self._ownership,
+            after_each=self._send_files,
+        )
+        for path in from_main_rank(world, task, lambda: [manifest.path for manifest in list_checkpoints(stage)]):
+            self._sender.put(path)
+        return self._sender
+
+    def _claim(self) -> Ownership | None:
+        if not self._world.is_main:
+            return None
+        try:
+            ownership = Ownership(self._run, self._run_dir)
+            if not ownership.goes_on_here:
+                self._fetch_files()
+        except OSError as error:
+            raise CheckpointError(f"the store cannot be used: {error}") from None
+        return ownership
+
+    def _fetch_files(self) -> None:
+        """The run was somewhere else last: what it wrote about itself goes on here."""
+        for entry in self._run.iterdir():
+            if not entry.is_dir():
+                (self._run_dir / entry.name).write_bytes(entry.read_bytes())
+
+    def _send_files(self) -> None:
+        """Sends the run's own files, such as `run.json` and `metrics.jsonl`, where they have changed."""
+        for path in sorted(self._run_dir.iterdir()):
+            if path.name in _LOCAL_FILES or path.name.startswith(".") or not path.is_file():
+                continue
+            status = path.stat()
+            state = (status.st_size, status.st_mtime_ns)
+            if self._sent.get(path.name) != state:
+                self._run.store.send(path, f"{self._run.key}/{path.name}")
+                self._sent[path.name] = state
+
+    def look_again(self) -> None:
+        """Checkpoints in the store were renamed."""
+        if self._sender is not None:
+            self._sender.look_again()
+
+    def end(self) -> None:
+        """Ends what `begin` began; what is not sent waits on the disk."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._ownership is not None:
+            try:
+                if not self._ownership.is_lost():
+                    self._send_files()
+            except OSError as error:
+                logger.warning("the run's own files were not sent to %s: %s", self._run, error)
+            self._ownership.release()
+            self._ownership = None

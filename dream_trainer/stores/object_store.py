@@ -1,0 +1,185 @@
+"""An object store's bytes: the few operations that checkpoints need of it, through fsspec.
+
+Everything that the stores do differently is in this file. An object appears whole or not at all, also one that is sent
+in many parts, so what is needed beside reading and writing is one condition: `create` writes only where nothing is.
+Credentials come from where each store's own tools take them (environment, files, the machine's role). They are never
+arguments here, and are taken out of what errors say.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dream_trainer.errors import ConfigError
+
+SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+"""What an object store's address begins with, and the package that speaks to it."""
+
+# A connection that nobody answers would else be tried for minutes before the run hears of it.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}},
+}
+_SENDING: dict[str, dict[str, Any]] = {"s3": {"chunksize": 16 << 20}}  # of which ten go at once
+_SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION|CREDENTIAL)")
+_SECRET_ARGUMENT = re.compile(
+    r"(?i)\b(sig|signature|x-amz-\w[\w-]*|x-goog-\w[\w-]*|awsaccesskeyid|accountkey|sharedaccesssignature)=[^&;\s'\"]+"
+)
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+class StoredEntry(NamedTuple):
+    """Something in a directory of a store."""
+
+    name: str
+    """The last part of its path."""
+    size: int
+    """Bytes; 0 for a directory."""
+    is_directory: bool
+
+
+class ObjectStore:
+    """The objects of one store by their keys, such as `bucket/runs/config.json`.
+
+    Every method raises FileNotFoundError, PermissionError or, for all else, ConnectionError. The message names the
+    address and no secret.
+
+    Args:
+        scheme: One of `SCHEMES`.
+
+    Raises:
+        ConfigError: Its package is not installed.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        try:
+            import fsspec
+
+            # What another job wrote must be seen: listings are not kept.
+            self._files: Any = fsspec.filesystem(
+                scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {})
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f'{scheme}:// needs the package {SCHEMES[scheme]}. Run: pip install "dream-trainer[{scheme}]"'
+            ) from error
+        self._scheme = scheme
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Writes an object where there is none; returns whether it did, and False where there was one.
+
+        Of several that do so at once, one gets True. After an error it may have been written all the same.
+        """
+        with self._speaking_of(key):
+            try:
+                self._files.pipe_file(key, content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                # s3fs knows a condition that did not hold by a field that not every server's answer has.
+                if error.errno == errno.EINVAL and self._files.exists(key):
+                    return False
+                raise
+        return True
+
+    def write(self, key: str, content: bytes) -> None:
+        """Writes an object, whatever was there."""
+        with self._speaking_of(key):
+            self._files.pipe_file(key, content)
+
+    def send(self, file: Path, key: str) -> None:
+        """Copies a local file to an object; a large one in parts, several at once."""
+        with file.open("rb"):  # a file that is gone here is no fault of the store
+            pass
+        with self._speaking_of(key):
+            self._files.put_file(str(file), key, **_SENDING.get(self._scheme, {}))
+
+    def read(self, key: str) -> bytes:
+        """An object's content."""
+        with self._speaking_of(key):
+            content: bytes = self._files.cat_file(key)
+        return content
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of an object, all at once: each from its first byte to before its last."""
+        with self._speaking_of(key):
+            parts: list[bytes] = self._files.cat_ranges(
+                [key] * len(ranges), [start for start, _ in ranges], [end for _, end in ranges], on_error="raise"
+            )
+        return parts
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None if there is none."""
+        try:
+            with self._speaking_of(key):
+                found = self._files.info(key)
+        except FileNotFoundError:
+            return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def entries(self, key: str) -> list[StoredEntry]:
+        """What lies in a directory; nothing if there is none."""
+        try:
+            with self._speaking_of(key):
+                found = self._files.ls(key, detail=True)
+        except FileNotFoundError:
+            return []
+        named = [(entry["name"].rstrip("/"), entry) for entry in found]
+        return [
+            StoredEntry(name.rpartition("/")[2], int(entry["size"] or 0), entry["type"] == "directory")
+            for name, entry in named
+            if name != key.rstrip("/")
+        ]
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies an object inside the store."""
+        with self._speaking_of(source):
+            self._files.cp_file(source, target)
+
+    def remove(self, key: str) -> None:
+        """Removes an object, if it is there."""
+        try:
+            with self._speaking_of(key):
+                self._files.rm_file(key)
+        except FileNotFoundError:
+            pass
+
+    @contextmanager
+    def _speaking_of(self, key: str) -> Iterator[None]:
+        """Makes every error one of four kinds, without what came with it, which may hold secrets."""
+        address = f"{self._scheme}://{key}"
+        try:
+            yield
+            return
+        except FileNotFoundError:
+            raised: OSError = FileNotFoundError(f"{address} is not there")
+        except PermissionError as error:
+            raised = PermissionError(f"{address}: {without_secrets(error)}. Are the credentials those of this store?")
+        except Exception as error:  # each store's client has errors of its own
+            raised = ConnectionError(f"{address}: {without_secrets(error)}")
+        raise raised from None
+
+
+@cache
+def open_store(scheme: str) -> ObjectStore:
+    """The store of one of `SCHEMES`, with the credentials and the endpoint that the environment names.
+
+    Raises:
+        ConfigError: Its package is not installed.
+    """
+    return ObjectStore(scheme)
+
+
+def without_secrets(error: BaseException) -> str:
+    """What an exception says, in a line, without credentials: those of the environment and those in addresses."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    secrets = [value for name, value in os.environ.items() if _SECRET_VARIABLE.match(name) and len(value) > 3]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return _USER_OF_URL.sub("***@", _SECRET_ARGUMENT.sub(r"\1=***", text))

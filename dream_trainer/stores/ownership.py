@@ -1,0 +1,219 @@
+"""Ownership: which job a run in an object store belongs to. Of two that start at once, anywhere, one has it.
+
+    owners/00000001.json      the first job's; removed by the next
+    owners/00000002.json      the highest number's: it owns the run, and says anew every few seconds that it lives
+
+A number is taken by creating its object, which of several jobs one alone can do; nothing else is asked of the store. A
+killed job leaves its object. The next one takes the following number: at once where it holds the directory in which
+that job lived, otherwise when the object has not changed for a minute. The clocks of hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from dream_trainer.errors import CheckpointError
+from dream_trainer.stores.object_store import without_secrets
+from dream_trainer.stores.store_path import StorePath
+
+OWNERS_NAME = "owners"
+TOKEN_NAME = "store_owner"
+LEASE_SECONDS = 60.0
+RENEW_SECONDS = 15.0
+_NUMBERED = re.compile(r"(\d{8,})\.json")
+
+logger = logging.getLogger("dream_trainer")
+
+
+def is_owned(run: StorePath) -> bool:
+    """Whether a live job has the run; takes up to 20 s to see one live that was not given back.
+
+    Raises:
+        OSError: The store refused, or did not answer.
+    """
+    first = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
+    if first is None or first.get("released"):
+        return False
+    deadline = time.monotonic() + RENEW_SECONDS + 5
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        now = _record_of(run / OWNERS_NAME, _highest(run / OWNERS_NAME))
+        if now != first:
+            return now is not None and not now.get("released")
+    return False
+
+
+class Ownership:
+    """A job's claim on a run in a store, until `release`. One process of the job has it.
+
+    Args:
+        run: The run's directory in the store.
+        lived_here: A local directory that no other live job has. The claim leaves a word there, by which the next job
+            in it knows that this one is gone.
+        lease_seconds: A claim that was not renewed for so long is another's to take.
+        renew_seconds: How often this one is.
+
+    Attributes:
+        token: A word that no other claim has.
+        goes_on_here: Whether the last job that had the run lived in the same directory.
+
+    Raises:
+        CheckpointError: Another live job has the run, or the store writes over what is there although it was told not
+            to, so that nobody could know whose the run is.
+        OSError: The store refused, or did not answer.
+    """
+
+    def __init__(
+        self,
+        run: StorePath,
+        lived_here: Path,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        renew_seconds: float = RENEW_SECONDS,
+    ) -> None:
+        self._run = run
+        self._owners = run / OWNERS_NAME
+        self.token = secrets.token_hex(8)
+        self.goes_on_here = False
+        self._renewals = 0
+        self._mark = lived_here / TOKEN_NAME
+        self._number = self._take(lease_seconds)
+        self._mark.write_text(self.token)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, args=(renew_seconds,), name="run's owner", daemon=True)
+        self._thread.start()
+
+    def is_lost(self) -> bool:
+        """Whether another job has taken the run since; asks the store.
+
+        Raises:
+            OSError: The store refused, or did not answer.
+        """
+        return self._highest() > self._number
+
+    def release(self) -> None:
+        """Gives the run to whoever comes next. If the store does not answer, that one waits for a minute."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self._object(self._number).store.write(self._object(self._number).key, self._content(released=True))
+        except OSError as error:
+            logger.warning("%s stays claimed for a while: %s", self._run, error)
+
+    def _take(self, lease_seconds: float) -> int:
+        while True:
+            number = self._highest()
+            if number:
+                self._wait_until_free(number, lease_seconds)
+            number += 1
+            if self._create(number):
+                break
+        self._refuse_unconditional(number)
+        for entry in self._owners.iterdir():
+            if entry.name < self._object(number).name:
+                entry.store.remove(entry.key)
+        return number
+
+    def _wait_until_free(self, number: int, lease_seconds: float) -> None:
+        """Returns once nobody renews the claim with this number; it may be gone by then."""
+        first = self._read(number)
+        if first is None:
+            return
+        self.goes_on_here = self._mark.exists() and self._mark.read_text() == first.get("token")
+        if first.get("released") or self.goes_on_here:
+            return
+        logger.warning(
+            "%s was claimed by a job on %s; waiting up to %.0f s for a sign that it lives",
+            self._run,
+            first.get("host"),
+            lease_seconds,
+        )
+        deadline = time.monotonic() + lease_seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, lease_seconds / 10))
+            now = self._read(number)
+            if now is None or now.get("released"):
+                return
+            if now != first:
+                raise CheckpointError(
+                    f"another live job, on {now.get('host')}, writes to {self._run}. Stop it, or give this run another "
+                    "experiment name."
+                )
+
+    def _create(self, number: int) -> bool:
+        place = self._object(number)
+        try:
+            return place.store.create(place.key, self._content())
+        except ConnectionError:
+            # It may have arrived all the same; else this raises again, or another job was first.
+            record = self._read(number)
+            if record is None:
+                raise
+            return record.get("token") == self.token
+
+    def _refuse_unconditional(self, number: int) -> None:
+        place = self._object(number)
+        if place.store.create(place.key, self._content()):
+            place.store.remove(place.key)
+            raise CheckpointError(
+                f"the store of {self._run} writes over an object although it was told not to (If-None-Match), so two "
+                "jobs could write to one run. Use a store that honours conditional writes; "
+                "`rclone serve s3` does not."
+            )
+
+    def _renew(self, seconds: float) -> None:
+        """Runs in the thread."""
+        place = self._object(self._number)
+        while not self._ended.wait(seconds):
+            self._renewals += 1
+            try:
+                if self.is_lost():
+                    return
+                place.store.write(place.key, self._content())
+            except OSError as error:
+                logger.debug("could not renew the claim on %s: %s", self._run, without_secrets(error))
+
+    def _content(self, *, released: bool = False) -> bytes:
+        record = {
+            "token": self.token,
+            "host": socket.gethostname(),
+            "renewals": self._renewals,
+            "released": released,
+        }
+        return json.dumps(record).encode()
+
+    def _read(self, number: int) -> dict[str, Any] | None:
+        return _record_of(self._owners, number)
+
+    def _highest(self) -> int:
+        return _highest(self._owners)
+
+    def _object(self, number: int) -> StorePath:
+        return self._owners / _name(number)
+
+
+def _name(number: int) -> str:
+    return f"{number:08d}.json"
+
+
+def _highest(owners: StorePath) -> int:
+    numbers = [int(match[1]) for entry in owners.iterdir() if (match := _NUMBERED.fullmatch(entry.name))]
+    return max(numbers, default=0)
+
+
+def _record_of(owners: StorePath, number: int) -> dict[str, Any] | None:
+    try:
+        record = json.loads((owners / _name(number)).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

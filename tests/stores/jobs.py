@@ -1,0 +1,118 @@
+"""A small run whose checkpoints lie in an object store; also as a command, to be killed:
+
+python -m tests.stores.jobs URL MAX_STEPS [PHASE]     in the working directory, which is its local disk
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dream_trainer as dt
+
+X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Fit(dt.DreamTrainer):
+    """A regression, with dropout so that random states count."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(TensorDataset(X), 8 // self.world.world_size, shuffle=True), DataLoader(TensorDataset(X), 16)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = (self.model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": (self.model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()}
+
+
+class Wide(Fit):
+    """Large enough that a part of a shard is less than all of it."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 60_000), nn.Dropout(0.1), nn.Linear(60_000, 1))
+
+
+def config(url: str | None, max_steps: int, **parameters: Any) -> dt.DreamTrainerConfig:
+    return dt.DreamTrainerConfig(
+        project="p",
+        group="g",
+        experiment=parameters.pop("experiment", "e"),
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(max_steps=max_steps, n_epochs=None, global_batch_size=8),
+        checkpoint_parameters=dt.CheckpointParameters(
+            **{"directory": url, "save_every_n_steps": 2, "save_every_n_epochs": None, **parameters}
+        ),
+    )
+
+
+def train(url: str | None, max_steps: int, trainer: type[Fit] = Fit, **parameters: Any) -> Fit:
+    """One start of the command."""
+    with trainer(config(url, max_steps, **parameters)) as run:
+        run.fit()
+    return run
+
+
+def weights(run: Fit) -> dict[str, torch.Tensor]:
+    from dream_trainer.compat.pytorch import local_tensor
+
+    full = {}
+    for name, value in run.model.state_dict().items():
+        full[name] = value.full_tensor() if hasattr(value, "full_tensor") else local_tensor(value)
+    return {name: value.clone() for name, value in full.items()}
+
+
+def die_at(phase: str) -> None:
+    """Kills this process in the midst of the second checkpoint that is sent."""
+    from dream_trainer.stores.object_store import ObjectStore
+
+    send, create = ObjectStore.send, ObjectStore.create
+    sent: list[str] = []
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sending(self: ObjectStore, file: Any, key: str) -> None:
+        second = "step_00000004" in key
+        if second and phase == "before the upload":
+            die()
+        if second and phase == "between files" and sent:
+            die()
+        send(self, file, key)
+        if second:
+            sent.append(key)
+
+    def creating(self: ObjectStore, key: str, content: bytes) -> bool:
+        is_manifest = key.endswith("step_00000004/manifest.json")
+        if is_manifest and phase == "before the manifest":
+            die()
+        created = create(self, key, content)
+        if is_manifest and phase == "after the manifest":
+            die()
+        return created
+
+    ObjectStore.send, ObjectStore.create = sending, creating  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) > 3:
+        die_at(sys.argv[3])
+    run = train(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps({name: value.tolist() for name, value in weights(run).items()}))

@@ -1,0 +1,122 @@
+"""An S3 server for tests: moto in a thread of this process, which can be stopped, throttled and made forgetful."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+
+from dream_trainer.stores.object_store import open_store
+from tests.worlds import free_port
+
+SECRET = "not-to-be-seen-0123456789"
+BUCKET = "bucket"
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *args: Any) -> None:
+        pass
+
+
+class Server:
+    """An S3 server on this machine. What it holds survives `stop`.
+
+    Attributes:
+        url: Of its endpoint.
+        requests: Method, path and the header Range of each request that came.
+        throttled: Requests still to be answered with 503 SlowDown.
+        refuses: Whether all are answered as those of a stranger are.
+        ignores_conditions: Whether If-None-Match is not heard.
+        before: Called with method and path before each request.
+    """
+
+    def __init__(self) -> None:
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.requests: list[tuple[str, str, str]] = []
+        self.throttled = 0
+        self.refuses = False
+        self.ignores_conditions = False
+        self.before: Callable[[str, str], None] = lambda method, path: None
+        self._server: BaseWSGIServer | None = None
+
+    def start(self) -> None:
+        if self._server is not None:
+            return
+        self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=_Quiet)
+        self._server.daemon_threads = True  # type: ignore[attr-defined]
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Nobody answers any more, and nothing is forgotten."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
+        self.before(method, path)
+        if self._server is None:  # a connection that was kept open over `stop`
+            return _answer(start_response, "503 Service Unavailable", "ServiceUnavailable", "stopped")
+        if self.refuses:
+            text = f"The key {SECRET} is not known; see http://x/?X-Amz-Signature={SECRET}"
+            return _answer(start_response, "403 Forbidden", "InvalidAccessKeyId", text)
+        if self.throttled > 0:
+            self.throttled -= 1
+            return _answer(start_response, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
+        if self.ignores_conditions:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        return self._app(environ, start_response)
+
+
+def _answer(start_response: Any, status: str, code: str, message: str) -> list[bytes]:
+    start_response(status, [("Content-Type", "application/xml")])
+    return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+
+
+def environment(url: str) -> dict[str, str]:
+    """The variables with which a client finds the server."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@contextmanager
+def running_server() -> Iterator[Server]:
+    """A server, until the block ends."""
+    server = Server()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def pointing_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """This process, and those that it starts, use `server`, which has an empty bucket."""
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    import requests
+
+    requests.post(f"{server.url}/moto-api/reset", timeout=10)
+    open_store.cache_clear()
+    open_store("s3")._files.mkdir(BUCKET)
+    server.requests.clear()
+    yield server
+    server.throttled, server.refuses, server.ignores_conditions = 0, False, False
+    server.before = lambda method, path: None
+    server.start()
+    open_store.cache_clear()

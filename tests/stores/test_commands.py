@@ -1,0 +1,49 @@
+"""`dream-trainer checkpoints` on a run in an object store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dream_trainer.cli.main import main
+from dream_trainer.stores.store_path import StorePath
+from tests.stores.jobs import train, weights
+
+
+def test_the_commands_read_a_run_in_a_store(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = train(url, 6)
+    address = f"{url}/p/g/e"
+
+    def shown(*arguments: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(["checkpoints", *arguments, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    listed = shown("ls", address)["checkpoints"]
+    assert [(entry["step"], entry["state"]) for entry in listed] == [(2, "whole"), (4, "whole"), (6, "whole")]
+    assert listed[0]["path"] == f"{address}/checkpoints/step_00000002"
+    assert shown("show", address, "--step", "4")["step"] == 4
+    assert shown("verify", address)["whole"]
+    steps = (f"{address}/checkpoints/step_00000002", f"{address}/checkpoints/step_00000004")
+    differences = shown("diff", *steps, code=1)
+    assert differences["manifest"]["step"] == [2, 4]
+    shown("export", address, str(tmp_path / "out"))
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights(run).items())
+
+    shard = StorePath(address) / "checkpoints/step_00000004/__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.store.write(shard.key, bytes(content))
+    reports = shown("verify", address, code=1)["checkpoints"]
+    assert [report["whole"] for report in reports] == [True, False, True]
+    (manifest := StorePath(address) / "checkpoints/step_00000006/manifest.json").store.remove(manifest.key)
+    assert [entry["state"] for entry in shown("ls", address)["checkpoints"]] == ["whole", "whole", "unfinished"]
+    removed = shown("prune", address, "--keep-last", "1", "--damaged")["removed"]
+    assert [path.rpartition("/")[2] for path in removed] == ["step_00000002", "step_00000006"]
+    assert (StorePath(address) / "run.json").is_file()

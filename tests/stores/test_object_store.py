@@ -1,0 +1,178 @@
+"""The bytes of an object store, against a real server of S3's protocol."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.stores.object_store import open_store, without_secrets
+from dream_trainer.stores.ownership import Ownership
+from dream_trainer.stores.store_path import StorePath, as_path
+from tests.stores.servers import SECRET, Server
+
+
+def test_of_many_that_create_one_object_one_does(url: str) -> None:
+    place = StorePath(url) / "one.json"
+    won = []
+
+    def race(number: int) -> None:
+        if place.store.create(place.key, str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert place.read_bytes() == str(won[0]).encode()
+
+
+def test_a_refusal_without_its_reason_is_one_where_the_object_is_there(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SeaweedFS answers."""
+    place = StorePath(url) / "one.json"
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EINVAL, "a condition did not hold")
+
+    monkeypatch.setattr(place.store._files, "pipe_file", refuse)
+    with pytest.raises(ConnectionError, match="did not hold"):
+        place.store.create(place.key, b"")
+    monkeypatch.undo()
+    place.store.write(place.key, b"first")
+    monkeypatch.setattr(place.store._files, "pipe_file", refuse)
+    assert not place.store.create(place.key, b"second")
+
+
+def test_a_large_file_goes_in_parts_and_is_read_in_ranges(url: str, tmp_path: Path, s3: Server) -> None:
+    content = os.urandom((64 << 20) + 12345)
+    (tmp_path / "large").write_bytes(content)
+    place = StorePath(url) / "large"
+    place.store.send(tmp_path / "large", place.key)
+    assert any("partNumber" in path or method == "POST" for method, path, _ in s3.requests)  # in several parts
+    assert place.stat().st_size == len(content)
+    with place.open("rb") as stream:
+        assert stream.read() == content
+        stream.seek(-100, os.SEEK_END)
+        assert stream.read() == content[-100:]
+    with place.open("rb") as stream:
+        stream.seek(32 << 20)
+        assert stream.read(1000) == content[32 << 20 : (32 << 20) + 1000]
+        assert stream.fetched <= 1 << 16  # a part, where a part was asked for
+
+
+def test_a_directory_is_what_keys_begin_with(url: str) -> None:
+    root = StorePath(url)
+    assert not root.exists()
+    assert list(root.iterdir()) == []
+    for name in ("a/manifest.json", "a/data", "b"):
+        root.store.write((root / name).key, name.encode())
+    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("b", False)]
+    assert (root / "a").is_dir()
+    assert not (root / "b").is_dir()
+    (root / "a").rename(root / "c")
+    assert not (root / "a").exists()
+    assert (root / "c" / "data").read_bytes() == b"a/data"
+    with pytest.raises(FileNotFoundError, match="s3://bucket/runs/nothing is not there"):
+        (root / "nothing").read_bytes()
+
+
+def test_throttled_requests_are_made_again(url: str, s3: Server) -> None:
+    place = StorePath(url) / "x"
+    s3.throttled = 2
+    place.store.write(place.key, b"x")
+    s3.throttled = 2
+    assert place.read_bytes() == b"x"
+    assert s3.throttled == 0
+
+
+def test_errors_name_the_address_and_no_secret(url: str, s3: Server) -> None:
+    place = StorePath(url) / "x"
+    s3.refuses = True
+    with pytest.raises(PermissionError, match="s3://bucket/runs/x") as raised:
+        place.store.write(place.key, b"x")
+    assert SECRET not in str(raised.value)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    s3.stop()
+    with pytest.raises(OSError, match="s3://bucket/runs/x") as unreachable:
+        place.store.write(place.key, b"x")
+    assert SECRET not in str(unreachable.value)
+
+
+def test_secrets_are_taken_out_of_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "abcdefgh")
+    said = without_secrets(
+        ValueError("GET https://u:p@host/x?sig=Zm9v%3D&se=1 with abcdefgh; X-Amz-Security-Token=FwoG; AccountKey=xyz==")
+    )
+    for secret in ("Zm9v", "abcdefgh", "u:p", "FwoG", "xyz"):
+        assert secret not in said
+    assert "host/x" in said
+
+
+@pytest.mark.parametrize("text", ["s3://key:secret@bucket/x", "s3://bucket/x?versionId=1", "https://bucket/x", "s3://"])
+def test_addresses_that_cannot_work_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        as_path(text)
+    assert "key:secret" not in str(raised.value)
+
+
+def test_a_store_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    open_store.cache_clear()
+    with pytest.raises(ConfigError, match=r"dream-trainer\[gs\]"):
+        as_path("gs://bucket/x").exists()
+
+
+def test_a_run_belongs_to_one_job(url: str, tmp_path: Path) -> None:
+    run, here, there = StorePath(url), tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    first = Ownership(run, here, lease_seconds=3.0, renew_seconds=0.2)
+    with pytest.raises(CheckpointError, match="another live job"):
+        Ownership(run, there, lease_seconds=3.0)
+    first.release()
+    second = Ownership(run, there, renew_seconds=60.0)  # as one that was killed, which renews no more
+    third = Ownership(run, there, renew_seconds=60.0)  # whose directory says that it is gone
+    assert second.is_lost()
+    assert not third.is_lost()
+    fourth = Ownership(run, here, lease_seconds=1.0, renew_seconds=60.0)  # elsewhere it takes a while to know
+    assert third.is_lost()
+    assert [entry.name for entry in (run / "owners").iterdir()] == ["00000004.json"]
+    for owner in (second, third, fourth):
+        owner.release()
+
+
+def test_of_two_jobs_that_start_at_once_one_has_the_run(url: str, tmp_path: Path) -> None:
+    owners: list[Ownership] = []
+    errors: list[Exception] = []
+
+    def start(name: str) -> None:
+        (tmp_path / name).mkdir()
+        try:
+            owners.append(Ownership(StorePath(url), tmp_path / name, lease_seconds=3.0, renew_seconds=0.2))
+        except CheckpointError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(owners), len(errors)) == (1, 1)
+    owners[0].release()
+
+
+def test_a_store_that_ignores_conditions_is_refused(url: str, tmp_path: Path, s3: Server) -> None:
+    s3.ignores_conditions = True
+    with pytest.raises(CheckpointError, match="If-None-Match"):
+        Ownership(StorePath(url), tmp_path)
+    assert list((StorePath(url) / "owners").iterdir()) == []
