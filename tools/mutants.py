@@ -509,6 +509,20 @@ MUTANTS = [
         "tests/trainer/test_checkpoint_mixin.py",
     ),
     Mutant(
+        "a store that ignores conditions is used",
+        "dream_trainer/stores/ownership.py",
+        "if place.store.create(place.key, self._content()):",
+        "if False:",
+        "tests/stores/test_object_store.py -k ignores",
+    ),
+    Mutant(
+        "a run in a store that was lost is written on",
+        "dream_trainer/stores/ownership.py",
+        "return self._highest() > self._number",
+        "return False",
+        "tests/stores/test_object_store.py -k belongs",
+    ),
+    Mutant(
         "truncated files pass for whole",
         "dream_trainer/checkpoint/files.py",
         "if size_there != size:",

@@ -144,7 +144,7 @@ def test_what_could_not_be_sent_is_sent_first_by_the_next_start(
 
 
 def test_throttling_and_a_store_that_forgets_parts_lose_nothing(url: str, s3: Server) -> None:
-    throttled = iter(range(40))
+    throttled = iter(range(8))
     s3.before = lambda method, path: setattr(s3, "throttled", int(method == "PUT" and next(throttled, 1) % 2 == 0))
     train(url, 6)
     assert stored_steps(url) == [2, 4, 6]
@@ -200,7 +200,7 @@ def test_another_job_that_took_the_run_ends_this_one(url: str, tmp_path: Path) -
         pytest.param("before the upload", marks=pytest.mark.slow),
         "between files",
         pytest.param("before the manifest", marks=pytest.mark.slow),
-        "after the manifest",
+        pytest.param("after the manifest", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_killed_at_any_phase_of_sending_goes_on(url: str, phase: str) -> None:
