@@ -57,7 +57,7 @@ class TrainingParameters:
     val_every_minutes: float | None = None
     """Minutes of wall-clock time between validations; None does not look at the clock."""
     num_sanity_val_steps: int = 0
-    """Batches per rank of a validation before training, to find its errors early; 0 has none."""
+    """Batches per rank of a validation before the trainer's first training, to find its errors early; 0 has none."""
     sync_policy: SyncPolicy = "no_sync"
     """When gradients of an accumulation window are reduced: once, at its end, keeping full gradients until then
     ("no_sync"); each micro-batch, keeping only shards ("reduce_scatter_each"); or scattered each micro-batch and summed

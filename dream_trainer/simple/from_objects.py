@@ -388,8 +388,8 @@ class Trainer:
         """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
 
         Where an average of the weights is validated, such as EMA's, it is the checkpoint's average that is put into the
-        model, and the average of now begins from it. A `fit` that trains on goes on from there, with the optimizer,
-        schedules and counters of the last step.
+        model, and the average of now begins from it; a warning says where nothing averages any more. A `fit` that
+        trains on goes on from there, with the optimizer, schedules and counters of the last step.
 
         Raises:
             CheckpointError: There is none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.nn as nn
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.callbacks.weight_average import WeightAverage
+from dream_trainer.checkpoint.store import tensor_metadata
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.ordered import ENDLESS
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
@@ -22,7 +25,7 @@ from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, b
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
-from dream_trainer.trainer.callback_state import numbered
+from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered
 from dream_trainer.trainer.dream import DreamTrainer
 from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.weights.load import load_weights
@@ -100,10 +103,32 @@ class ObjectsTrainer(DreamTrainer):
         with self.changing_weights():
             load_weights(self.model, checkpoint.path, world=self.world)
         taken = "weights"
+        validated = self._averages_validated_at(checkpoint)
         for _, prefix, callback in numbered(self.callbacks):
             if isinstance(callback, WeightAverage) and callback.validate:
                 taken = "averages" if callback.load_as_weights(checkpoint.path, prefix) else taken
+                validated.pop(prefix, None)
+        for name in validated.values():
+            self.warn_once(
+                f"{name} is gone",
+                f"load_best() put the model's own weights of step {checkpoint.step} into the model, and what was "
+                f"validated there are the averages of {name}, which this trainer does not validate with. Give "
+                f"callbacks=[{name}(...)] to load them.",
+            )
         self._taken = taken, checkpoint.step
+
+    def _averages_validated_at(self, checkpoint: Manifest) -> dict[str, str]:
+        """By the prefix of their tensors, the callbacks whose averages a checkpoint's metrics are of."""
+        stored = on_all_ranks(self.world, f"load {checkpoint.path}", lambda: tensor_metadata(checkpoint.path))
+        counts: Counter[str] = Counter()
+        validated = {}
+        for record in checkpoint.config["callbacks"]:
+            name = str(record["class"]).rpartition(".")[2]
+            prefix = f"{CALLBACK_PREFIX}{name}.{counts[name]}."
+            counts[name] += 1
+            if record.get("validate") is True and any(tensor.startswith(prefix) for tensor in stored):
+                validated[prefix] = name
+        return validated
 
     def say_whose_weights(self) -> None:
         """Where training goes on from weights that are not those of its last step."""

@@ -403,7 +403,7 @@ class BaseTrainer(AbstractTrainer):
     def _validate_for_sanity(self) -> None:
         batches = self.config.training_parameters.num_sanity_val_steps
         agreement, loaders = self._agreement, self._data.validation
-        if not batches or not loaders:
+        if not batches or not loaders or self.local_batches > 0:
             return
         self.is_sanity_validation = True
         try:

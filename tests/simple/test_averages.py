@@ -135,3 +135,18 @@ def test_the_best_of_before_there_was_an_average_is_loaded_and_the_average_start
             assert trainer.evaluate()["val/loss"] == pytest.approx(min(before), rel=1e-12)
         else:
             pytest.fail("the best validation was to be one of before")
+
+
+@pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
+def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
+    later: list[dt.Callback], caplog: pytest.LogCaptureFixture
+) -> None:
+    with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
+        trainer.fit()
+        trainer.load_best()
+    assert "this trainer does not validate with" not in caplog.text
+    with overfitting(later) as trainer:
+        step = int(trainer.load_best().name.removeprefix("step_"))
+    assert f"own weights of step {step} into the model, and what was validated there are the averages of EMA" in (
+        caplog.text
+    )

@@ -273,6 +273,19 @@ def test_looking_at_metrics_before_training_changes_no_bit() -> None:
         assert torch.equal(one, other)
 
 
+def test_metrics_are_tried_before_the_first_training_alone() -> None:
+    tried: list[int] = []
+
+    def counted(outputs: Tensor, targets: Tensor) -> Tensor:
+        tried.append(len(outputs))
+        return outputs.mean()
+
+    with make(val=(X, Y), metrics={"counted": counted}, epochs=1) as trainer:
+        for epochs in (1, 2, 3):
+            trainer.train_epoch() if epochs == 2 else trainer.fit(epochs=epochs)
+            assert len(tried) == 1 + epochs
+
+
 def test_a_generator_is_not_used_up_before_training() -> None:
     with make(val=iter(batches()), metrics=["accuracy"]) as trainer:
         assert "val/accuracy" in trainer.fit()[-1]
