@@ -15,6 +15,7 @@ from dream_trainer.config.optional_sections import sections_opened, with_section
 from dream_trainer.config.short_help import short_help
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.uncaught import end_in_a_line
+from dream_trainer.config.unknown_arguments import refuse_unknown, refuse_values_of_booleans
 from dream_trainer.errors import ConfigError
 
 T = TypeVar("T", bound=BaseTrainerConfig)
@@ -56,9 +57,13 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
             if not isinstance(config, type):
                 how = (*how, tyro.conf.AvoidSubcommands)  # which tyro makes of a section that may be None
                 config, args = with_sections(config, args)
+        refuse_values_of_booleans(config, args)
         if isinstance(config, type):
-            return tyro.cli(config, args=args, config=how)
-        parsed = tyro.cli(type(config), args=args, default=config, config=how)
+            found, unknown = tyro.cli(config, args=args, config=how, return_unknown_args=True)
+            refuse_unknown(config, unknown)
+            return found
+        parsed, unknown = tyro.cli(cls, args=args, default=config, config=how, return_unknown_args=True)
+        refuse_unknown(config, unknown)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -67,11 +67,10 @@ def test_sizes_flags_durations_and_none_have_a_text_form() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--training-parameters.n-epoch", "3"], "Unrecognized"),
         (["--training-parameters.n-epochs", "three"], "three"),
         (["--training-parameters.train-batch-size", "0"], "train_batch_size=0 is too small"),
         (["--project", "a/b"], "project='a/b'"),
-        (["--callbacks", "x"], "Unrecognized"),
+        (["--callbacks", "x"], "there is no flag --callbacks. --help-all shows every one."),
     ],
 )
 def test_a_wrong_argument_ends_with_code_2_and_says_why(
@@ -81,6 +80,56 @@ def test_a_wrong_argument_ends_with_code_2_and_says_why(
         parse(given(), arguments)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+MEANT = {
+    "--training-parameters.n-epoch 3": "--training-parameters.n-epochs",
+    "--training_parameters.n_epoch=3": "--training-parameters.n-epochs",
+    "--training-parameter.n-epochs 3": "--training-parameters.n-epochs",
+    "--n-epochs 3": "--training-parameters.n-epochs",
+    "--batch-size 3": "--training-parameters.train-batch-size",
+    "--lr 3": "--learning-rate",
+    "--learning-rates 3": "--learning-rate",
+    "--no-training-parameters.fast-dev-run": "--training-parameters.no-fast-dev-run",
+    "--training-parameters.no-fast-dev-runs": "--training-parameters.fast-dev-run",
+}
+
+
+@pytest.mark.parametrize("arguments", MEANT)
+def test_an_unknown_flag_is_answered_with_one_line_and_the_nearest(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for start in (given(), LineConfig):
+        required = ["--project", "p", *REST] if start is LineConfig else []
+        with pytest.raises(SystemExit) as raised:
+            parse(start, [*required, *arguments.split()])
+        assert raised.value.code == 2
+        flag = arguments.split()[0].partition("=")[0].replace("_", "-")
+        assert capsys.readouterr().err == f"error: there is no flag {flag}. Did you mean {MEANT[arguments]}?\n"
+
+
+TWO_WAYS = (
+    "takes no value, and {} is given. Write --training-parameters.fast-dev-run to set it, "
+    "or --training-parameters.no-fast-dev-run to unset it."
+)
+BESIDE_FLAGS = {
+    "--foo.bar 3": "there is no flag --foo.bar. --help-all shows every one.",
+    "extra": "'extra' belongs to no flag. Write --FIELD VALUE; --help shows the fields.",
+    "--training-parameters.fast-dev-run true": f"--training-parameters.fast-dev-run {TWO_WAYS.format(repr('true'))}",
+    "--training_parameters.no_fast_dev_run=False --seed 3": (
+        f"--training-parameters.no-fast-dev-run {TWO_WAYS.format(repr('False'))}"
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", BESIDE_FLAGS)
+def test_words_that_no_flag_takes_are_answered_with_what_to_write(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(given(), arguments.split())
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == f"error: {BESIDE_FLAGS[arguments]}\n"
 
 
 def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
