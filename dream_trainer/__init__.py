@@ -12,6 +12,13 @@ from dream_trainer.lazy_names import lazy_names
 from dream_trainer.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from dream_trainer import callbacks as callbacks
+    from dream_trainer import config as config
+    from dream_trainer import data as data
+    from dream_trainer import errors as errors
+    from dream_trainer import loggers as loggers
+    from dream_trainer import optim as optim
+    from dream_trainer import simple as simple
     from dream_trainer.callbacks.ema import EMA as EMA
     from dream_trainer.config.activation_checkpointing_parameters import (
         ActivationCheckpointingConfigMixin as ActivationCheckpointingConfigMixin,
@@ -133,4 +140,5 @@ else:
             "parameter_groups": "optim.groups",
             "push_to_hub": "weights.hub",
         },
+        packages=("callbacks", "config", "data", "errors", "loggers", "optim", "simple"),
     )

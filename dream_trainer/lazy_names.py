@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str]
+    package: str, homes: Mapping[str, str], packages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: The package's `__name__`.
         homes: For each public name the module that defines it, below `dream_trainer`.
+        packages: Public packages and modules inside of it, which load on first use as well; `__all__` is without them.
     """
     names = sorted(homes)
 
     def load(name: str) -> Any:
+        if name in packages:
+            return import_module(f"{package}.{name}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return vars(import_module(f"dream_trainer.{homes[name]}"))[name]

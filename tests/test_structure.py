@@ -199,6 +199,8 @@ def declared_for_checkers(package: str) -> dict[str, str]:
         assert isinstance(node, ast.If)
         for statement in node.body:
             assert isinstance(statement, ast.ImportFrom)
+            if statement.module == package:  # its own packages
+                continue
             for alias in statement.names:
                 assert alias.asname == alias.name, f"`import {alias.name}` exports nothing under strict rules"
                 found[alias.name] = f"{statement.module}"
@@ -210,6 +212,19 @@ def loaded_at_run_time(package: str) -> dict[str, str]:
     calls = [node for node in ast.walk(TREES[package]) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "lazy_names"]
     return {name: f"dream_trainer.{home}" for name, home in ast.literal_eval(call.args[1]).items()}
+
+
+def test_checkers_see_the_packages_that_load_on_first_use() -> None:
+    (call,) = [node for node in ast.walk(TREES["dream_trainer"]) if isinstance(node, ast.Call)]
+    (packages,) = [ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "packages"]
+    declared = [
+        alias.name
+        for node in filter(type_checking, TREES["dream_trainer"].body)
+        for statement in ast.walk(node)
+        if isinstance(statement, ast.ImportFrom) and statement.module == "dream_trainer"
+        for alias in statement.names
+    ]
+    assert declared == list(packages)
 
 
 def test_there_are_lazy_packages() -> None:

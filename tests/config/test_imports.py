@@ -31,3 +31,19 @@ def test_importing_the_trainer_imports_nothing_but_torch_and_checksums() -> None
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['xxhash']"
+
+
+def test_the_public_packages_are_attributes_that_load_on_first_use() -> None:
+    program = (
+        "import sys\n"
+        "import dream_trainer as dt\n"
+        "print(sorted(name for name in sys.modules if name.startswith('dream_trainer.')), 'torch' in sys.modules)\n"
+        "for name in ('callbacks', 'config', 'data', 'errors', 'loggers', 'optim', 'simple'):\n"
+        "    assert getattr(dt, name) is sys.modules[f'dream_trainer.{name}']\n"
+        "print(dt.callbacks.EMA.__name__, dt.simple.Trainer.__name__, dt.errors.ConfigError.__name__)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [
+        "['dream_trainer.lazy_names', 'dream_trainer.version'] False",
+        "EMA Trainer ConfigError",
+    ]
