@@ -425,6 +425,13 @@ MUTANTS = [
         "tests/trainer/test_endless.py",
     ),
     Mutant(
+        "a signal to the job ends a worker that was just forked",
+        "dream_trainer/distributed/signals.py",
+        "if number == signal.SIGTERM and _starts_workers:",
+        "if False:",
+        "tests/data/test_worker_start.py",
+    ),
+    Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
         "dream_trainer/data/foreign.py",
         "    loader.worker_init_fn = WorkerInit(worker_init_fn)\n",

@@ -28,11 +28,13 @@ from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
-from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit
+from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
 from dream_trainer.data.streams.stream_loader import StreamLoader
+from dream_trainer.data.worker_start import WorkerInit
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
+from dream_trainer.distributed.signals import starting_workers
 from dream_trainer.errors import DataError
 
 
@@ -193,7 +195,8 @@ class ShardReader:
         self.release()
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
-        self._iterator = iter(self._torch_loader)
+        with starting_workers():
+            self._iterator = iter(self._torch_loader)
         batches = quiet(self._iterator)
         if self.ordered is None:
             return batches

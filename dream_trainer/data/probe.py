@@ -16,8 +16,10 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.data.sample_seeds import KeyedDataset, WorkerInit, draws_nothing
+from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
+from dream_trainer.data.worker_start import WorkerInit
 from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.distributed.signals import starting_workers
 
 if TYPE_CHECKING:
     from dream_trainer.data.loader import ShardReader
@@ -59,7 +61,9 @@ def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, l
             multiprocessing_context=context,
             worker_init_fn=WorkerInit(worker_init_fn),
         )
-        for (name, _), sample_summary in zip(samples.keys, torch_loader, strict=True):
+        with starting_workers():
+            in_worker = iter(torch_loader)
+        for (name, _), sample_summary in zip(samples.keys, in_worker, strict=True):
             summaries.setdefault(name, []).append(sample_summary)
     return {name: summaries[name] for name in readers}
 

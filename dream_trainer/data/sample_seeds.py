@@ -7,8 +7,6 @@ not. Where samples are loaded in the training process itself, its own generators
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,38 +138,3 @@ class KeyedDataset(Dataset[Any]):
             seed_cpu(sample_seed(seed, epoch, index), generators)
             samples.append(self.dataset[index])
         return self.collate_fn(samples)
-
-
-# Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
-_WORKER_OUTLIVES_SIGTERM_SECONDS = 25
-_PR_SET_PDEATHSIG = 1
-
-
-class WorkerInit:
-    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`.
-
-    Schedulers and terminals signal every process of a job. A worker outlives that for a while: torch raises the death
-    of one anywhere in the training process, which may be saving just then. With a killed training process it ends: a
-    forked worker holds that process's sockets open, so while it loads a sample the other ranks wait for the dead one.
-    """
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self.worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_OUTLIVES_SIGTERM_SECONDS))
-        _end_with_parent()
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, KeyedDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
-
-
-def _end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends; elsewhere than on Linux, workers look every 5 s."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,28 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 """Signals that save and end the run; SIGUSR1 saves and goes on."""
 
 
+# Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
+_WORKER_OUTLIVES_SECONDS = 25
+
+_starts_workers = False
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """What is forked inside is a loader's worker, which has this process's handler until it sets its own."""
+    global _starts_workers
+    _starts_workers = True
+    try:
+        yield
+    finally:
+        _starts_workers = False
+
+
+def outlive_job(*_: object) -> None:
+    """A worker's handler of SIGTERM: it ends when the job has had time to save."""
+    signal.alarm(_WORKER_OUTLIVES_SECONDS)
+
+
 class _Exits:
     """The handler that an ended run leaves behind: the process exits at once, as the run has."""
 
@@ -125,7 +147,9 @@ class Signals:
         if os.getpid() != self._pid:
             # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
             # the others come to the whole process group, and a loader's worker outlives them.
-            if number == signal.SIGTERM:
+            if number == signal.SIGTERM and _starts_workers:
+                outlive_job()
+            elif number == signal.SIGTERM:
                 signal.signal(number, self._before[number] or signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

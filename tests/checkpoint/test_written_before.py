@@ -86,7 +86,7 @@ def test_a_run_goes_on_as_the_version_that_wrote_it_went_on(name: str, tmp_path:
         ("one_rank", 2, False),
         pytest.param("one_rank", 2, True, marks=pytest.mark.slow),
         ("two_ranks", 1, False),
-        ("two_ranks", 2, True),
+        pytest.param("two_ranks", 2, True, marks=pytest.mark.slow),
         ("two_replicas", 1, False),
         pytest.param("two_replicas", 2, False, marks=pytest.mark.slow),
     ],

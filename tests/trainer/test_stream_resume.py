@@ -145,7 +145,9 @@ PARTS: dict[str, list[Part]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["other ranks", "killed", pytest.param("killed twice", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["other ranks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("killed", "killed twice"))]
+)
 def test_each_step_has_the_samples_of_the_straight_run(
     name: str, kind: str, straight: tuple[Path, dict[int, str]]
 ) -> None:

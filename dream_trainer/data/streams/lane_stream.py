@@ -12,12 +12,13 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from dream_trainer.compat.pytorch import shutdown_workers
-from dream_trainer.data.sample_seeds import WorkerInit
 from dream_trainer.data.streams.lane_batches import LaneBatches, Loaded, Mark
 from dream_trainer.data.streams.lanes import Chain, lane_plan
 from dream_trainer.data.transforms import block_size, description
 from dream_trainer.data.window import DataPosition, TrainStream, Window
+from dream_trainer.data.worker_start import WorkerInit
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
+from dream_trainer.distributed.signals import starting_workers
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -223,20 +224,20 @@ class LaneStream(TrainStream):
     def _in_worker(self, batches: LaneBatches, step: int) -> Iterator[Loaded]:
         loader = self._loader
         seed = hash_seed(b"workers", self._seed, self._position.epoch, step, self._dp_rank)
-        return iter(
-            DataLoader(
-                batches,
-                batch_size=None,
-                collate_fn=_as_it_is,
-                num_workers=1,  # its own process for each, which can then load any lanes in any order
-                generator=torch.Generator(device="cpu").manual_seed(seed),
-                pin_memory=loader.pin_memory,
-                prefetch_factor=loader.prefetch_factor,
-                multiprocessing_context=loader.multiprocessing_context,
-                timeout=loader.timeout,
-                worker_init_fn=WorkerInit(loader.worker_init_fn),
-            )
+        torch_loader = DataLoader(
+            batches,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=1,  # its own process for each, which can then load any lanes in any order
+            generator=torch.Generator(device="cpu").manual_seed(seed),
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
         )
+        with starting_workers():
+            return iter(torch_loader)
 
     def _say_what_is_uneven(self) -> None:
         plan, workers = self._plan, self._loader.num_workers

@@ -1,0 +1,44 @@
+"""How worker processes of a loader begin: signals to the whole job do not end them before it has saved."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+from torch.utils.data import get_worker_info
+
+from dream_trainer.data.sample_seeds import KeyedDataset
+from dream_trainer.distributed.signals import outlive_job
+
+_PR_SET_PDEATHSIG = 1
+
+
+class WorkerInit:
+    """Makes `get_worker_info().dataset` the user's dataset again, then runs the user's `worker_init_fn`.
+
+    Schedulers and terminals signal every process of a job. A worker outlives that for a while: torch raises the death
+    of one anywhere in the training process, which may be saving just then. With a killed training process it ends: a
+    forked worker holds that process's sockets open, so while it loads a sample the other ranks wait for the dead one.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, outlive_job)
+        _end_with_parent()
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, KeyedDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # a frozen dataclass
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+def _end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends; elsewhere than on Linux, workers look every 5 s."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
