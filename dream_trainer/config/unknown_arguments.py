@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
-from dream_trainer.config.config_files import field_types, section_of
+from dream_trainer.config.config_files import section_of
 from dream_trainer.errors import ConfigError
 
 # What spelling alone would not find, or not first.
@@ -27,7 +27,7 @@ def refuse_values_of_booleans(config: Any, args: Sequence[str]) -> None:
     for word, after in pairwise([*args, ""]):
         flag, name = _spelled(word), _without_no(_spelled(word))
         value = word.partition("=")[2] or (after if after.lower() in _BOOLEANS else "")
-        if value and flags.get(name) is bool:
+        if value and flags.get(name):
             raise ConfigError(
                 f"{flag} takes no value, and {value!r} is given. Write {name} to set it, or {_unset(name)} to unset it."
             )
@@ -50,23 +50,22 @@ def refuse_unknown(config: Any, unknown: Sequence[str]) -> None:
     raise ConfigError(f"there is no flag {flag}. {advice}")
 
 
-def _flags(start: Any, prefix: str = "--") -> Iterator[tuple[str, Any]]:
-    """Each flag, and the type of its field."""
-    types = field_types(start if isinstance(start, type) else type(start))
+def _flags(start: Any, prefix: str = "--") -> Iterator[tuple[str, bool]]:
+    """Each flag, and whether it is a boolean's; one with tyro's own annotation may take a value, and is none."""
     for field in fields(start):
         if not field.init or field.name == "callbacks":
             continue
         flag = f"{prefix}{field.name.replace('_', '-')}"
         section = section_of(start, field)
         if section is None:
-            yield flag, types[field.name]
+            yield flag, field.type in (bool, "bool")
         else:
             yield from _flags(section, f"{flag}.")
 
 
-def _nearest(flag: str, flags: dict[str, Any]) -> str | None:
+def _nearest(flag: str, flags: dict[str, bool]) -> str | None:
     """The flag whose whole name is near; else one of any section whose last part is the same, or near."""
-    if flag.startswith("--no-") and flags.get(f"--{flag.removeprefix('--no-')}") is bool:
+    if flag.startswith("--no-") and flags.get(f"--{flag.removeprefix('--no-')}"):
         return _unset(f"--{flag.removeprefix('--no-')}")
     section = flag.rpartition(".")[0]
     of_section = {_last(known): known for known in flags if section and known.startswith(f"{section}.")}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 import dream_trainer as dt
 from dream_trainer.config import BaseTrainerConfig, TrainingParameters
@@ -130,6 +131,18 @@ def test_words_that_no_flag_takes_are_answered_with_what_to_write(
         parse(given(), arguments.split())
     assert raised.value.code == 2
     assert capsys.readouterr().err == f"error: {BESIDE_FLAGS[arguments]}\n"
+
+
+@dataclass
+class TyroConfig(BaseTrainerConfig):
+    takes_a_value: tyro.conf.FlagConversionOff[bool] = False
+    is_alone: tyro.conf.FlagCreatePairsOff[bool] = False
+
+
+def test_a_boolean_that_tyro_is_told_to_treat_otherwise_is_left_to_tyro() -> None:
+    start = TyroConfig(project="p", group="g", experiment="e")
+    parsed = parse(start, ["--takes-a-value", "True", "--is-alone"])
+    assert (parsed.takes_a_value, parsed.is_alone) == (True, True)
 
 
 def helped(flag: str, config: Any, capsys: pytest.CaptureFixture[str]) -> str:
