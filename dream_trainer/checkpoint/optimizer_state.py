@@ -189,8 +189,9 @@ def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, An
     if saved not in (None, current):
         raise CheckpointError(
             f"Optimizer {name!r} was of class {saved} and is {current} now: it would go on with the other's learning "
-            f"rate, decay and state. Use {saved} again, or start another experiment from the checkpoint's weights with "
-            "CheckpointParameters(init_from=<its path>)."
+            f"rate, decay and state. Use {saved} again, or begin another experiment from the checkpoint: with "
+            'branch=BranchParameters(optimizer="new"), or from its weights alone, CheckpointParameters(init_from=<its '
+            "path>)."
         )
 
 

@@ -25,6 +25,7 @@ from dream_trainer.trainer.rate_warnings import (
     KeptOption,
     Options,
     factors_of,
+    for_groups,
     kept_options,
     spent_before,
     what_goes_on,
@@ -130,7 +131,10 @@ def restore_rates(trainer: AbstractTrainer, shared: Mapping[str, Any], branch: B
     """
     schedulers, saved = trainer.named_schedulers(), shared["schedulers"]
     if branch.schedule != "new" and set(schedulers) != set(saved):
-        raise CheckpointError(f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}.")
+        raise CheckpointError(
+            f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}. A run of another name begins "
+            'with its own by branch=BranchParameters(schedule="new").'
+        )
     _place_in_tokens(trainer, shared, branch)
     kept = _take_options_back(trainer, shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
     said = []
@@ -196,22 +200,26 @@ def _go_on(schedulers: Mapping[str, Scheduler], shared: Mapping[str, Any], branc
     said = []
     bases = {name: list(one.base_lrs) for name, one in schedulers.items() if isinstance(one, LambdaLR)}
     for name, one, is_alone in outermost(schedulers):
-        line = take_back(
-            name,
-            one,
-            shared["schedulers"][name],
-            shared.get("built_schedules", {}).get(name),
-            is_alone=is_alone,
-            own=options_in_force(one.optimizer),
-            is_rebased=branch.optimizer != "keep" and not isinstance(one, LambdaLR),
-        )
-        said += [] if line is None else [line]
+        saved, n_groups = shared["schedulers"][name], len(one.optimizer.param_groups)
+        if isinstance(one, LambdaLR) and len(saved.get("base_lrs", one.base_lrs)) != n_groups:
+            one.last_epoch = saved["last_epoch"]  # all that a new optimizer's groups have of the former ones
+        else:
+            line = take_back(
+                name,
+                one,
+                saved,
+                shared.get("built_schedules", {}).get(name),
+                is_alone=is_alone,
+                own=options_in_force(one.optimizer),
+                is_rebased=branch.optimizer != "keep" and not isinstance(one, LambdaLR),
+            )
+            said += [] if line is None else [line]
         if not isinstance(one, LambdaLR):
             continue
         if name in shared.get("rate_caps", {}):
-            cap_rates(one, shared["rate_caps"][name])
+            cap_rates(one, for_groups(shared["rate_caps"][name], n_groups))
         if branch.schedule == "extend":
-            _cap_where_it_climbs(one, factors_of(shared["schedulers"][name]))
+            _cap_where_it_climbs(one, for_groups(factors_of(saved), n_groups))
         if branch.optimizer != "keep":
             _rebase(one, bases[name])
     return said

@@ -93,7 +93,8 @@ class NothingTrained:
     def _say_what_is_in_eval_mode(self) -> None:
         """Frozen parts may be meant to be; a whole model is as `from_pretrained` returns it."""
         for name, model in self._trainer.named_models().items():
-            if not model.training and self._trainer.get_optimizers_by_model(model):
+            is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+            if not model.training and not is_frozen and self._trainer.get_optimizers_by_model(model):
                 self._trainer.warn_once(
                     f"eval mode {name}",
                     f"self.{name} is in eval mode and an optimizer trains it: its dropout does nothing, and its "

@@ -72,8 +72,10 @@ def what_goes_on(
         for one in kept
     ]
     for name, scheduler in trainer.named_schedulers().items():
-        if isinstance(scheduler, LambdaLR) and branch.schedule == "keep":
-            said += _is_stretched(name, scheduler, factors_of(shared["schedulers"][name]))
+        was_of_the_kind = shared.get("built_schedules", {}).get(name, {}).get("kind", "LambdaLR") == "LambdaLR"
+        if isinstance(scheduler, LambdaLR) and branch.schedule == "keep" and was_of_the_kind:
+            factors = factors_of(shared["schedulers"][name])
+            said += _is_stretched(name, scheduler, for_groups(factors, len(scheduler.lr_lambdas)))
         if isinstance(scheduler, LambdaLR) and branch.schedule == "extend":
             said += _is_held_at_zero(name, scheduler, caps.get(scheduler, [math.inf]))
     return said
@@ -104,6 +106,11 @@ def factors_of(state: Mapping[str, Any]) -> list[float]:
         float(rate) / float(base) if float(base) else 1.0
         for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
     ]
+
+
+def for_groups(factors: Sequence[float], n_groups: int) -> list[float]:
+    """One for each group; the highest for all where other groups had them."""
+    return [*factors] if len(factors) == n_groups else [max(factors)] * n_groups
 
 
 def _is_stretched(name: str, scheduler: LambdaLR, saved: Sequence[float]) -> list[str]:

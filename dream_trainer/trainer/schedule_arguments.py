@@ -156,7 +156,7 @@ def take_back(
             group.update({key: value for key, value in cycle.items() if key in _OF_CYCLES})
         goes_on = "" if is_alone else ", and the learning rate, which several schedules drive, goes on from where it is"
         return f"{said}. This holds from here on{goes_on}."
-    before = float(scheduler.optimizer.param_groups[0]["lr"])
+    before = float(saved.get("_last_lr", [scheduler.optimizer.param_groups[0]["lr"]])[0])
     steps = max(0, _steps(saved) - _steps(now.state))
     _step_from_the_beginning(said, scheduler, now, steps, own)
     after = float(scheduler.optimizer.param_groups[0]["lr"])

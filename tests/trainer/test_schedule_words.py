@@ -113,3 +113,51 @@ def test_what_cannot_be_exact_is_refused_by_name_and_leaves_no_failed_run(make: 
     refused = trainer.run_dir.with_name("child")
     assert read_record(refused) is None
     assert not (refused / "config.json").exists()
+
+
+def falling(optimizer: Optimizer, total: int) -> lrs.LambdaLR:
+    return lrs.LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
+
+
+class Grouped(Scheduled):
+    """Its parameters in one group each, or all in one."""
+
+    n_groups = 2
+    make = staticmethod(falling)
+
+    def configure_optimizers(self) -> None:
+        parameters = list(self.model.parameters())
+        groups = [parameters] if self.n_groups == 1 else [parameters[:1], parameters[1:]]
+        options = {"lr": self.config.learning_rate, "momentum": 0.9}
+        self.optimizer = torch.optim.SGD([{"params": group} for group in groups], **options)
+
+
+class One(Grouped):
+    n_groups = 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(Grouped, One), (One, Grouped)])
+def test_a_new_optimizer_with_other_groups_takes_the_place_of_the_schedule(
+    before: type[Grouped], after: type[Grouped]
+) -> None:
+    first = fit(before(make_config("parent", SHORT)))
+    path = f"{first.checkpoint_dir}/step_{SHORT:08d}"
+    straight = by_hand(falling, LONG, LONG, OTHER)[SHORT:]
+    for word in ("keep", "extend"):
+        words = BranchParameters(optimizer="new", schedule=word)
+        child = fit(after(make_config(word, LONG, OTHER, resume=path, branch=words)))
+        # Extended, it does not climb above the half that the parent has come to.
+        expected = [rate if word == "keep" else min(rate, OTHER / 2) for rate, _ in straight]
+        assert [rate for rate, _ in child.used] == pytest.approx(expected, rel=1e-12)
+        assert len(child.optimizer.param_groups) == after.n_groups
+
+
+def test_what_is_said_of_another_schedule_has_the_rate_that_was(caplog: pytest.LogCaptureFixture) -> None:
+    path = parent("one cycle")
+    was = by_hand(KINDS["one cycle"], SHORT, SHORT + 1)[-1][0]
+    branch("cosine", path, "cosine", optimizer="moments")
+    (line,) = [line for line in caplog.messages if "is now CosineAnnealingLR instead of OneCycleLR" in line]
+    assert line.endswith(f"and was {was:.4g}.")
+    caplog.clear()
+    fit(trainer_of(falling)(make_config("falling", LONG, resume=path)))
+    assert not [line for line in caplog.messages if "has another form" in line]
