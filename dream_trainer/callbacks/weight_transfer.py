@@ -28,8 +28,8 @@ class WeightTransfer(Callback):
     was skipped, where the source stayed as it was. Floating-point parameters and buffers move, integer buffers are
     copied. Each rank moves the shards it holds; nothing is communicated, and nothing waits for the device.
 
-    The target is a model of the trainer like any other: sharded, saved and resumed as such. Give it to no optimizer, or
-    `requires_grad_(False)` it.
+    The target is a model of the trainer like any other: sharded, saved and resumed as such. `requires_grad_(False)`
+    it, and give it to no optimizer.
 
     Args:
         source: Name of the model to follow, such as "online" for `self.online`, or of a part of one, "online.encoder".

@@ -1,4 +1,4 @@
-"""Runs that train nothing: without steps, or with steps without gradients; that would never end; or in eval mode."""
+"""Runs that train nothing, or not all: without steps, gradients, an end or an optimizer for each; or in eval mode."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class NothingTrained:
         """Training begins with the weights and modes as they are now."""
         self._writes_before, self._states_before = self._writes(), self._states()
         self._say_what_is_in_eval_mode()
+        self._say_what_no_optimizer_has()
 
     def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
         """A window is complete; `had_gradients` if some step so far had one."""
@@ -101,6 +102,24 @@ class NothingTrained:
                     f"BatchNorm learns no statistics. Call self.{name}.train() in configure_models; models that "
                     "from_pretrained has loaded are in eval mode. Parts that are to stay in it can be set to it after.",
                 )
+
+    def _say_what_no_optimizer_has(self) -> None:
+        """Its gradient is computed, reduced and never cleared: each window adds to it."""
+        optimizers = self._trainer.named_optimizers().values()
+        updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        left_out = [
+            f"{model_name}.{name}"
+            for model_name, model in self._trainer.named_models().items()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in updated
+        ]
+        if left_out:
+            more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
+            self._trainer.warn_once(
+                "no optimizer",
+                f"trainable, but in no optimizer: {', '.join(left_out[:2])}{more}. Give them to one, or "
+                "requires_grad_(False).",
+            )
 
     def _states(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._trainer.named_optimizers().values())

@@ -551,3 +551,43 @@ def test_a_loop_that_passes_the_trainer_by_is_told_so_and_not_of_another_model()
     with pytest.raises(StepError, match=r"neither self.backward\(...\) nor self.step\(...\) was called") as found:
         fit_pair(PlainLoop)
     assert "frozen" not in str(found.value)
+
+
+class Forgotten(Pair):
+    """The first model's optimizer has its first weight alone; nobody trains the second, and the third is frozen."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = network().requires_grad_(False)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD([next(self.first.parameters())], lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.backward(self.first(batch[0]).square().mean())
+        self.step(self.first, self.optimizer)
+        return {}
+
+
+def test_parameters_that_no_optimizer_has_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Forgotten(make_config(max_steps=1)) as trainer:
+        trainer.fit()
+        trainer.set_limits(max_steps=2)
+        trainer.fit()
+        of_first = [f"first.{name}" for name, _ in trainer.first.named_parameters()]
+        left_out = [*of_first[1:], *(f"second.{name}" for name, _ in trainer.second.named_parameters())]
+    (line,) = [line for line in caplog.messages if "no optimizer" in line]
+    assert f"no optimizer: {left_out[0]}, {left_out[1]} and {len(left_out) - 2} more" in line
+
+
+def test_nothing_is_said_where_each_trainable_parameter_has_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    class Frozen(Forgotten):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.first.requires_grad_(False)
+            self.second.requires_grad_(False)
+            next(self.first.parameters()).requires_grad_(True)
+
+    with Frozen(make_config(max_steps=1)) as trainer:
+        trainer.fit()
+    assert "no optimizer" not in caplog.text
