@@ -407,6 +407,7 @@ def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
     ("mistake", "told"),
     [
         ("divides nothing", "tensor_parallel=3 does not divide world_size=2. Use 1 or 2"),
+        ("splits nothing", "SplitsNothing.apply_tensor_parallel split no parameter of self.model: each of the 2 ranks"),
         ("torn ties", "are tied, and the tensor-parallel plan splits them in different ways. Split both"),
     ],
 )
@@ -438,11 +439,17 @@ class TornTies(Trained):
         parallelize_module(self.model, mesh, {"head": ColwiseParallel()})
 
 
+class SplitsNothing(Trained):
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        pass
+
+
 def main(mistake: str) -> None:
     if mistake == "divides nothing":
         Trained(config_of(replace(WORLD_2[0], tp=3))).fit()
     else:
-        TornTies(config_of(WORLD_2[0])).fit()
+        kind = TornTies if mistake == "torn ties" else SplitsNothing
+        kind(config_of(WORLD_2[0])).fit()
 
 
 if __name__ == "__main__":

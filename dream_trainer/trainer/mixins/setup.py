@@ -204,9 +204,20 @@ def _make_real_weights_equal(trainer: SetupMixin) -> None:
 
 
 def _apply_tensor_parallel(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.tensor_parallel > 1:
-        with keeping_tied_and_frozen(trainer.named_models()):
-            trainer.apply_tensor_parallel(_mesh(trainer)["tp"])
+    ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
+    if ranks == 1:
+        return
+    from torch.distributed.tensor import DTensor
+
+    with keeping_tied_and_frozen(models):
+        trainer.apply_tensor_parallel(_mesh(trainer)["tp"])
+    if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
+        names = " or ".join(f"self.{name}" for name in models)
+        raise HookError(
+            f"{type(trainer).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} ranks "
+            "would do the whole work. Split layers there with parallelize_module(model, mesh, plan), whose plan names "
+            "them as the model does, or set tensor_parallel=1."
+        )
 
 
 def _apply_activation_checkpointing(trainer: SetupMixin) -> None:
