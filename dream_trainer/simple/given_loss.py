@@ -55,6 +55,8 @@ _BY_ELEMENT_MODULES = (
 # Of scores for each class, and the number of the right one.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _OF_CLASSES_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# The target that torch's losses of classes, and so the models of Hugging Face, leave out.
+IGNORED = -100
 
 
 class GivenLoss:
@@ -65,6 +67,8 @@ class GivenLoss:
 
     Attributes:
         module: The module, whose tensors belong on the device; None if it is none.
+        ignore_index: The target that does not count.
+        is_of_classes: Whether it is one of torch's of scores `[batch, classes, ...]`.
 
     Raises:
         ConfigError: It is not a loss, or has parameters of its own, which nobody would train.
@@ -87,7 +91,8 @@ class GivenLoss:
         refuse_wrong_function("loss", given, "outputs", "targets")
         self._function: LossFunction = given
         self._is_by_element = given in _BY_ELEMENT or isinstance(given, _BY_ELEMENT_MODULES)
-        self._is_of_classes = given in _OF_CLASSES or isinstance(given, _OF_CLASSES_MODULES)
+        self.is_of_classes = given in _OF_CLASSES or isinstance(given, _OF_CLASSES_MODULES)
+        self.ignore_index = given.ignore_index if isinstance(given, _OF_CLASSES_MODULES) else IGNORED
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss, a scalar.
@@ -119,7 +124,7 @@ class GivenLoss:
         is_whole = not targets.is_floating_point() and not targets.is_complex()
         if self._is_by_element and is_whole and outputs.is_floating_point():
             return targets.to(outputs.dtype)
-        if not self._is_of_classes or targets.shape == outputs.shape:  # which are shares of each class
+        if not self.is_of_classes or targets.shape == outputs.shape:  # which are shares of each class
             return targets
         if is_whole:
             return targets.long()

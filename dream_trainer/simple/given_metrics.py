@@ -11,23 +11,38 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.best_value import mode_of
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import ConfigError, DataError
 from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.simple.described import described
+from dream_trainer.simple.given_loss import IGNORED, GivenLoss
 from dream_trainer.simple.given_together import refuse_wrong_function
-from dream_trainer.simple.model_calls import Metric
 from dream_trainer.trainer.registry import is_metric
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of samples whose highest score `[batch, classes, ...]` is at the target `[batch, ...]`."""
-    if outputs.dim() != targets.dim() + 1 or outputs.shape[1] == 1:
-        raise ConfigError(
-            f'metrics=["accuracy"] is of scores [batch, 2 or more, ...] and targets [batch, ...], and got '
-            f"{tuple(outputs.shape)} and {tuple(targets.shape)}. Give a function: "
-            "metrics={'accuracy': lambda outputs, targets: ...}."
-        )
-    return (outputs.argmax(1) == targets).float().mean()
+def accuracy(outputs: Tensor, targets: Tensor, loss: GivenLoss | None = None) -> tuple[Tensor, Tensor]:
+    """Share of the labels that count whose class has the highest score, and how many these are.
+
+    Args:
+        outputs: Scores; the classes are dimension 1, as in torch's losses. Where a model returns its loss itself, and
+            where dimension 1 does not fit a loss of the user's own, they are the last one.
+        targets: Numbers of classes, shaped as `outputs` without the classes. Those that the loss ignores do not count.
+        loss: The loss function; None: the model returns its loss.
+
+    Raises:
+        DataError: The shapes do not fit each other.
+    """
+    dims = (-1, 1) if loss is None else (1,) if loss.is_of_classes else (1, -1)
+    for dim in dims:
+        if outputs.dim() > 1 and outputs.shape[dim] > 1 and outputs.select(dim, 0).shape == targets.shape:
+            counts = targets != (IGNORED if loss is None else loss.ignore_index)
+            count = counts.sum()
+            return ((outputs.argmax(dim) == targets) & counts).sum() / count, count
+    last = "" if dims == (1,) else " or [batch, ..., 2 or more]"
+    raise DataError(
+        f'metrics=["accuracy"] is of scores [batch, 2 or more, ...]{last} and targets [batch, ...], and got '
+        f"{tuple(outputs.shape)} and {tuple(targets.shape)}. Give a function: "
+        "metrics={'accuracy': lambda outputs, targets: ...}."
+    )
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -52,7 +67,7 @@ def _refuse_other_shapes(name: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
-NAMED: dict[str, Callable[[Any, Any], Tensor]] = {"accuracy": accuracy, "mse": mse, "mae": mae}
+NAMED: dict[str, Callable[[Any, Any], Any]] = {"accuracy": accuracy, "mse": mse, "mae": mae}
 
 
 class GivenMetrics:
@@ -108,10 +123,16 @@ class GivenMetrics:
         objects = [] if self.objects is None else [str(name) for name in self.objects]
         return sorted([*self.functions, *objects])
 
-    def value(self, name: str, outputs: Any, targets: Any) -> Any:
-        """What one of the functions says. What is raised in it tells of its arguments."""
+    def value(self, name: str, outputs: Any, targets: Any, loss: GivenLoss | None) -> tuple[Any, Tensor | None]:
+        """What one of the functions says, and the labels it is of; None: it is of samples.
+
+        What is raised in it tells of its arguments.
+        """
+        function = self.functions[name]
         with telling_of(f"metrics[{name!r}]", outputs, targets):
-            return self.functions[name](outputs, targets)
+            if function is accuracy:
+                return accuracy(outputs, targets, loss)
+            return function(outputs, targets), None
 
     def __bool__(self) -> bool:
         return bool(self.functions) or self.objects is not None
@@ -127,7 +148,7 @@ def telling_of(what: str, outputs: Any, targets: Any) -> Iterator[None]:
         raise
 
 
-def _named(name: Any) -> Metric:
+def _named(name: Any) -> Callable[[Any, Any], Any]:
     if name not in NAMED:
         raise ConfigError(
             f"metrics has {name!r}. Of names there are {', '.join(NAMED)}; give any other as a dict: "

@@ -19,7 +19,6 @@ from dream_trainer.simple.described import described
 from dream_trainer.simple.given_loss import GivenLoss
 
 Step = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
-Metric = Callable[[Any, Any], Tensor | float]
 
 
 class Forward(NamedTuple):

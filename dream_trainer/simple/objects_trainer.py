@@ -227,21 +227,27 @@ class ObjectsTrainer(DreamTrainer):
             self.step(self.model, self.optimizers, self._scheduled("step"))
         return {name: value for name, value in result.items() if value is not None}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """The loss and the metrics."""
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any] | tuple[dict[str, Any], int]:
+        """The loss and the metrics, each with a weight of its own: what it is a mean of."""
         given = self._given
         step = given.step if given.val_step is None else given.val_step
         if step is not None:
             return values_of(step(self.model, batch), "val_step" if given.val_step else "step")
         loss, outputs, targets = given.calls.forward(self.model, batch)
         result: dict[str, Any] = {"loss": loss}
+        weights: dict[str, Tensor | None] = {"loss": None}
         if given.metrics:
             found = self._measured(outputs, targets, batch)
             if given.metrics.objects is not None:
                 with telling_of("metrics=", found, targets):
                     self.metrics.update(found, targets)
-            result |= {name: given.metrics.value(name, found, targets) for name in given.metrics.functions}
-        return result
+            for name in given.metrics.functions:
+                result[name], weights[name] = given.metrics.value(name, found, targets, given.calls.loss)
+        buffer, samples = self._validation.buffer, self._validation.weight
+        if buffer is not None:
+            for name, weight in weights.items():
+                buffer.add_result({name: result[name]}, samples if weight is None else weight)
+        return result, 0  # for listeners: it is counted already
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """What the model says."""

@@ -1,0 +1,90 @@
+"""Labels that the loss ignores count nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from dream_trainer.errors import DataError
+from dream_trainer.simple import Trainer
+from tests.simple.loops import CLASSES, classifier, samples
+
+X, Y = samples(dtype=torch.float64).tensors
+# Unequal shares of labels that count, in batches of any size.
+COUNTS = torch.arange(len(Y)) % 7 < torch.arange(len(Y)) // 5
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def trainer_of(model: nn.Module, data: Any, **options: Any) -> Trainer:
+    given = {"train": data, "val": data, "batch_size": 4, "shuffle": False, "device": "cpu", "progress": False}
+    return Trainer(model, **(given | options))
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [("cross_entropy", -100), (nn.CrossEntropyLoss(), -100), (nn.CrossEntropyLoss(ignore_index=7), 7)],
+)
+def test_an_accuracy_is_of_the_labels_that_the_loss_does_not_ignore(loss: Any, ignored: int) -> None:
+    data = X, Y.where(COUNTS, ignored)
+    with trainer_of(classifier(torch.float64), data, loss=loss, metrics=["accuracy"]) as trainer:
+        found = trainer.fit()[-1]["val/accuracy"]
+        right = trainer.predict(X).argmax(1) == Y
+    assert found == pytest.approx(right[COUNTS].double().mean().item(), rel=1e-6)
+
+
+class Tagger(nn.Module):
+    """Scores `[batch, tokens, classes]`, and their loss, as models of Hugging Face give them."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(9, classes)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.inner(input_ids)
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("tokens", [CLASSES, 6])
+def test_the_classes_of_a_model_that_returns_its_loss_are_the_last_dimension(tokens: int) -> None:
+    ids = torch.arange(24 * tokens).view(24, tokens) % 9
+    labels = (ids % CLASSES).where((ids + torch.arange(24)[:, None]) % 4 > 0, -100)
+    data = {"input_ids": ids, "labels": labels}
+    with trainer_of(Tagger(CLASSES), data, metrics=["accuracy"]) as trainer:
+        found = trainer.fit()[-1]["val/accuracy"]
+        right = trainer.predict({"input_ids": ids}).argmax(-1) == labels
+    assert found == pytest.approx(right[labels != -100].double().mean().item(), rel=1e-6)
+
+
+def test_the_classes_of_torchs_losses_are_dimension_one() -> None:
+    x = torch.randn(8, CLASSES, CLASSES, generator=torch.Generator().manual_seed(0))
+    model = nn.Conv1d(CLASSES, CLASSES, 1)
+    with trainer_of(model, (x, x.argmax(1)), loss=nn.CrossEntropyLoss(), metrics=["accuracy"]) as trainer:
+        found = trainer.evaluate()["val/accuracy"]
+        right = trainer.predict(x).argmax(1) == x.argmax(1)
+    assert found == pytest.approx(right.double().mean().item(), rel=1e-6)
+
+
+def test_scores_of_other_shapes_are_named() -> None:
+    data = {"input_ids": torch.zeros(8, 5, dtype=torch.long), "labels": torch.zeros(8, 4, dtype=torch.long)}
+
+    class Odd(Tagger):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return super().forward(input_ids) | {"loss": self.inner.weight.sum()}
+
+    with (
+        pytest.raises(DataError, match=r"and got \(4, 5, 3\) and \(4, 4\)"),
+        trainer_of(Odd(CLASSES), data, metrics=["accuracy"]) as trainer,
+    ):
+        trainer.fit()
