@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.formatting import format_metrics, format_number
@@ -21,7 +23,9 @@ Row = dict[str, float]
 
 
 class EpochRows(Callback):
-    """The exact means of each epoch's training over all samples and ranks, and its last validation.
+    """The exact means of each epoch's training, and its last validation.
+
+    The means are over the samples of all ranks, or over the labels that count where the loss is a mean of those.
 
     An epoch that training stops in has a row of what was trained so far, until it is complete.
 
@@ -49,7 +53,7 @@ class EpochRows(Callback):
         self._training = MetricBuffer()
         self._validation: dict[str, float] = {}
         # Results of the running window, which may run again.
-        self._window: dict[int, tuple[dict[str, Any], float]] = {}
+        self._window: dict[int, tuple[dict[str, Any], Tensor | float]] = {}
 
     # -- events
 
@@ -63,7 +67,8 @@ class EpochRows(Callback):
 
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         """Takes a result."""
-        self._window[batch_idx] = result, trainer._samples_in_batch()
+        weight = trainer._accumulation.batch_weight
+        self._window[batch_idx] = result, trainer._samples_in_batch() if weight is None else weight
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """The window counts."""

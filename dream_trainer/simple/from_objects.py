@@ -348,7 +348,7 @@ class Trainer:
     def history(self) -> list[Row]:
         """A dict for each epoch: "epoch" from 0, "step", "seconds", "lr", and the metrics: "train/loss", "val/loss".
 
-        Training's are exact means over the epoch's samples. `pandas.DataFrame(trainer.history)` is a table of it.
+        Training's are exact means over its samples, or labels. `pandas.DataFrame(trainer.history)` is a table of it.
         """
         return [dict(row) for row in self._rows.rows]
 

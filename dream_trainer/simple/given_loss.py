@@ -93,6 +93,14 @@ class GivenLoss:
         self._is_by_element = given in _BY_ELEMENT or isinstance(given, _BY_ELEMENT_MODULES)
         self.is_of_classes = given in _OF_CLASSES or isinstance(given, _OF_CLASSES_MODULES)
         self.ignore_index = given.ignore_index if isinstance(given, _OF_CLASSES_MODULES) else IGNORED
+        # A subclass may be a mean of something else.
+        of_classes = (
+            given
+            if isinstance(given, nn.CrossEntropyLoss | nn.NLLLoss) and type(given) in _OF_CLASSES_MODULES
+            else None
+        )
+        self._of_classes = of_classes
+        self._is_mean_of_labels = given in _OF_CLASSES if of_classes is None else of_classes.reduction == "mean"
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss, a scalar.
@@ -118,6 +126,19 @@ class GivenLoss:
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise HookError(f'loss= returned {described(loss)}, not a scalar. Use reduction="mean", or its mean().')
         return loss
+
+    def labels_in(self, outputs: Any, targets: Any) -> Tensor | None:
+        """What the loss of a batch is a mean of: its labels that count, by the weights of their classes; None: its
+        samples. A tensor on their device, which nothing waits for."""
+        are_numbers = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape != targets.shape
+        if not self._is_mean_of_labels or not are_numbers:
+            return None
+        counts = targets != self.ignore_index
+        weight: Tensor | None = None if self._of_classes is None else self._of_classes.weight
+        if weight is None:
+            return counts.sum()
+        of_labels: Tensor = weight[targets.long() * counts] * counts
+        return of_labels.sum()
 
     def _of_fitting_type(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Integers of any width as class numbers, and as numbers to compare with; what else is meant nobody knows."""

@@ -28,11 +28,13 @@ class Forward(NamedTuple):
         loss: The batch's; None where there is nothing to compare with.
         outputs: What the model returned.
         targets: What it should have; None if the batch has none.
+        labels: What the loss is a mean of, if these are labels that count; None: samples.
     """
 
     loss: Tensor | None
     outputs: Any
     targets: Any
+    labels: Tensor | None = None
 
 
 class ModelCalls:
@@ -74,7 +76,7 @@ class ModelCalls:
                     "(model, batch) that returns the loss."
                 )
             outputs = _called(model, inputs)
-            return Forward(self.loss(outputs, targets), outputs, targets)
+            return Forward(self.loss(outputs, targets), outputs, targets, self.loss.labels_in(outputs, targets))
         except Exception as error:
             self._explain(error, model, batch, outputs)
             raise

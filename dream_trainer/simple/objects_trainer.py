@@ -214,15 +214,23 @@ class ObjectsTrainer(DreamTrainer):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Forward, backward, and at the window's end the optimizers and the schedules that go by steps.
 
-        Each sample of a window counts the same, however they are shared out among its batches and the ranks.
+        Each sample of a window counts the same, or each label where the loss is a mean of those, however they are
+        shared out among its batches and the ranks.
         """
         given, window = self._given, self._accumulation
+        labels = None
         if given.step is None:
-            result: dict[str, Any] = {"loss": given.calls.forward(self.model, batch).loss}
+            loss, _, _, labels = given.calls.forward(self.model, batch)
+            result: dict[str, Any] = {"loss": loss}
         else:
             result = values_of(given.step(self.model, batch), "step")
-        counts_samples = window.size > 1 or window.is_uneven  # one batch alone is its samples' mean already
-        self.backward(result["loss"], weight=self._samples_in_batch() if counts_samples else None)
+        # One batch alone is the mean already.
+        counts = window.size > 1 or window.is_uneven or (labels is not None and self.world.dp_size > 1)
+        if counts:
+            self.backward(result["loss"], weight=self._samples_in_batch() if labels is None else labels)
+        else:
+            self.backward(result["loss"])
+            window.batch_weight = labels  # in what is logged
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizers, self._scheduled("step"))
         return {name: value for name, value in result.items() if value is not None}
@@ -233,9 +241,9 @@ class ObjectsTrainer(DreamTrainer):
         step = given.step if given.val_step is None else given.val_step
         if step is not None:
             return values_of(step(self.model, batch), "val_step" if given.val_step else "step")
-        loss, outputs, targets = given.calls.forward(self.model, batch)
+        loss, outputs, targets, labels = given.calls.forward(self.model, batch)
         result: dict[str, Any] = {"loss": loss}
-        weights: dict[str, Tensor | None] = {"loss": None}
+        weights: dict[str, Tensor | None] = {"loss": labels}
         if given.metrics:
             found = self._measured(outputs, targets, batch)
             if given.metrics.objects is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from dream_trainer.errors import DataError
 from dream_trainer.simple import Trainer
 from tests.simple.loops import CLASSES, classifier, samples
+from tests.worlds import run_world
 
 X, Y = samples(dtype=torch.float64).tensors
 # Unequal shares of labels that count, in batches of any size.
@@ -88,3 +90,65 @@ def test_scores_of_other_shapes_are_named() -> None:
         trainer_of(Odd(CLASSES), data, metrics=["accuracy"]) as trainer,
     ):
         trainer.fit()
+
+
+WEIGHTS = torch.tensor([1.0, 8.0, 0.5], dtype=torch.float64)
+LOSSES: dict[str, tuple[Any, Tensor]] = {
+    "by name": ("cross_entropy", Y.where(COUNTS, -100)),
+    "an index of its own": (nn.CrossEntropyLoss(ignore_index=7), Y.where(COUNTS, 7)),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), Y.where(COUNTS, -100)),
+    "shares of classes": (nn.CrossEntropyLoss(), nn.functional.one_hot(Y, CLASSES).double()),
+}
+
+
+def trained(case: str, size: int, accumulate: int = 1) -> dict[str, Any]:
+    loss, targets = LOSSES[case]
+    model = classifier(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    options = {"loss": loss, "optimizer": optimizer, "epochs": 2, "accumulate": accumulate, "batch_size": size}
+    with trainer_of(model, (X, targets), val_batch_size=5, **options) as trainer:
+        row = trainer.fit()[-1]
+    return {
+        "weights": [parameter.detach() for parameter in model.parameters()],
+        "losses": [row["train/loss"], row["val/loss"]],
+    }
+
+
+def plainly(case: str, size: int = 8) -> dict[str, Any]:
+    """Of big batches; the training's loss is over all labels of the last epoch."""
+    loss, targets = LOSSES[case]
+    function = nn.CrossEntropyLoss() if isinstance(loss, str) else loss
+    model = classifier(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(2):
+        outputs = []
+        for x, y in zip(X.split(size), targets.split(size), strict=True):
+            outputs.append(model(x))
+            found = function(outputs[-1], y)
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+    losses = [function(torch.cat(outputs), targets).item(), function(model(X), targets).item()]
+    return {"weights": [parameter.detach() for parameter in model.parameters()], "losses": losses}
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-12, atol=1e-12)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_accumulated_batches_are_the_big_one_by_the_labels_that_count(case: str, accumulate: int) -> None:
+    assert_close(trained(case, 8 // accumulate, accumulate), plainly(case))
+
+
+def train_all(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    return {case: trained(case, 4) for case in LOSSES}
+
+
+def test_two_ranks_are_the_big_batch_by_the_labels_that_count(tmp_path: Path) -> None:
+    for rank in run_world(train_all, 2, str(tmp_path)):
+        for case, found in rank.items():
+            assert_close(found, plainly(case))
