@@ -1,4 +1,4 @@
-"""Runs that train nothing, or not all: without steps, gradients, an end or an optimizer for each; or in eval mode."""
+"""Runs that train nothing, not all or some twice: without steps, gradients, an end, or one optimizer; in eval mode."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class NothingTrained:
         self._writes_before, self._states_before = self._writes(), self._states()
         self._say_what_is_in_eval_mode()
         self._say_what_no_optimizer_has()
+        self._say_what_two_optimizers_have()
 
     def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
         """A window is complete; `had_gradients` if some step so far had one."""
@@ -120,6 +121,25 @@ class NothingTrained:
                 f"trainable, but in no optimizer: {', '.join(left_out[:2])}{more}. Give them to one, or "
                 "requires_grad_(False).",
             )
+
+    def _say_what_two_optimizers_have(self) -> None:
+        """It may be meant, as for an encoder that two losses train in turns, each with a learning rate of its own."""
+        names = {
+            id(parameter): f"{model_name}.{name}"
+            for model_name, model in self._trainer.named_models().items()
+            for name, parameter in model.named_parameters()
+        }
+        owners: dict[int, str] = {}
+        for owner, optimizer in self._trainer.named_optimizers().items():
+            updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            shared = next((p for p in updated if p in owners), None)
+            if shared is not None:
+                self._trainer.warn_once(
+                    f"shared {owner}",
+                    f"{names.get(shared, 'a parameter')} is in self.{owners[shared]} and in self.{owner}: each that is "
+                    "stepped changes it. Leave it out of one, unless they are to take turns at it.",
+                )
+            owners |= dict.fromkeys(updated, owner)
 
     def _states(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._trainer.named_optimizers().values())

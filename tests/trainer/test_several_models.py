@@ -580,6 +580,25 @@ def test_parameters_that_no_optimizer_has_are_named_once(caplog: pytest.LogCaptu
     assert f"no optimizer: {left_out[0]}, {left_out[1]} and {len(left_out) - 2} more" in line
 
 
+def test_a_parameter_in_two_optimizers_is_named_with_both(caplog: pytest.LogCaptureFixture) -> None:
+    class Shared(Pair):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            first = list(self.first.parameters())
+            self.another = torch.optim.SGD(first[1:], lr=0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.backward(self.first(batch[0]).square().mean())
+            self.step(self.first, self.first_optimizer)
+            return {}
+
+    with Shared(make_config(max_steps=1)) as trainer:
+        trainer.fit()
+        name = [name for name, _ in trainer.first.named_parameters()][1]
+    (line,) = [line for line in caplog.messages if "in self." in line]
+    assert line.startswith(f"first.{name} is in self.first_optimizer and in self.another: each that is stepped")
+
+
 def test_nothing_is_said_where_each_trainable_parameter_has_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     class Frozen(Forgotten):
         def configure_models(self) -> None:
@@ -591,3 +610,4 @@ def test_nothing_is_said_where_each_trainable_parameter_has_an_optimizer(caplog:
     with Frozen(make_config(max_steps=1)) as trainer:
         trainer.fit()
     assert "no optimizer" not in caplog.text
+    assert "in self." not in caplog.text
