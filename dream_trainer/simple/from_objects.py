@@ -53,11 +53,12 @@ from dream_trainer.simple.given_together import (
     what_to_keep,
 )
 from dream_trainer.simple.given_values import options_of, values_digest
+from dream_trainer.simple.integers import as_int
 from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import close_and_remove, scratch_directory
 from dream_trainer.trainer.best_mode import with_known_mode
-from dream_trainer.trainer.limits import Limits, ending_with_the_epoch
+from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.validation import validation_mode
 
 EpochFunction = Callable[["Trainer", int, Row], None]
@@ -189,8 +190,8 @@ class Trainer:
         refuse_wrong_function("val_step", val_step, "model", "batch")
         check_schedule(schedule)
         floats = float_type(model) if step is None else None  # a step of the user's own sees what was given
-        options = LoaderOptions(batch_size, shuffle, workers, collate, floats)
-        options_of_val = options._replace(batch_size=val_batch_size or batch_size, shuffle=False)
+        options = LoaderOptions(as_int(batch_size), shuffle, as_int(workers), collate, floats)
+        options_of_val = options._replace(batch_size=as_int(val_batch_size or batch_size), shuffle=False)
         measured = GivenMetrics(metrics)
         loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
         watched = None
@@ -226,14 +227,14 @@ class Trainer:
         self._rows = EpochRows(functions, prints=progress)
         watchers = [StepsSchedules(), self._rows, *(one for one in callbacks if isinstance(one, Callback))]
         if patience is not None:
-            watchers.append(EarlyStopping(monitor, mode=better, patience=patience))
+            watchers.append(EarlyStopping(monitor, mode=better, patience=as_int(patience)))
         scratch = scratch_directory() if name is None else None
         config = ObjectsConfig(
             project=project,
             group=group,
             experiment=name or "unnamed",
             runs_dir=runs_dir if scratch is None else str(scratch),
-            seed=seed,
+            seed=as_int(seed),
             given_objects=GivenObjects(
                 model=model_in_words(model),
                 loss=function_in_words(step if loss is None else loss),
@@ -247,13 +248,13 @@ class Trainer:
                 val_values=values_digest(loaders_of_val),
             ),
             training_parameters=TrainingParameters(
-                train_batch_size=batch_size_of(given.train, batch_size),
+                train_batch_size=batch_size_of(given.train, options.batch_size),
                 val_batch_size=batch_size_of(loaders_of_val, options_of_val.batch_size),
-                n_epochs=epochs,
-                max_steps=steps,
-                gradient_accumulation_steps=accumulate,
+                n_epochs=as_int(epochs),
+                max_steps=as_int(steps),
+                gradient_accumulation_steps=as_int(accumulate),
                 gradient_clip_val=clip,
-                val_every_n_steps=val_every,
+                val_every_n_steps=as_int(val_every),
                 val_every_n_epochs=1 if val_every is None else None,
                 num_sanity_val_steps=1 if (measured or val_step) and can_begin_again(loaders_of_val) else 0,
             ),
@@ -284,8 +285,7 @@ class Trainer:
             steps: Optimizer steps of the whole run from now on. What of the two is not given is no limit then.
         """
         if epochs is not None or steps is not None:
-            limits: Limits = {"n_epochs": epochs, "max_steps": steps}
-            self.dream.set_limits(**limits)
+            self.dream.set_limits(n_epochs=as_int(epochs), max_steps=as_int(steps))
         before = self.dream.local_batches
         self.dream.fit()
         is_finished = self.dream.local_batches == before and not self.dream._agreement.stopped
@@ -445,5 +445,5 @@ def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int
 
 
 def _loader(data: Any, batch_size: int | None, given: Given) -> Any:
-    options = given.options if batch_size is None else given.options._replace(batch_size=batch_size)
+    options = given.options if batch_size is None else given.options._replace(batch_size=as_int(batch_size))
     return None if data is None else as_loader(data, options, "data")

@@ -133,7 +133,7 @@ class GivenLoss:
         are_numbers = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape != targets.shape
         if not self._is_mean_of_labels or not are_numbers:
             return None
-        counts = targets != self.ignore_index
+        counts: Tensor = targets != self.ignore_index
         weight: Tensor | None = None if self._of_classes is None else self._of_classes.weight
         if weight is None:
             return counts.sum()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -170,3 +171,16 @@ class Unread(Dataset[Any]):
 
 def test_a_dataset_with_code_of_its_own_is_not_read_for_a_digest() -> None:
     assert values_digest(DataLoader(Unread(), 4)) is None
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    two = np.int64(2)
+    counts: dict[str, Any] = {"epochs": two, "steps": np.int32(9), "batch_size": two, "accumulate": two}
+    x, y = samples(8).tensors
+    data = {"train": (x, y), "val": (x, y)}
+    with make(**data, **counts, patience=two, val_every=two, val_batch_size=two, seed=two, name="numpys") as trainer:
+        trainer.fit()
+        assert (trainer.epoch, trainer.step) == (2, 4)
+        trainer.fit(epochs=np.int64(3))
+        assert trainer.step == 6
+        trainer.evaluate((x, y), batch_size=two)
