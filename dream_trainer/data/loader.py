@@ -31,10 +31,9 @@ from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.data.sampler import RankBatchSampler, Sharding
 from dream_trainer.data.streams.stream_loader import StreamLoader
-from dream_trainer.data.worker_start import WorkerInit
+from dream_trainer.data.worker_start import WorkerInit, started
 from dream_trainer.distributed.equality import plain_facts
 from dream_trainer.distributed.seeds import hash_seed
-from dream_trainer.distributed.signals import starting_workers
 from dream_trainer.errors import DataError
 
 
@@ -90,9 +89,8 @@ class DistributedDataLoader:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise DataError(
                 f"{type(dataset).__name__} has no length and no samples by number, so it cannot be dealt to ranks. "
-                "Give a dataset with "
-                "`__len__` and `__getitem__`, or let it yield each rank's own part and wrap its loader in "
-                "PerRankLoader."
+                "Give a dataset with `__len__` and `__getitem__`, or let it yield each rank's own part and wrap its "
+                "loader in PerRankLoader."
             )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(
@@ -195,8 +193,7 @@ class ShardReader:
         self.release()
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
-        with starting_workers():
-            self._iterator = iter(self._torch_loader)
+        self._iterator = started(self._torch_loader)
         batches = quiet(self._iterator)
         if self.ordered is None:
             return batches

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sample_seeds import KeyedDataset, draws_nothing
-from dream_trainer.data.worker_start import WorkerInit
+from dream_trainer.data.worker_start import WorkerInit, started
 from dream_trainer.distributed.seeds import preserved_random_state
-from dream_trainer.distributed.signals import starting_workers
 
 if TYPE_CHECKING:
     from dream_trainer.data.loader import ShardReader
@@ -61,9 +60,7 @@ def probed(readers: Mapping[str, ShardReader], *, times: int = 1) -> dict[str, l
             multiprocessing_context=context,
             worker_init_fn=WorkerInit(worker_init_fn),
         )
-        with starting_workers():
-            in_worker = iter(torch_loader)
-        for (name, _), sample_summary in zip(samples.keys, in_worker, strict=True):
+        for (name, _), sample_summary in zip(samples.keys, started(torch_loader), strict=True):
             summaries.setdefault(name, []).append(sample_summary)
     return {name: summaries[name] for name in readers}
 

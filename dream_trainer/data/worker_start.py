@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from dream_trainer.data.sample_seeds import KeyedDataset
-from dream_trainer.distributed.signals import outlive_job
+from dream_trainer.distributed.signals import outlive_job, starting_workers
 
 _PR_SET_PDEATHSIG = 1
+
+
+def started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """A pass over the loader, whose workers outlive a signal to the whole job from their fork on."""
+    with starting_workers():
+        return iter(loader)
 
 
 class WorkerInit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -190,12 +190,18 @@ def optimizers_of(trainer: AbstractTrainer, model: nn.Module) -> list[Optimizer]
     ]
 
 
-def refuse_another_model(trainer: AbstractTrainer, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model."""
+def refuse_another_model(
+    trainer: AbstractTrainer, model: nn.Module, optimizers: Sequence[Optimizer], stepped_models: Collection[nn.Module]
+) -> None:
+    """Raises StepError if none of the optimizers updates a parameter of `model`, but those of another model.
+
+    That one is among `stepped_models`: without steps of its own it may be trained under this one's name.
+    """
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     models = named_models(trainer)
     updated = [name for name, one in models.items() if any(id(p) in stepped for p in one.parameters())]
-    if updated and not any(id(parameter) in stepped for parameter in model.parameters()):
+    is_updated = any(id(parameter) in stepped for parameter in model.parameters())
+    if not is_updated and any(models[name] in stepped_models for name in updated):
         given = next((f"self.{name}" for name, one in models.items() if one is model), type(model).__name__)
         trained = " and ".join(f"self.{name}" for name in updated)
         raise StepError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dream_trainer.data.packing.packing import RowPlan, pack_best_fit, pack_concatenated, pack_one_by_one
@@ -53,6 +53,7 @@ def best_fit_by_search(lengths: list[int], row_length: int) -> list[list[int]]:
     return rows
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=25), st.integers(1, 20))
 def test_best_fit_is_the_textbooks(lengths: list[int], row_length: int) -> None:
     plan = pack_best_fit(np.array(lengths, dtype=np.int64), row_length)

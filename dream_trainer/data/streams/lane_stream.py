@@ -16,9 +16,8 @@ from dream_trainer.data.streams.lane_batches import LaneBatches, Loaded, Mark
 from dream_trainer.data.streams.lanes import Chain, lane_plan
 from dream_trainer.data.transforms import block_size, description
 from dream_trainer.data.window import DataPosition, TrainStream, Window
-from dream_trainer.data.worker_start import WorkerInit
+from dream_trainer.data.worker_start import WorkerInit, started
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state
-from dream_trainer.distributed.signals import starting_workers
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -236,8 +235,7 @@ class LaneStream(TrainStream):
             timeout=loader.timeout,
             worker_init_fn=WorkerInit(loader.worker_init_fn),
         )
-        with starting_workers():
-            return iter(torch_loader)
+        return started(torch_loader)
 
     def _say_what_is_uneven(self) -> None:
         plan, workers = self._plan, self._loader.num_workers

@@ -69,7 +69,8 @@ class OptimizerStep:
         self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
-        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # that were found to belong together
+        self._stepped: set[nn.Module] = set()
+        self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # found right, beside the models so far
         self._inverses: dict[int, Tensor] = {}
         self._before_step = trainer._events["pre_optimizer_step"]
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
@@ -93,7 +94,10 @@ class OptimizerStep:
                 )
         plan = self._plan(optimizers)
         if (model, optimizers) not in self._pairs:
-            refuse_another_model(self._trainer, model, optimizers)
+            if model not in self._stepped:
+                self._stepped.add(model)
+                self._pairs.clear()
+            refuse_another_model(self._trainer, model, optimizers, self._stepped)
             self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
