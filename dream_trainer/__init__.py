@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
     from dream_trainer.config.compile_parameters import CompileConfigMixin as CompileConfigMixin
     from dream_trainer.config.compile_parameters import CompileParameters as CompileParameters
+    from dream_trainer.config.context_parallel_parameters import (
+        ContextParallelConfigMixin as ContextParallelConfigMixin,
+    )
+    from dream_trainer.config.context_parallel_parameters import ContextParallelParameters as ContextParallelParameters
     from dream_trainer.config.device_parameters import DeviceParameters as DeviceParameters
     from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
     from dream_trainer.config.dream_trainer_config import DreamTrainerConfig as DreamTrainerConfig
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     )
     from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin as CheckpointMixin
     from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
+    from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin as ContextParallelMixin
     from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
@@ -99,6 +104,9 @@ else:
             "CompileConfigMixin": "config.compile_parameters",
             "CompileMixin": "trainer.mixins.compile",
             "CompileParameters": "config.compile_parameters",
+            "ContextParallelConfigMixin": "config.context_parallel_parameters",
+            "ContextParallelMixin": "trainer.mixins.context_parallel",
+            "ContextParallelParameters": "config.context_parallel_parameters",
             "DeviceParameters": "config.device_parameters",
             "DreamTrainer": "trainer.dream",
             "DreamTrainerConfig": "config.dream_trainer_config",

@@ -36,6 +36,7 @@ UNEVEN = "tests/trainer/test_uneven_use.py"
 MUON = "tests/optim/test_muon.py"
 
 LOCAL_SGD = "tests/trainer/test_local_sgd.py"
+LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
@@ -399,8 +400,8 @@ MUTANTS = [
     Mutant(
         "fewer ranks lose the metrics of the others",
         "dream_trainer/trainer/restored_state.py",
-        "_former_data_ranks(manifest)[world.dp_rank :: world.dp_size]",
-        "_former_data_ranks(manifest)[world.dp_rank : world.dp_rank + 1]",
+        "[world.data_rank :: world.data_size]",
+        "[world.data_rank : world.data_rank + 1]",
         "tests/trainer/test_training_metrics.py",
     ),
     Mutant(
@@ -430,6 +431,13 @@ MUTANTS = [
         "if number == signal.SIGTERM and _starts_workers:",
         "if False:",
         "tests/data/test_worker_start.py",
+    ),
+    Mutant(
+        "a worker that hangs in its fork is waited for",
+        "dream_trainer/compat/forked_start.py",
+        "    return bool(said)\n",
+        "    return True\n",
+        "tests/compat/test_forked_start.py",
     ),
     Mutant(
         "a scheduler's signal kills the workers of foreign loaders",
@@ -622,8 +630,8 @@ MUTANTS = [
     ),
     Mutant(
         "shards are not hashed while they are read",
-        "dream_trainer/checkpoint/store.py",
-        "shards = manifest.shards[world.rank :: world.world_size]",
+        "dream_trainer/checkpoint/loading.py",
+        "shards = own_share(manifest.shards, manifest.path, world)",
         "shards = manifest.shards[:0]",
         "tests/checkpoint/test_damage.py tests/checkpoint/test_store.py",
     ),
@@ -640,6 +648,34 @@ MUTANTS = [
         "            module.register_parameter(alias, parameter_now)\n",
         "",
         "tests/trainer/test_tensor_parallel.py",
+    ),
+    Mutant(
+        "ranks that share sequences take parts in one order and attend in another",
+        "dream_trainer/modules/sequence_parts.py",
+        "        self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]\n",
+        "        self._chunks_of = [(2 * r, 2 * r + 1) if is_balanced else (r,) for r in range(size)]\n",
+        "tests/modules/test_context_attention.py -k balanced",
+    ),
+    Mutant(
+        "queries of the front see keys of the end",
+        "dream_trainer/modules/context_attention.py",
+        "            seen = (chunk + 1) * length\n",
+        "            seen = key.shape[-2]\n",
+        "tests/modules/test_context_attention.py -k whole",
+    ),
+    Mutant(
+        "blocks that are computed again attend within a rank's part",
+        "dream_trainer/modules/recompute.py",
+        "        for mode in modes[len(function_modes()) :]:\n",
+        "        for mode in ():\n",
+        "tests/trainer/test_context_parallel.py -k written_by_hand",
+    ),
+    Mutant(
+        "ranks that share sequences need no weight",
+        "dream_trainer/trainer/step/accumulation.py",
+        "            if self._context_ranks > 1:\n",
+        "            if False:\n",
+        "tests/trainer/test_context_mistakes.py -k weights",
     ),
     Mutant(
         "a tensor-parallel plan trains what was frozen",
@@ -876,21 +912,21 @@ MUTANTS = [
     Mutant(
         "the step does not seed what goes on at another layout",
         "dream_trainer/trainer/restored_state.py",
-        'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank)',
-        'hash_seed(b"resumed", trainer.config.seed, world.dp_rank)',
+        'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.data_rank)',
+        'hash_seed(b"resumed", trainer.config.seed, world.data_rank)',
         "tests/trainer/test_branches.py -k random_layers",
     ),
     Mutant(
         "ranks draw alike after a resume at another layout",
         "dream_trainer/trainer/restored_state.py",
-        'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank)',
+        'hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.data_rank)',
         'hash_seed(b"resumed", trainer.config.seed, progress.global_step)',
         "tests/trainer/test_branches.py -k random_layers",
     ),
     Mutant(
         "groups of a mesh keep the long time-out",
         "dream_trainer/distributed/world.py",
-        "(*data_groups, *worker_groups, *self._further_groups, *self.mesh.get_all_groups())",
+        "(*data_groups, *worker_groups, *self._further_groups, *of_meshes)",
         "(*data_groups, *worker_groups, *self._further_groups)",
         "tests/trainer/test_by_the_clock.py",
     ),
@@ -967,8 +1003,8 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics move twice under recomputation",
         "dream_trainer/modules/recompute.py",
-        "statistics_at_rest(norms) if has_run else",
-        "statistics_at_rest(norms) if False else",
+        "_again(norms, modes) if has_run else",
+        "_again(norms, modes) if False else",
         "tests/trainer/test_activation_checkpointing.py -k batch_norm",
     ),
     Mutant(
@@ -1009,8 +1045,8 @@ MUTANTS = [
     Mutant(
         "a resume forgets the lanes of other ranks",
         "dream_trainer/trainer/restored_state.py",
-        "for rank in _former_data_ranks(manifest)])",
-        "for rank in _former_data_ranks(manifest)[:1]])",
+        "for rank in ranks])",
+        "for rank in ranks[:1]])",
         "tests/trainer/test_stream_resume.py -k live",
     ),
     Mutant(
@@ -1159,6 +1195,34 @@ MUTANTS = [
         "with self._rounds.as_one_model(), super()._validation_context():",
         "with super()._validation_context():",
         f"{LOCAL_SGD} -k exports_have_the_average",
+    ),
+    Mutant(
+        "one host takes what it kept and the other reads the store",
+        f"{SAVED}/local_checkpoints.py",
+        "common = set.intersection(*map(set, found))",
+        "common = set(found[0])",
+        f"{LOCAL_CHECKPOINTS} -k alone",
+    ),
+    Mutant(
+        "a kept state is taken whatever checkpoint the run has since",
+        f"{SAVED}/local_checkpoints.py",
+        'if entry.name.startswith(f"{digest}-") else None',
+        "if entry.is_dir() else None",
+        f"{LOCAL_CHECKPOINTS} -k follows",
+    ),
+    Mutant(
+        "a failed write takes the last kept state along",
+        f"{SAVED}/local_checkpoints.py",
+        "            self._has_failed = True",
+        "            self._has_failed, self._kept = True, None",
+        f"{LOCAL_CHECKPOINTS} -k room",
+    ),
+    Mutant(
+        "half a kept state is taken",
+        f"{SAVED}/manifest.py",
+        "    compare_sizes(path, {name: entry.size for name, entry in manifest.files.items()})\n",
+        "",
+        f"{LOCAL_CHECKPOINTS} -k half",
     ),
     Mutant(
         "the outer momentum begins anew on a resume",

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from model import Llama, LlamaConfig
 from torch import Tensor, nn
-from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
+from train import DTYPES, Batch, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
 from dream_trainer.trainer.step import buckets
@@ -54,6 +54,9 @@ class Cell(NamedTuple):
     """Whether gradients leave within backward, in buckets so small that there are many."""
     backend: str | None = None
     """What compiles its blocks; None: nothing."""
+    cp: int = 1
+    attention: Literal["gathered", "ulysses"] = "gathered"
+    """How ranks that share sequences see each other's positions."""
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
     odd_parts: bool = False
@@ -62,7 +65,7 @@ class Cell(NamedTuple):
     @property
     def world_size(self) -> int:
         """Processes it needs."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 class Miss(NamedTuple):
@@ -100,6 +103,12 @@ def all_cells() -> list[Cell]:
             Cell(*mesh, 2, "selective", backend="aot_eager"),
             Cell(*mesh, 1, "none", loss_parallel=True, tied=True, backend="inductor"),
         ]
+    for cp, mesh in ((cp, mesh) for cp in sizes[1:] for mesh in meshes if cp * math.prod(mesh) in sizes):
+        cells += [
+            Cell(*mesh, 2, cp=cp),
+            Cell(*mesh, 1, "selective", cp=cp, tied=True),
+            Cell(*mesh, 2, "full", cp=cp, attention="ulysses"),
+        ]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
@@ -122,8 +131,8 @@ class OddLlama(Llama):
         nn.init.constant_(self.logit_scale, 0.5)
         nn.init.zeros_(self.opening)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = super().forward(tokens) * self.logit_scale.exp()
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        logits = super().forward(tokens, positions) * self.logit_scale.exp()
         opens = tokens[:, 0] % 8 == 0
         return logits + opens[:, None, None] * self.opening if opens.any() else logits
 
@@ -137,14 +146,20 @@ class ParityTrainer(LlamaTrainer):
         self.losses: list[tuple[int, float, int]] = []
         self.norms: list[float] = []
 
-    def loss(self, batch: Tensor) -> tuple[Tensor, int]:
+    def cut_batch(self, batch: Tensor, cut: Callable[..., Tensor]) -> Batch:
         """As in the example, but a sample's first byte decides how much of it counts."""
-        tokens = batch.long()
-        is_padding = torch.arange(SEQ_LEN) > tokens[:, :1] % SEQ_LEN
-        targets = tokens[:, 1:].masked_fill(is_padding, -100)
-        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), targets.flatten()), int((~is_padding).sum())
+        tokens, positions = batch.long(), torch.arange(SEQ_LEN)
+        is_padding = positions > tokens[:, :1] % SEQ_LEN
+        return cut(tokens[:, :-1]), cut(tokens[:, 1:].masked_fill(is_padding, -100)), cut(positions, dim=0)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """Mean over the labels that count, and their number; zero where there is none."""
+        tokens, targets, positions = batch
+        n_tokens = int((targets != -100).sum())
+        logits = self.model(tokens, positions).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / max(1, n_tokens), n_tokens
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss, n_tokens = self.loss(batch)
         self.losses.append((self.global_step, float(full(loss.detach())), n_tokens))
         self.backward(loss, weight=n_tokens)
@@ -182,11 +197,13 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             device="cpu",
             dp_replicate=cell.dp_replicate,
             dp_shard=cell.dp_shard,
+            context_parallel=cell.cp,
             tensor_parallel=cell.tp,
             activation_checkpointing=cell.recompute,
             overlap_reduce=cell.overlap_reduce,
             compile=cell.backend is not None,
         ),
+        context_parallel_parameters=dt.ContextParallelParameters(attention=cell.attention),
         compile_parameters=dt.CompileParameters(backend=cell.backend or "inductor"),
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
@@ -285,6 +302,8 @@ def plan_of(cell: Cell) -> str:
     parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
     unsplit = "within backward" if cell.overlap_reduce else "-"
     split = unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
+    if cell.cp > 1:
+        split = f"{split}, positions over {cell.cp} ({cell.attention})"
     return split if cell.backend is None else f"{split}, compiled ({cell.backend})"
 
 

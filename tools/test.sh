@@ -19,10 +19,13 @@ export OMP_NUM_THREADS=1
 if [ "$VENV" = .venv ]; then # what is written for the pinned PyTorch is checked against its types alone
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
+    .venv/bin/basedpyright --pythonpath .venv/bin/python & # beside mypy, since each takes one core
+    pyright=$!
+    trap wait EXIT # shows what it finds, whatever mypy does
     .venv/bin/mypy
     # Each folder of an example by itself: both have a module `model`.
     .venv/bin/mypy examples/gpt
     MYPYPATH=examples/gpt .venv/bin/mypy examples/llama
-    .venv/bin/basedpyright --pythonpath .venv/bin/python
+    wait "$pyright"
 fi
 exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

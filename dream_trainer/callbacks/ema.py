@@ -91,4 +91,5 @@ class EMA(WeightAverage):
 
     def is_due(self, trainer: AbstractTrainer) -> bool:
         """After every `every_n_steps`-th optimizer step."""
-        return trainer.global_step % self.every_n_steps == 0
+        # A branch with new counters may bring steps along to its step 0 that the averages have not moved by.
+        return trainer.global_step > 0 and trainer.global_step % self.every_n_steps == 0

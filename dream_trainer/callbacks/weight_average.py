@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.callbacks.model_average import ModelAverage, trained_parameters
-from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
+from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
 from dream_trainer.checks import check_boolean, check_names
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError

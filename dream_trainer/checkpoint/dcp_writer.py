@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dream_trainer.checkpoint.files import NewFile
 from dream_trainer.checkpoint.known_plan import KnownPlan
 from dream_trainer.checkpoint.manifest import FileEntry
+from dream_trainer.compat.save_plans import merge_plans_of_parts
 
 
 class _HashingFileSystem(FileSystem):
@@ -61,9 +62,12 @@ class TensorWriter:
         tensors: DTensors, of which each rank writes its own pieces, and plain tensors, of which one rank writes each.
         rank: This rank, 0-based.
         known: The plan of the last save; it is replaced by this one's.
+        is_whole: Whether the ranks have all of each tensor, and not those parts alone that are on one host.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan) -> None:
+    def __init__(
+        self, directory: Path, tensors: Mapping[str, Tensor], *, rank: int, known: KnownPlan, is_whole: bool = True
+    ) -> None:
         self._files = _HashingFileSystem()
         # `NewFile` syncs the files, since DCP does so before Python's buffer is flushed. Copying ahead would use a
         # stream of the thread's default device, which may be another rank's.
@@ -73,6 +77,7 @@ class TensorWriter:
         self._tensors = dict(tensors)
         self._rank = rank
         self._known = known
+        self._is_whole = is_whole
         self._layout = {name: _layout(tensor) for name, tensor in tensors.items()}
 
     def knows_plan(self) -> bool:
@@ -93,7 +98,8 @@ class TensorWriter:
         Args:
             plans: Those of all ranks, in order.
         """
-        merged, self._known.metadata = self._planner.create_global_plan(plans)
+        merge = self._planner.create_global_plan if self._is_whole else merge_plans_of_parts
+        merged, self._known.metadata = merge(plans)
         return self._writer.prepare_global_plan(merged)
 
     def take(self, plan: SavePlan) -> None:

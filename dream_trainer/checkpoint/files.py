@@ -26,7 +26,7 @@ _CHUNK = 1 << 20  # small enough that a chunk is still in the processor's cache 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.tmp-[0-9a-f]{16}")
 _REPLACED_NAME = re.compile(r"\.(step_\d{8,})\.replaced-[0-9a-f]{16}")
-
+SHARED_NAME = "shared.json"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -48,6 +48,11 @@ def local_path(path: str | Path) -> Path:
 def step_name(step: int) -> str:
     """The directory name of a step's checkpoint, such as `step_00001000`."""
     return f"step_{step:08d}"
+
+
+def rank_name(rank: int) -> str:
+    """The name, without ending, of one rank's files."""
+    return f"rank_{rank:05d}"
 
 
 def named_step(path: Path) -> int | None:

@@ -120,6 +120,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return _sealed(body)
 
 
+def manifest_digest(manifest: Manifest) -> str:
+    """Which checkpoint this is, of all that were ever written: the checksum of its manifest."""
+    return content_checksum(encode_manifest(manifest))
+
+
 def _sealed(body: dict[str, Any]) -> bytes:
     """The text of a manifest with these fields: there is only one, so that its checksum can be compared."""
     text = typed_json.dumps(body, name="manifest")
@@ -214,6 +219,16 @@ def list_checkpoints(root: Path) -> list[Manifest]:
     return manifests
 
 
+def newest_checkpoint(root: Path) -> Manifest | None:
+    """The last one of `list_checkpoints`; older ones are not looked at."""
+    for _, path in reversed(step_directories(root)):
+        try:
+            return read_manifest(path)
+        except CheckpointError:
+            continue
+    return None
+
+
 def finished_directories(root: Path) -> list[Path]:
     """The directories that are checkpoints, or were; in a store, where they are written in place, by their manifest."""
     paths = [path for _, path in step_directories(root)]
@@ -221,10 +236,10 @@ def finished_directories(root: Path) -> list[Path]:
 
 
 def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:
-    """Reads every file of a checkpoint and compares its checksum; the files are divided among the ranks.
+    """Reads every file of a checkpoint and compares its checksum; its readers divide the files among them.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory; of a local checkpoint, this host's part.
         world: The ranks, each of which calls this; `Ranks.alone()` for one process.
 
     Raises:
@@ -242,10 +257,19 @@ def verify_all_but_shards(path: Path, *, world: Ranks) -> Manifest:
     return _verify(path, world, lambda manifest: sorted(set(manifest.files) - set(manifest.shards)))
 
 
+def own_share(names: list[str], path: Path, world: Ranks) -> list[str]:
+    """Which of a directory's files this rank reads, where all that read the same one divide them; a collective."""
+    paths = world.all_gather_object(str(path))
+    readers = [rank for rank, other in enumerate(paths) if other == str(path)]
+    return names[readers.index(world.rank) :: len(readers)]
+
+
 def _verify(path: Path, world: Ranks, names: Callable[[Manifest], list[str]]) -> Manifest:
+    manifest = on_all_ranks(world, f"verify {path}", lambda: read_manifest(path))
+    own = own_share(names(manifest), path, world)
+
     def verify() -> Manifest:
-        manifest = read_manifest(path)
-        for name in names(manifest)[world.rank :: world.world_size]:
+        for name in own:
             manifest.verify(name)
         return manifest
 

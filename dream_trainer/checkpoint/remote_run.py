@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
+from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints, newest_checkpoint
 from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.run_directory import LOCK_NAME
 from dream_trainer.checkpoint.sender import Sender
@@ -27,6 +27,13 @@ def list_in_both(root: Path, stage: Path) -> list[Manifest]:
     waiting = list_checkpoints(stage) if isinstance(root, StorePath) else []  # first: it may be sent meanwhile
     found = {manifest.step: manifest for manifest in (*waiting, *list_checkpoints(root))}
     return [found[step] for step in sorted(found)]
+
+
+def newest_in_both(root: Path, stage: Path) -> Manifest | None:
+    """The last of `list_in_both`; of one step the one that was written last. Older ones are not looked at."""
+    waiting = newest_checkpoint(stage) if isinstance(root, StorePath) else None  # first: it may be sent meanwhile
+    found = [manifest for manifest in (waiting, newest_checkpoint(root)) if manifest is not None]
+    return max(found, key=lambda manifest: (manifest.step, manifest.wall_time), default=None)
 
 
 class RemoteRun:

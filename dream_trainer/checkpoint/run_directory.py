@@ -1,7 +1,8 @@
 """A job's claim on its run directory: all ranks see the same one, and no other live job writes to it.
 
 The claim is a lock held on an open file, not the file's existence, so a killed job leaves nothing that blocks its
-restart. Trainers of one process share a claim. Rank 0 holds the lock and writes a token into the file; a rank that does
+restart. Trainers of one process share a claim, and the trainings there are counted, since only one of them knows where
+the run is. Rank 0 holds the lock and writes a token into the file; a rank that does
 not read the same token there has another directory under that name, such as a disk of its own.
 """
 
@@ -26,6 +27,7 @@ SAY_AFTER_SECONDS = 1.0
 logger = logging.getLogger("dream_trainer")
 
 _held: dict[Path, tuple[IO[str], int]] = {}
+_trainings: dict[Path, int] = {}  # on every rank
 
 
 def claim(run_dir: Path, world: Ranks) -> None:
@@ -51,6 +53,18 @@ def release(run_dir: Path) -> None:
     else:
         fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a loader's worker may have the file open too
         file.close()
+
+
+def trainings(run_dir: Path) -> int:
+    """How often trainers of this process have begun to write to a run."""
+    return _trainings.get(run_dir.resolve(), 0)
+
+
+def count_training(run_dir: Path) -> int:
+    """A trainer begins to write to a run; returns how many have, with this one."""
+    path = run_dir.resolve()
+    _trainings[path] = _trainings.get(path, 0) + 1
+    return _trainings[path]
 
 
 def is_claimed(run_dir: Path) -> bool | None:

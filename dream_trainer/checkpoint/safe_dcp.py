@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.futures import Future
 
 from dream_trainer.checkpoint.files import unreadable
 from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.compat.pytorch import dcp_metadata_globals
+from dream_trainer.compat.pytorch import dcp_metadata_globals, local_tensor
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -195,13 +197,27 @@ def read_tensors(
 
     Raises:
         DamagedCheckpointError: A shard is missing, damaged or asks for code.
-        CheckpointError: A shard cannot be read.
+        CheckpointError: A shard cannot be read, or the shards do not cover what is asked for.
     """
     planner, reader = TensorPlanner(), reader or VerifyingReader(manifest, metadata)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    _refuse_gaps(plan, tensors, manifest)
     reader.read_data(plan, planner).wait()
+
+
+def _refuse_gaps(plan: LoadPlan, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+    """DCP leaves alone what no shard covers, as happens with one host's part of a checkpoint on another layout."""
+    covered = Counter[str]()
+    for item in plan.items:
+        covered[item.dest_index.fqn] += prod(item.lengths)
+    for name, tensor in tensors.items():
+        if covered[name] != local_tensor(tensor).numel():
+            raise CheckpointError(
+                f"{manifest.path} has {covered[name]} of the {local_tensor(tensor).numel()} elements of {name} that "
+                "this rank needs. It was written on another layout of ranks."
+            )
 
 
 def read_and_verify(

@@ -19,7 +19,7 @@ from dream_trainer.best_value import is_better, refuse_missing
 from dream_trainer.cadence import Cadence
 from dream_trainer.checkpoint.branch import leave_branch
 from dream_trainer.checkpoint.remote_run import RemoteRun
-from dream_trainer.checkpoint.run_directory import claim, release
+from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
@@ -27,7 +27,7 @@ from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, StepError
 
 logger = logging.getLogger("dream_trainer")
 
@@ -83,6 +83,7 @@ class Saver(Saving):
         self._snapshot = snapshot
         self._warm = warm
         self._on_save = on_save
+        self._is_telling = False
         self._on_lost = on_lost
         self._patience = patience
         self._say_once = say_once
@@ -94,6 +95,10 @@ class Saver(Saving):
             minutes=parameters.save_every_n_minutes,
             clock=clock,
         )
+        self.local = writer.local
+        self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
+        self._writes_local = False  # whether the last save that was begun is one that hosts alone keep
+        self._has_checkpoint = False  # whether the run has one that local ones can follow
         self._is_to_warm = writer.copies is not None and parameters.saves
         self._ranks_writing = 0
         self._saved: Moment | None = None  # of the last save, which may still be written
@@ -105,12 +110,17 @@ class Saver(Saving):
         self._leaves_after: int | None = None
         self._leaves_at_first_save = False
         self._claimed: list[Path] = []
+        self._known_trainings: dict[Path, int] = {}
         self._remote: RemoteRun | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is on its way to the disk on this rank."""
         return self._writer.is_busy
+
+    @property
+    def is_overtaken(self) -> bool:
+        return not self._only_when_called and any(trainings(d) != known for d, known in self._known_trainings.items())
 
     def claim(self, directory: Path) -> None:
         """Claims the run's directory, or that of its checkpoints, for this job until `release`; every rank calls it.
@@ -120,6 +130,7 @@ class Saver(Saving):
         """
         claim(directory, self._world)
         self._claimed.append(directory)
+        self._known_trainings[directory] = trainings(directory)
 
     def send_to(self, remote: RemoteRun) -> None:
         """Has checkpoints sent to an object store from now on, and first those that wait on the disk; a collective.
@@ -130,6 +141,9 @@ class Saver(Saving):
         self._remote = remote
         with self._patience():
             self._writer.sender = remote.begin(self._writer.directory)
+
+    def wait_until_sent(self) -> None:
+        with self._patience():
             self._writer.wait_until_sent()
 
     def release(self) -> None:
@@ -169,28 +183,35 @@ class Saver(Saving):
             return
         parameters = self._parameters
         must = requested or self._is_best or (is_last and parameters.save_at_end)
-        due = self._cadence.is_due(step, epoch)
+        is_local = self._local_cadence.is_due(step)
+        # A local one follows a checkpoint, so the run's first save is one.
+        due = self._cadence.is_due(step, epoch) or (is_local and not self._has_checkpoint)
         self._is_best = False
-        if not (must or due or is_last):
+        if not (must or due or is_last or is_local):
             return
         # At the end of a run nobody saves again, so a state that is not on the disk is lost.
         on_error: OnSaveError = "raise" if is_last else parameters.on_save_error
         if must or (due and not self._skips(step)):
             self._finish(parameters.on_save_error)
             self._begin(on_error)
+        elif is_local and not due and not self._skips_local():
+            self._finish(parameters.on_save_error)
+            self._begin_local()
         if is_last:
             self._finish(on_error)
             self._writer.wait_until_warm()
-            with self._patience():
-                self._writer.wait_until_sent()
+            self.wait_until_sent()
 
     def _skips(self, step: int | None) -> bool:
         """Whether this save is skipped, since some rank still writes the last one; the same on all ranks."""
-        skips = self._ranks_writing > 0 and self._parameters.when_busy == "skip"
+        skips = self._skips_local() and not self._writes_local
         if skips and self._world.is_main:
             what = "this epoch's end" if step is None else f"step {step}"
             logger.info("%s is not saved: the last checkpoint is still being written", what)
         return skips
+
+    def _skips_local(self) -> bool:
+        return self._ranks_writing > 0 and self._parameters.when_busy == "skip"
 
     def flags(self) -> tuple[bool, bool, bool]:
         due = self._world.is_main and self._cadence.is_due_by_the_clock() and not self._would_skip()
@@ -199,7 +220,8 @@ class Saver(Saving):
         return due, self._writer.is_busy, self._writer.has_failed
 
     def _would_skip(self) -> bool:
-        return self._parameters.when_busy == "skip" and (self._writer.is_busy or self._ranks_writing > 0)
+        is_busy = (self._writer.is_busy or self._ranks_writing > 0) and not self._writes_local
+        return self._parameters.when_busy == "skip" and is_busy
 
     def heard(self, saving: int, failed: int) -> None:
         were_writing = self._ranks_writing
@@ -223,8 +245,10 @@ class Saver(Saving):
     # -- how to save
 
     def save(self) -> None:
+        if self._is_telling:
+            raise StepError("save_checkpoint() was called in on_save, which it would bring about again, without end.")
         self._finish("raise")
-        self._begin("raise")
+        self._write(self._settled(), "raise")
         self._finish("raise")
 
     def finish(self) -> None:
@@ -234,28 +258,59 @@ class Saver(Saving):
         self._writer.before_update()
 
     def _begin(self, on_error: OnSaveError) -> None:
-        """Takes a snapshot, and writes it or begins to write it; no save may be running."""
+        """Saves where the run is, unless that has been saved; no save may be running."""
+        now = self._settled()
+        if self._saved not in (Moment(now.step, has_pending_work=False), now):
+            self._write(now, on_error)
+
+    def _settled(self) -> Moment:
         self._writer.wait_until_warm()
         now = self._settle()
         self._cadence.restart()
+        return now
+
+    def _write(self, now: Moment, on_error: OnSaveError) -> None:
+        """Takes a snapshot, and writes it or begins to write it."""
+        self._refuse_if_overtaken()
         started = self._clock()  # the device has finished the step: the time from here on is the save's
-        if self._saved in (Moment(now.step, has_pending_work=False), now):
-            return
-        replace = self._saved == Moment(now.step, has_pending_work=True)
+        replace = self._saved is not None and self._saved.step == now.step
         try:
             self._leave_branch()
-            validated_at, metrics = self._validation
-            snapshot = self._snapshot(metrics if validated_at == now.step else {}, self._writer.copies)
+            snapshot = self._take_snapshot(now.step)
         except CheckpointError as error:
             self._failed(error, on_error)
             return
         finally:
             self.seconds += self._clock() - started
-        self._saved = now
+        self._saved, self._has_checkpoint, self._writes_local = now, True, False
         self._ranks_writing = 1
         self._writer.start(snapshot, replace=replace)
         if self._writer.copies is None:
             self._finish(on_error)
+
+    def _begin_local(self) -> None:
+        """As `_begin`, for a state that each host keeps for itself, and that no one waits for."""
+        self._writer.wait_until_warm()
+        now = self._settle()
+        if self._saved is not None and self._saved.step == now.step:
+            return
+        started = self._clock()
+        try:
+            snapshot = self._take_snapshot(now.step)
+        except CheckpointError as error:
+            self._failed(error, self._parameters.on_save_error)
+            return
+        finally:
+            self.seconds += self._clock() - started
+        self._writes_local = True
+        self._ranks_writing = 1
+        self._writer.start_local(snapshot)
+        if self._writer.copies is None:
+            self._finish(self._parameters.on_save_error)
+
+    def _take_snapshot(self, step: int) -> Snapshot:
+        validated_at, metrics = self._validation
+        return self._snapshot(metrics if validated_at == step else {}, self._writer.copies)
 
     def _finish(self, on_error: OnSaveError) -> None:
         """Waits for the save that is running, if there is one, and reports it; on all ranks at the same step."""
@@ -268,13 +323,20 @@ class Saver(Saving):
         except CheckpointError as error:
             self._failed(error, on_error)
         else:
-            assert path is not None
-            self._on_save(path)
+            if path is not None:
+                self._tell(path)
         finally:
             self.seconds += self._clock() - started
 
+    def _tell(self, path: Path) -> None:
+        self._is_telling = True
+        try:
+            self._on_save(path)
+        finally:
+            self._is_telling = False
+
     def _failed(self, error: CheckpointError, on_error: OnSaveError) -> None:
-        self._saved = None
+        self._saved, self._has_checkpoint = None, False
         self._on_lost()
         if on_error == "raise":
             raise error
@@ -292,16 +354,31 @@ class Saver(Saving):
 
     # -- resuming
 
-    def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
+    def goes_on_from(
+        self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
+    ) -> None:
         self.lacks_checkpoint = False
-        self._saved = Moment(step, has_pending_work) if is_own else None
+        self._known_trainings = {directory: trainings(directory) for directory in self._known_trainings}
+        self._saved = Moment(step, has_pending_work) if is_own and not is_local else None
+        self._has_checkpoint = is_own
         self._leaves_after = step if is_own else step - 1
         self._leaves_at_first_save = not is_own
         self._validation = step, dict(metrics)
 
     def begin_training(self) -> None:
+        self._refuse_if_overtaken()
         if not self._leaves_at_first_save:
             self._leave_branch()
+        if self.local is not None:
+            self.local.begin()
+
+    def _refuse_if_overtaken(self) -> None:
+        if self.is_overtaken:
+            raise CheckpointError(
+                f"another trainer of this process has trained {self._claimed[0]} since this one did, whose state is "
+                "older. Build this one anew, which goes on from the newest checkpoint, or give it another name."
+            )
+        self._known_trainings = {directory: count_training(directory) for directory in self._known_trainings}
 
     def _leave_branch(self) -> None:
         """Checkpoints of the other branch would be taken for this one's; to evaluate, or predict, leaves them alone."""

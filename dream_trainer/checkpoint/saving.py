@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.errors import StepError
 
 
@@ -13,16 +14,23 @@ class Saving:
 
     Attributes:
         seconds: Seconds for which training waited for saves, in this process.
+        local: What each host keeps of the newest state; None for nothing.
         lacks_checkpoint: Whether a resume found no checkpoint where one was possible, so that the weights are those
             that setup left.
     """
 
     seconds: float = 0.0
     lacks_checkpoint: bool = False
+    local: LocalCheckpoints | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is on its way to the disk on this rank."""
+        return False
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether another trainer of this process has trained this run since this one did or loaded it."""
         return False
 
     def window_finished(self) -> None:
@@ -59,7 +67,7 @@ class Saving:
         """Saves `step`, after which training raised, in a world of one: that step's state is still complete."""
 
     def save(self) -> None:
-        """Saves now, and waits until that is on the disk.
+        """Saves now, in place of a checkpoint of this step if there is one, and waits until that is on the disk.
 
         Raises:
             CheckpointError: Some rank could not write; the same on every rank.
@@ -74,7 +82,9 @@ class Saving:
             CheckpointError: Some rank could not write; the same on every rank.
         """
 
-    def goes_on_from(self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool) -> None:
+    def goes_on_from(
+        self, step: int, metrics: Mapping[str, Any], *, is_own: bool, has_pending_work: bool, is_local: bool = False
+    ) -> None:
         """A checkpoint was loaded: what this run saved after it belongs to a branch that it leaves once it trains on or
         saves; where it is another run's, once it saves.
 
@@ -83,10 +93,22 @@ class Saving:
             metrics: Of a validation at that step, if there was one.
             is_own: Whether the checkpoint is this run's, and not another one's.
             has_pending_work: Whether something was still to be done after its last window.
+            is_local: Whether this run's hosts alone have this state, and it is none of the run's checkpoints.
         """
 
     def begin_training(self) -> None:
-        """Training goes on from where the run is; a collective."""
+        """Training goes on from where the run is; a collective.
+
+        Raises:
+            CheckpointError: Another trainer of this process has trained the run since; the same on every rank.
+        """
+
+    def wait_until_sent(self) -> None:
+        """Waits until the object store has everything, if there is one; every rank calls it while nothing is written.
+
+        Raises:
+            CheckpointError: The store does not answer, or another job has the run; the same on every rank.
+        """
 
     def close(self) -> None:
         """Waits for everything that threads are doing.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dream_trainer.checkpoint.background import Background
 from dream_trainer.checkpoint.known_plan import KnownPlan
+from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.retention import Retention, retire
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
@@ -28,20 +29,30 @@ class SnapshotWriter:
         retention: Which of them stay.
         world: The ranks, on a process group that nothing else uses (`World.beside`).
         copies: Where snapshots were copied to; None if they are the tensors that train, which then have to wait.
+        local: What each host keeps of the newest state; None for nothing.
 
     Attributes:
         directory: Of the run's checkpoints.
         copies: Where snapshots are copied to; None for nowhere.
+        local: What each host keeps of the newest state; None for nothing.
         sender: What brings checkpoints from the directory to an object store; None where they stay.
     """
 
-    def __init__(self, directory: Path, retention: Retention, world: Ranks, copies: HostCopies | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        retention: Retention,
+        world: Ranks,
+        copies: HostCopies | None = None,
+        local: LocalCheckpoints | None = None,
+    ) -> None:
         self.directory = directory
         self.copies = copies
+        self.local = local
         self.sender: Sender | None = None
         self._retention = retention
         self._world = world
-        self._writing: Background[Path] = Background("checkpoint writer")
+        self._writing: Background[Path | None] = Background("checkpoint writer")
         self._warming: Background[None] = Background("checkpoint memory")
         self._copies_are_pending = False
         self._known_plan = KnownPlan()
@@ -79,8 +90,13 @@ class SnapshotWriter:
         self._copies_are_pending = self.copies is not None
         self._writing.start(partial(self._write, snapshot, replace=replace))
 
+    def start_local(self, snapshot: Snapshot) -> None:
+        """Begins to write a snapshot that this host alone keeps; the last outcome must have been collected."""
+        self._copies_are_pending = self.copies is not None
+        self._writing.start(partial(self._keep, snapshot))
+
     def collect(self) -> Path | None:
-        """Waits until the snapshot is on the disk, and returns its directory; None if there was none to write.
+        """Waits until the snapshot is on the disk, and returns its directory; None if no checkpoint was to be written.
 
         Raises:
             CheckpointError: Some rank could not write; the same on every rank.
@@ -102,6 +118,13 @@ class SnapshotWriter:
             self._copies_are_pending = False
             self.copies.wait_before_update()
 
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Runs in the thread."""
+        if self.copies is not None:
+            self.copies.wait()
+        if self.local is not None:
+            self.local.write(snapshot)
+
     def _write(self, snapshot: Snapshot, *, replace: bool) -> Path:
         """Runs in the thread."""
         if self.copies is not None:
@@ -109,6 +132,8 @@ class SnapshotWriter:
         if self.sender is not None:
             on_all_ranks(self._world, "save", self.sender.refuse_if_lost)
         path = write_checkpoint(self.directory, snapshot, world=self._world, replace=replace, known=self._known_plan)
+        if self.local is not None:
+            self.local.follow(path)
         if self.sender is not None:
             self.sender.put(path)
         elif self._world.is_main and not self._retention.keeps_all:
@@ -116,4 +141,6 @@ class SnapshotWriter:
                 retire(self.directory, self._retention)
             except OSError as error:  # the new checkpoint is complete, and a later save tries again
                 logger.warning("old checkpoints could not be removed: %s", error)
+        if self.local is not None:
+            self.local.write(snapshot)
         return path

@@ -65,7 +65,7 @@ class ConfigShow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDiff:
-    """Show the fields in which the configs of two runs, or files, differ."""
+    """Show the fields in which the configs of two runs, or files, differ; the exit code is 1 if some do."""
 
     a: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run's directory, a checkpoint's, or a .yaml, .toml or .json file."""

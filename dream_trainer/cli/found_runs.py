@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dream_trainer.checkpoint.files import step_directories
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME
 from dream_trainer.cli.run_config import read_config
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.interface import Stamp
@@ -42,12 +44,17 @@ def run_directories(root: Path) -> list[Path]:
     for place, directories, files in os.walk(root, followlinks=True):
         path = Path(place)
         directories.sort()
-        if {RECORD_NAME, CONFIG_NAME, LOG_NAME}.intersection(files) or "checkpoints" in directories:
+        if {RECORD_NAME, CONFIG_NAME, LOG_NAME}.intersection(files) or _has_checkpoints(path):
             found.append(path)
             directories.clear()
         elif len(path.relative_to(root).parts) >= DEPTH:
             directories.clear()
     return found
+
+
+def _has_checkpoints(path: Path) -> bool:
+    """Whether these are a run's, and not runs of a group that is named so."""
+    return any((entry / MANIFEST_NAME).exists() for _, entry in step_directories(path / "checkpoints"))
 
 
 def read_listed(path: Path, root: Path) -> ListedRun:

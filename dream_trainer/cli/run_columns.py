@@ -53,6 +53,8 @@ def _rank(name: str, cells: set[str]) -> tuple[bool, bool, bool, bool]:
 def asked_for(runs: Sequence[ListedRun], columns: Iterable[str]) -> list[list[str]]:
     """For each run its cells of `columns`: fields, by their dotted names or the ends of these, and metrics.
 
+    A branch's words end with `branch.schedule` and the like; `schedule` is a field of another section.
+
     Raises:
         ConfigError: No run has one, or an end is that of several.
     """
@@ -66,7 +68,7 @@ def asked_for(runs: Sequence[ListedRun], columns: Iterable[str]) -> list[list[st
 
 
 def _full(column: str, names: list[str]) -> str:
-    found = [name for name in names if name == column] or [name for name in names if name.endswith(f".{column}")]
+    found = [name for name in names if name == column] or [name for name in names if _ends_in(name, column)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -75,6 +77,12 @@ def _full(column: str, names: list[str]) -> str:
     ends = [name for name in names if column in name][:3]
     advice = f"Did you mean {', '.join(dict.fromkeys([*ends, *near]))}?" if near or ends else "See `config show RUN`."
     raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
+
+
+def _ends_in(name: str, column: str) -> bool:
+    """Words of branches are named as fields of runs are (`optimizer`, `schedule`), so they are asked for as such."""
+    is_fit = "branch." in column or not name.startswith(_OF_BRANCHES)
+    return is_fit and name.endswith(f".{column}")
 
 
 def _is_of(run: ListedRun, name: str) -> bool:

@@ -58,7 +58,7 @@ def show_config(path: Path, *, as_json: bool) -> int:
 
 
 def diff_configs(a: Path, b: Path, *, as_json: bool) -> int:
-    """Prints the fields that differ, between a run and a file those that the file names; returns the exit code."""
+    """Prints the fields that differ, between a run and a file those that the file names; returns 1 if some do."""
     configs = read_config(a), read_config(b)
     first, second = (trained_leaves(config, read_record(path)) for config, path in zip(configs, (a, b), strict=True))
     names = dict.fromkeys([*first, *second])
@@ -77,7 +77,7 @@ def diff_configs(a: Path, b: Path, *, as_json: bool) -> int:
         )
     else:
         print(f"the configs of {a} and {b} are the same")
-    return 0
+    return 1 if rows else 0
 
 
 def value_cell(value: Any) -> str:

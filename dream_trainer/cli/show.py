@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.lookup import find_checkpoint
-from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.cli.output import age_cell, described, mesh_cell, number_cell, print_json
 from dream_trainer.cli.runs import directory_size
 from dream_trainer.config.serialize import leaves

@@ -5,15 +5,32 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BlockMask", "attend_flexibly", "attend_varlen", "same_document_mask"]
+__all__ = [
+    "BlockMask",
+    "CausalBias",
+    "attend_flexibly",
+    "attend_varlen",
+    "causal_to_the_last_key",
+    "part_of_document_mask",
+    "same_document_mask",
+]
+
+
+@lru_cache(maxsize=64)
+def causal_to_the_last_key(queries: int, keys: int) -> CausalBias:
+    """The mask under which the last query sees the last key, and each before it one less, for kernels that know it."""
+    with _disable_current_modes():  # it cannot be made under one, such as that of selective checkpointing
+        return causal_lower_right(queries, keys)
 
 
 def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
@@ -30,6 +47,23 @@ def same_document_mask(documents: Tensor, causal: bool) -> BlockMask:
         return is_same & (query >= key) if causal else is_same
 
     return create_block_mask(may_see, num_rows, None, length, length, device=documents.device)
+
+
+def part_of_document_mask(documents: Tensor, positions: Tensor, whole: Tensor, causal: bool) -> BlockMask:
+    """FlexAttention's mask for queries at some positions of packed rows, and all keys.
+
+    Args:
+        documents: Of the queries, `(rows, queries)`.
+        positions: Of the queries in the row, `(queries,)`.
+        whole: The documents of the rows, `(rows, row_length)`.
+        causal: Whether a token sees none that come after it.
+    """
+
+    def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_same = documents[row, query] == whole[row, key]
+        return is_same & (positions[query] >= key) if causal else is_same
+
+    return create_block_mask(may_see, len(whole), None, documents.shape[1], whole.shape[1], device=whole.device)
 
 
 def attend_flexibly(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:

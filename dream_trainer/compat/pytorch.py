@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Placement
+    from torch.overrides import TorchFunctionMode
 
     from dream_trainer.compat.stores import Store
 
@@ -75,12 +76,15 @@ foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage
 foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 
 
+# These collectives are new in 2.13, which warns of the former ones. To compare versions takes 60 microseconds.
+_HAS_SINGLE = torch.__version__ >= "2.13"
+
+
 def all_gather_flat(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Fills `gathered` with every rank's `own`, one after the other; `own` may be this rank's place in it."""
     import torch.distributed as dist
 
-    # The first is new in 2.13, which warns of the other.
-    gather = dist.all_gather_single if torch.__version__ >= "2.13" else dist.all_gather_into_tensor
+    gather = dist.all_gather_single if _HAS_SINGLE else dist.all_gather_into_tensor
     gather(gathered, own, group=group)
 
 
@@ -88,9 +92,15 @@ def sum_scatter_flat(own: Tensor, every: Tensor, group: ProcessGroup) -> None:
     """Fills `own` with the sum over ranks of this one's part of `every`, whose parts lie one after the other."""
     import torch.distributed as dist
 
-    # The first is new in 2.13, which warns of the other.
-    scatter = dist.reduce_scatter_single if torch.__version__ >= "2.13" else dist.reduce_scatter_tensor
+    scatter = dist.reduce_scatter_single if _HAS_SINGLE else dist.reduce_scatter_tensor
     scatter(own, every, op=dist.ReduceOp.SUM, group=group)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes that override functions at the moment, from the outermost; in a backward there are none."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())
 
 
 def gathered_twins(module: FSDPModule) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:

@@ -43,6 +43,14 @@ class CheckpointParameters:
     save_at_end: bool = True
     """Whether the last step is saved, also when a signal or a stop request ends the run."""
 
+    local_directory: str | None = None
+    """Directory on each host, such as `/dev/shm`, which is its memory: there every save leaves what this host's ranks
+    hold, and a restart on the same hosts goes on from it and reads nothing else. Needs room for two states of the
+    host's ranks. None: no local checkpoints."""
+    save_local_every_n_steps: int | None = None
+    """Optimizer steps between states that hosts keep in `local_directory` alone, more often than checkpoints are saved;
+    none of them is a checkpoint of the run. None: every save leaves one, and there are no others."""
+
     save_frozen: bool = True
     """Whether checkpoints hold the parameters that take no gradients. False leaves out those that still have the values
     of the setup, such as the base under adapters or a frozen reference: each start has to load them again
@@ -88,12 +96,19 @@ class CheckpointParameters:
         for name, value in {
             "save_every_n_steps": self.save_every_n_steps,
             "save_every_n_epochs": self.save_every_n_epochs,
+            "save_local_every_n_steps": self.save_local_every_n_steps,
             "keep_last": self.keep_last,
             "keep_every_n_steps": self.keep_every_n_steps,
             "keep_best": self.keep_best,
         }.items():
             if value is not None:
                 check_integer(name, value, minimum=1, hint=" None turns it off.")
+        check_directory("local_directory", self.local_directory, hint=" None keeps no local checkpoints.")
+        if self.save_local_every_n_steps is not None and self.local_directory is None:
+            raise ConfigError(
+                f"save_local_every_n_steps={self.save_local_every_n_steps} does not say where. Set local_directory, "
+                'such as "/dev/shm".'
+            )
         for name in ("save_on_best", "save_at_end", "save_frozen", "async_save", "init_strict"):
             check_boolean(name, self._value(name))
         if not isinstance(self.best_metric, str | None):

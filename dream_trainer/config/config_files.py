@@ -66,6 +66,9 @@ def refuse_unknown_keys(changes: Mapping[str, Any], start: Any, file: Path, plac
         if key not in known:
             near = get_close_matches(str(key), known, n=1, cutoff=0.5)
             advice = f"Did you mean {place}{near[0]}?" if near else f"There is {', '.join(known)}."
+            section, _, rest = str(key).partition(".")
+            if rest and section in known:
+                advice = f"A dot does not nest: write {rest} under {place}{section}, as in {section}: {{{rest}: ...}}."
             raise ConfigError(f"{file} sets {dotted}, and {cls.__name__} has no field {key}. {advice}")
         nested = section_of(start, known[key])
         if nested is None:

@@ -44,6 +44,9 @@ class DeviceParameters:
     dp_shard: int | Literal["auto"] = "auto"
     """Ranks that share one copy of the model (FSDP); "auto" takes all with FSDPMixin, one without; where both are
     "auto" on several hosts, those of a host."""
+    context_parallel: int = 1
+    """Ranks that share the positions of each sequence (ContextParallelMixin); they see parts of the same samples. Where
+    parameters are sharded, they are over these ranks too."""
     tensor_parallel: int = 1
     """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
     cpu_offload: bool = False
@@ -82,6 +85,12 @@ class DeviceParameters:
             if value != "auto":
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
         check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
+        check_integer("context_parallel", self.context_parallel, minimum=1)
+        if self.compile and self.context_parallel > 1:
+            raise ConfigError(
+                f"compile=True with context_parallel={self.context_parallel}: compiled blocks do not see that their "
+                "attention is to be shared by ranks. Use one of the two."
+            )
         check_boolean("compile", self.compile)
         check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
@@ -147,13 +156,19 @@ def resolve_mesh(
     Raises:
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
-    tensor = parameters.tensor_parallel
+    tensor, context = parameters.tensor_parallel, parameters.context_parallel
     if world_size % tensor != 0:
         raise ConfigError(
             f"tensor_parallel={tensor} does not divide world_size={world_size}. Use "
             f"{spell(divisors(world_size))}, or start another number of processes."
         )
-    data_ranks = world_size // tensor
+    if world_size // tensor % context != 0:
+        left = f" (tp={tensor} leaves {world_size // tensor})" if tensor > 1 else ""
+        raise ConfigError(
+            f"context_parallel={context} does not divide world_size={world_size}{left}. Use "
+            f"{spell(divisors(world_size // tensor))}, or start another number of processes."
+        )
+    data_ranks = world_size // (tensor * context)
     replicate, shard = _data_parallel(parameters, world_size, shard_by_default, ranks_per_host or world_size)
     if shard > 1 and not shard_by_default:
         raise ConfigError(
@@ -162,12 +177,26 @@ def resolve_mesh(
             f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
         )
     if replicate * shard != data_ranks:
-        left = f"{data_ranks} are left for data parallelism" if tensor > 1 else "that is to be their product"
+        shares = tensor > 1 or context > 1
+        left = f"{data_ranks} are left for data parallelism" if shares else "that is to be their product"
         raise ConfigError(
             f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
-            f"(pp=1, cp=1, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
+            f"(pp=1, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
         )
-    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tensor)
+    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
+
+
+def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_default: bool) -> MeshShape:
+    """How parameters lie on the ranks: those that share sequences share shards too, or are replicas like any other.
+
+    Args:
+        parameters: of the run.
+        shape: from `resolve_mesh`.
+        shard_by_default: whether "auto" means sharding.
+    """
+    if shape.dp_shard > 1 or (shard_by_default and parameters.dp_shard == "auto"):
+        return shape._replace(dp_shard=shape.dp_shard * shape.cp, cp=1)
+    return shape._replace(dp_replicate=shape.dp_replicate * shape.cp, cp=1)
 
 
 def ranks_per_worker(world_size: int, workers: int) -> int:
@@ -207,27 +236,28 @@ def _data_parallel(
     parameters: DeviceParameters, world_size: int, shard_by_default: bool, ranks_per_host: int
 ) -> tuple[int, int]:
     """`(dp_replicate, dp_shard)` with "auto" filled in."""
-    tensor = parameters.tensor_parallel
+    same_samples = parameters.tensor_parallel * parameters.context_parallel
     match parameters.dp_replicate, parameters.dp_shard:
-        case "auto", "auto" if shard_by_default and world_size % ranks_per_host == ranks_per_host % tensor == 0:
-            return world_size // ranks_per_host, ranks_per_host // tensor
+        case "auto", "auto" if shard_by_default and world_size % ranks_per_host == ranks_per_host % same_samples == 0:
+            return world_size // ranks_per_host, ranks_per_host // same_samples
         case "auto", "auto":
-            return (1, world_size // tensor) if shard_by_default else (world_size // tensor, 1)
+            return (1, world_size // same_samples) if shard_by_default else (world_size // same_samples, 1)
         case "auto", int(shard):
-            return _left_over("dp_shard", shard, "dp_replicate", world_size, tensor), shard
+            return _left_over("dp_shard", shard, "dp_replicate", world_size, parameters), shard
         case int(replicate), "auto":
-            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size, tensor)
+            return replicate, _left_over("dp_replicate", replicate, "dp_shard", world_size, parameters)
         case replicate, shard:
             return int(replicate), int(shard)
 
 
-def _left_over(name: str, size: int, other: str, world_size: int, tensor: int) -> int:
+def _left_over(name: str, size: int, other: str, world_size: int, parameters: DeviceParameters) -> int:
     """Ranks that `other` gets when `name` takes `size`."""
-    data_ranks = world_size // tensor
+    context, tensor = parameters.context_parallel, parameters.tensor_parallel
+    data_ranks = world_size // (context * tensor)
     if data_ranks % size != 0:
         raise ConfigError(
-            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp=1, tp={tensor} leave '
-            f'{data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.'
+            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp={context}, tp={tensor} '
+            f'leave {data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.'
         )
     return data_ranks // size
 

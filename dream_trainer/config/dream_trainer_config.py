@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dream_trainer.config.activation_checkpointing_parameters import ActivationCheckpointingConfigMixin
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin
 from dream_trainer.config.compile_parameters import CompileConfigMixin
+from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
@@ -20,6 +21,7 @@ class DreamTrainerConfig(
     BaseTrainerConfig,
     SetupConfigMixin,
     FSDPConfigMixin,
+    ContextParallelConfigMixin,
     TensorParallelConfigMixin,
     ActivationCheckpointingConfigMixin,
     CompileConfigMixin,

@@ -46,6 +46,8 @@ def refuse_unknown(config: Any, unknown: Sequence[str]) -> None:
         raise ConfigError(f"{unknown[0]!r} belongs to no flag. Write --FIELD VALUE; --help shows the fields.")
     flag = _spelled(unknown[0])
     near = _nearest(flag, dict(_flags(config)))
+    if near == flag:  # tyro makes a flag of each key that a dict has
+        raise ConfigError(f"{flag} is a dict, and each of its keys has a flag. Write {flag}.KEY VALUE.")
     advice = f"Did you mean {near}?" if near else "--help-all shows every one."
     raise ConfigError(f"there is no flag {flag}. {advice}")
 

@@ -18,9 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.pass_draws import PassDraws, draws_at_start_only
-from dream_trainer.data.worker_start import WorkerInit
+from dream_trainer.data.worker_start import WorkerInit, workers_start
 from dream_trainer.distributed.seeds import drawn_since, generator_marks, hash_seed, seed_cpu
-from dream_trainer.distributed.signals import starting_workers
 
 
 @runtime_checkable
@@ -194,7 +193,7 @@ def workers_outlive_signals(loader: object) -> Iterator[None]:
     worker_init_fn = loader.worker_init_fn
     loader.worker_init_fn = WorkerInit(worker_init_fn)
     try:
-        with starting_workers():
+        with workers_start(loader):
             yield
     finally:
         loader.worker_init_fn = worker_init_fn

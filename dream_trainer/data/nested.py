@@ -119,22 +119,26 @@ def batch_size(tree: Any) -> int:
     )
 
 
-def concatenated(trees: Sequence[Any]) -> Any:
+def concatenated(trees: Sequence[Any], say_uneven: Callable[[list[Any]], None]) -> Any:
     """Batches of one structure as a single one: tensors joined along their first dimension.
 
     Args:
         trees: Tensors, or tuples, lists and mappings of them.
+        say_uneven: Called with tensors whose later dimensions differ, which nobody can join.
 
     Returns:
-        The structure of the first; the batches themselves as a list where some part is neither.
+        The structure of the first; the batches themselves as a list where some part is neither, or uneven.
     """
     first = trees[0] if trees else None
     if isinstance(first, Tensor) and first.dim() > 0:
+        if any(tree.shape[1:] != first.shape[1:] for tree in trees):
+            say_uneven(list(trees))
+            return list(trees)
         return torch.cat(list(trees))
     if isinstance(first, Mapping):
-        return {key: concatenated([tree[key] for tree in trees]) for key in first}
+        return {key: concatenated([tree[key] for tree in trees], say_uneven) for key in first}
     if isinstance(first, tuple | list) and all(isinstance(item, Tensor) for item in first):
-        return tuple(concatenated(items) for items in zip(*trees, strict=True))
+        return tuple(concatenated(items, say_uneven) for items in zip(*trees, strict=True))
     return list(trees)
 
 

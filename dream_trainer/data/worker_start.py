@@ -1,14 +1,16 @@
-"""How worker processes of a loader begin: signals to the whole job do not end them before it has saved."""
+"""How worker processes of a loader begin: surely, and signals to the whole job do not end them before it has saved."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from dream_trainer.compat.forked_start import sure_to_start
 from dream_trainer.data.sample_seeds import KeyedDataset
 from dream_trainer.distributed.signals import outlive_job, starting_workers
 
@@ -17,8 +19,23 @@ _PR_SET_PDEATHSIG = 1
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """A pass over the loader, whose workers outlive a signal to the whole job from their fork on."""
-    with starting_workers():
+    with workers_start(loader):
         return iter(loader)
+
+
+@contextmanager
+def workers_start(loader: DataLoader[Any]) -> Iterator[None]:
+    """Worker processes that the loader starts inside do start, and outlive a signal from their fork on."""
+    if loader.num_workers == 0:
+        yield
+        return
+    context = loader.multiprocessing_context
+    loader.multiprocessing_context = sure_to_start(context)
+    try:
+        with starting_workers():
+            yield
+    finally:
+        loader.multiprocessing_context = context
 
 
 class WorkerInit:

@@ -6,24 +6,21 @@ store, which every host reaches by `MASTER_ADDR` whatever interface gloo would t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import platform
 import socket
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dream_trainer.distributed.network import take_reachable_interface
+from dream_trainer.distributed.own_code import PACKAGE, digest_of_code, own_code
 from dream_trainer.errors import ConfigError, RanksDifferError
 from dream_trainer.version import __version__
 
@@ -34,8 +31,6 @@ logger = logging.getLogger("dream_trainer")
 
 CLOCKS_MAY_DIFFER_SECONDS = 5.0
 _HEARD_SECONDS = 5.0  # how long rank 0 stays after a refusal, so that every rank reads why
-
-PACKAGE = Path(__file__).parent.parent
 
 
 class HostPlace(NamedTuple):
@@ -175,21 +170,8 @@ def _versions() -> dict[str, str]:
 def _code() -> dict[str, str]:
     """Digests of the job's own code by module: the package, and what was imported that nobody installed."""
     package = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
-    digests = {"dream_trainer": _digest(b"".join(package))}
-    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    for name, module in list(sys.modules.items()):
-        path = Path(vars(module).get("__file__") or "") if module is not None else Path()
-        if path.suffix != ".py" or any(path.is_relative_to(place) for place in (*installed, PACKAGE)):
-            continue
-        try:
-            digests[name] = _digest(path.read_bytes())
-        except OSError:  # of an archive, or gone since
-            continue
-    return digests
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    own = {name: digest for name, (_, digest) in own_code().items()}
+    return {"dream_trainer": digest_of_code(b"".join(package))} | own
 
 
 def _wait_until_all_know(store: Store, place: HostPlace, world_size: int) -> None:

@@ -7,6 +7,7 @@ is when hosts join or leave; so the ranks of an attempt agree on a name for it.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -23,6 +24,10 @@ _store: Store | None = None
 _attempt = ""  # what the keys of this attempt begin with
 
 _LOOK_SECONDS = 0.02
+SAYS_SO_AFTER_SECONDS = 10.0
+"""How long a rank that leaves waits for the others before it says so."""
+
+logger = logging.getLogger("dream_trainer")
 
 
 def store_for_group(number: int, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -86,7 +91,8 @@ def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
 
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
-    """Says that this rank leaves its `number`-th process group, and with a time-out waits until all ranks have said so.
+    """Says that this rank leaves its `number`-th process group, and waits until all ranks have said so: up to the
+    time-out, or without one until it tells the user what it waits for.
 
     Not by a collective: a rank that gives up must not leave one running, and gloo's monitored_barrier keeps its
     time-out on rank 0 only.
@@ -99,8 +105,17 @@ def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:
     key = f"{_attempt}/{number}/leaving"
     if _store.add(key, 1) == world_size:
         _store.set(f"{key}/all", "")
-    if timeout_seconds is not None:
-        _store.wait([f"{key}/all"], timedelta(seconds=timeout_seconds))
+    seconds = SAYS_SO_AFTER_SECONDS if timeout_seconds is None else timeout_seconds
+    try:
+        _store.wait([f"{key}/all"], timedelta(seconds=seconds))
+    except RuntimeError:
+        if timeout_seconds is not None:
+            raise
+        logger.warning(
+            "this rank closes its trainer, and other ranks have not for %.0f s, which it waits for. If it is the only "
+            "one to do so (`if trainer.is_main: trainer.close()`), have every rank close.",
+            seconds,
+        )
 
 
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:

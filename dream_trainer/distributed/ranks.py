@@ -25,23 +25,32 @@ class Ranks:
         rank: This rank, 0-based.
         world_size: Number of ranks.
         cpu_group: Process group over all of them that nothing else uses meanwhile; None at world size 1.
-        data_copies: How many neighbouring ranks see the same data (tp, cp).
+        data_copies: How many neighbouring ranks see the same data (tp).
+        sample_copies: How many see the same samples, or parts of them (cp x tp).
 
     Attributes:
         rank: This rank, 0-based.
         world_size: Number of ranks.
         cpu_group: Process group for agreement beside the step path; None at world size 1.
-        data_copies: How many neighbouring ranks see the same data (tp, cp).
+        data_copies: How many neighbouring ranks see the same data (tp).
+        sample_copies: How many see the same samples, or parts of them (cp x tp).
         forbidden: While set, collectives raise and name it: code that runs on one rank only.
     """
 
     def __init__(
-        self, rank: int, world_size: int, cpu_group: dist.ProcessGroup | None, *, data_copies: int = 1
+        self,
+        rank: int,
+        world_size: int,
+        cpu_group: dist.ProcessGroup | None,
+        *,
+        data_copies: int = 1,
+        sample_copies: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.cpu_group = cpu_group
         self.data_copies = data_copies
+        self.sample_copies = sample_copies
         self.forbidden: str | None = None
 
     @classmethod
@@ -65,8 +74,13 @@ class Ranks:
 
     @property
     def counts_data(self) -> bool:
-        """Whether this rank is the first of those that see the same data, so that each sample is counted once."""
+        """Whether this rank is the first of those that see the same data, so that each token is counted once."""
         return self.rank % self.data_copies == 0
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank is the first of those that see parts of the same samples, so that each is counted once."""
+        return self.rank % self.sample_copies == 0
 
     def barrier(self) -> None:
         """Waits until every rank has come here."""
@@ -92,7 +106,7 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, gathered, dst=0, group=self.cpu_group)
+        dist.gather_object(value, gathered, group=self.cpu_group, group_dst=0)
         return gathered
 
     def scatter_object(self, values: Sequence[Any] | None, /) -> Any:
@@ -103,7 +117,7 @@ class Ranks:
         import torch.distributed as dist
 
         box: list[Any] = [None]
-        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.cpu_group)
+        dist.scatter_object_list(box, None if values is None else list(values), group=self.cpu_group, group_src=0)
         return box[0]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
@@ -113,7 +127,7 @@ class Ranks:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=src, group=self.cpu_group)
+        dist.broadcast_object_list(box, group=self.cpu_group, group_src=src)
         return box[0]
 
     def broadcast(self, values: Tensor, src: int = 0) -> Tensor:
@@ -121,7 +135,7 @@ class Ranks:
         if self._may_communicate():
             import torch.distributed as dist
 
-            dist.broadcast(values, src=src, group=self.cpu_group)
+            dist.broadcast(values, group=self.cpu_group, group_src=src)
         return values
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:

@@ -95,9 +95,14 @@ class World(Ranks):
         parameter_device: Where its parameters, gradients and optimizer state lie.
         mesh: Device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp; None at world size 1.
         mesh_shape: Sizes of those dimensions.
+        parameter_mesh: The mesh that parameters lie on: cp is 1 there, and its ranks are more shards, or more replicas.
+        parameter_shape: Sizes of its dimensions.
         dp_rank: This rank's index among the data-parallel ranks (dp_replicate x dp_shard).
         dp_size: Number of data-parallel ranks.
-        data_group: Ranks that see different data, this one among them; None where that is all of them.
+        data_rank: This rank's index among those that see different data (dp_replicate x dp_shard x cp): of other
+            samples, or of other positions in them.
+        data_size: Their number.
+        data_group: They, this one among them; None where that is all ranks.
         workers: Number of groups of neighbouring ranks that step on their own (LocalSGDMixin); 1: all step together.
         worker: The group of this rank, 0-based.
         step_size: Ranks of a group, over which each step averages gradients.
@@ -119,7 +124,12 @@ class World(Ranks):
             ConfigError: The mesh does not fit the world size or the groups, or the device is missing.
             RanksDifferError: The ranks lay different meshes.
         """
-        from dream_trainer.config.device_parameters import ranks_per_worker, refuse_split_copies, resolve_mesh
+        from dream_trainer.config.device_parameters import (
+            parameter_shape,
+            ranks_per_worker,
+            refuse_split_copies,
+            resolve_mesh,
+        )
 
         rank, self.local_rank, world_size = environment_ranks()
         place = place_among_hosts(_launches)
@@ -132,11 +142,14 @@ class World(Ranks):
             shard_by_default,
             ranks_per_host=self._ranks_per_host if self.workers == 1 else self.step_size,
         )
+        self.parameter_shape = parameter_shape(parameters, self.mesh_shape, shard_by_default)
         refuse_split_copies(self.mesh_shape, self.workers)
         self.worker = rank // self.step_size
-        super().__init__(rank, world_size, None, data_copies=self.mesh_shape.cp * self.mesh_shape.tp)
+        cp, tp = self.mesh_shape.cp, self.mesh_shape.tp
+        super().__init__(rank, world_size, None, data_copies=tp, sample_copies=cp * tp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
+        self.parameter_mesh: DeviceMesh | None = None
         self._further_groups: list[dist.ProcessGroup] = []
         self._time_out = timedelta(seconds=parameters.start_timeout_seconds)
         self._parameters = parameters
@@ -149,7 +162,9 @@ class World(Ranks):
         self.data_group = self._new_data_group()
         self.step_group, self.across_workers = self._new_worker_groups()
         self._set_time_outs(parameters.start_timeout_seconds)
-        self.dp_rank = self.rank // self.data_copies % self.dp_size
+        self.dp_rank = self.rank // self.sample_copies % self.dp_size
+        self.data_size = self.dp_size * cp
+        self.data_rank = self.rank // self.data_copies % self.data_size
         self._number = _launches
         self._open = True
 
@@ -186,7 +201,7 @@ class World(Ranks):
     def averaging_group(self) -> dist.ProcessGroup | None:
         """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
         others."""
-        if self.dp_size == 1 or self.step_size == 1:
+        if self.data_size == 1 or self.step_size == 1:
             return None
         import torch.distributed as dist
 
@@ -208,9 +223,14 @@ class World(Ranks):
         Raises:
             ValueError: `values` has no rows to gather: it is 0-dim, or a DTensor.
             RanksDifferError: Other sizes than n, or dtypes, differ.
-            ConfigError: Groups of ranks step on their own.
+            ConfigError: Groups of ranks step on their own, or share sequences.
         """
         self.refuse_if_forbidden()
+        if self.mesh_shape.cp > 1:
+            raise ConfigError(
+                f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
+                f"{self.mesh_shape.cp} ranks has a part. Use context_parallel=1 with losses that compare samples."
+            )
         if self.workers > 1:
             raise ConfigError(
                 f"all_gather_with_gradient speaks to all ranks in each step, and {self.workers} groups of them step on "
@@ -247,6 +267,11 @@ class World(Ranks):
         mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+        self.parameter_mesh = (
+            self.mesh
+            if self.parameter_shape == self.mesh_shape
+            else init_device_mesh(self.device.type, tuple(self.parameter_shape), mesh_dim_names=MESH_DIMS)
+        )
 
     def _meet_other_hosts(self) -> None:
         """Before anything waits for them in vain."""
@@ -277,12 +302,13 @@ class World(Ranks):
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""
-        if self.mesh is None:
+        if self.mesh is None or self.parameter_mesh is None:
             return
         self._time_out = timedelta(seconds=seconds)
         data_groups = () if self.data_group is None else (self.data_group,)
         worker_groups = [group for group in (self.step_group, self.across_workers) if group is not None]
-        groups = (*data_groups, *worker_groups, *self._further_groups, *self.mesh.get_all_groups())
+        of_meshes = (*self.mesh.get_all_groups(), *self.parameter_mesh.get_all_groups())
+        groups = (*data_groups, *worker_groups, *self._further_groups, *of_meshes)
         for group in (None, self.cpu_group, *groups):
             set_group_timeout(group, self._time_out)
 
@@ -333,7 +359,8 @@ class World(Ranks):
         import torch.distributed as dist
 
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
-        return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), data_copies=self.data_copies)
+        copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies}
+        return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
 
     def another_rank_failed(self) -> bool:
         """Whether a rank of this job has said that it failed; does not wait."""
@@ -386,11 +413,12 @@ class World(Ranks):
                 _heartbeat = None
             dist.destroy_process_group()
             _owns_group = False
-            self.cpu_group = self.data_group = self.step_group = self.across_workers = self.mesh = None
+            self.cpu_group = self.data_group = self.step_group = self.across_workers = None
+            self.mesh = self.parameter_mesh = None
             forget_meshes()
             gc.collect()
             time.sleep(0.1)
-        self.cpu_group = self.mesh = None
+        self.cpu_group = self.mesh = self.parameter_mesh = None
         self._further_groups.clear()
 
 

@@ -121,7 +121,11 @@ class Callback:
         """An epoch is complete; `current_epoch` already counts it."""
 
     def post_fit(self, trainer: AbstractTrainer) -> None:
-        """Training is over, whether by its limits or by a stop request."""
+        """Training is over, whether by its limits or by a stop request.
+
+        The last checkpoint has been saved: what is changed here is in none, unless `trainer.save_checkpoint()`
+        follows.
+        """
 
     def on_exception(self, trainer: AbstractTrainer, exc: BaseException) -> None:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""

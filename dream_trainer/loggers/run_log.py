@@ -50,13 +50,13 @@ class RunLog:
 
     Attributes:
         metrics: Where training's values go.
-        after_validation: Where the values go that listeners to a validation's end log; None while none of them runs.
+        own_line: Where the values go that listeners to the end of a validation or of an epoch log; None while none of
+            them runs.
         media: Images and such that wait for their window.
         history: The lines so far.
     """
 
     __slots__ = (
-        "_after_validation_counts",
         "_cadence",
         "_coming_again",
         "_config",
@@ -68,6 +68,7 @@ class RunLog:
         "_notify",
         "_of_data",
         "_of_rank",
+        "_own_line_counts",
         "_resumed_step",
         "_run",
         "_run_dir",
@@ -75,10 +76,10 @@ class RunLog:
         "_stamp",
         "_undecided",
         "_world",
-        "after_validation",
         "history",
         "media",
         "metrics",
+        "own_line",
     )
 
     def __init__(
@@ -113,8 +114,8 @@ class RunLog:
         self._flight: tuple[Flight, Stamp] | None = None  # a flush that nobody has waited for yet
         self._flushed_step = 0
         self._has_ended = False
-        self.after_validation: MetricBuffer | None = None
-        self._after_validation_counts = False
+        self.own_line: MetricBuffer | None = None
+        self._own_line_counts = False
         self._resumed_step: int | None = None
         # Names in the lines of the resumed step that a process wrote after the checkpoint: they come again.
         self._coming_again: list[set[str]] = []
@@ -240,27 +241,27 @@ class RunLog:
         self._write(metrics, self._stamp())
 
     @contextmanager
-    def listeners_to_validation(self, *, counts: bool) -> Iterator[None]:
-        """What is logged inside is the validation's, and has nothing to do with training's next line: written at the
-        end. One inside may evaluate, which comes here too.
+    def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
+        """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
+        training's next line: written at the end. One inside may evaluate, which comes here too.
 
         Args:
-            counts: Whether it is a validation of the training; of another nothing is written.
+            counts: Whether it is of the training; of another validation nothing is written.
         """
-        before = self.after_validation, self._after_validation_counts
-        self.after_validation, self._after_validation_counts = MetricBuffer(), counts
+        before = self.own_line, self._own_line_counts
+        self.own_line, self._own_line_counts = MetricBuffer(), counts
         try:
             yield
-            self._write_after_validation()
+            self._write_own_line()
         finally:
-            self.after_validation, self._after_validation_counts = before
+            self.own_line, self._own_line_counts = before
 
-    def _write_after_validation(self) -> None:
+    def _write_own_line(self) -> None:
         """A collective; also before a listener saves, since a resumed run does not go there again."""
-        mine, self.after_validation = self.after_validation, None  # what listeners to on_log log is training's
-        if mine is not None and self._after_validation_counts:
+        mine, self.own_line = self.own_line, None  # what listeners to on_log log is training's
+        if mine is not None and self._own_line_counts:
             self._write(mine.reduce(self._world), self._stamp())
-        self.after_validation = mine
+        self.own_line = mine
 
     # -- a line
 
@@ -298,7 +299,7 @@ class RunLog:
             has_failed: Whether the run broke off. What failed may be a logger, so nothing is written.
         """
         self.land()
-        self._write_after_validation()
+        self._write_own_line()
         flushed_before = self._flushed_step
         if not has_failed:
             self._has_ended |= is_last

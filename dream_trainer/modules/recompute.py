@@ -7,7 +7,7 @@ are expensive to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the lev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dream_trainer.compat.operations import operation
+from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.modules.class_change import Changed, change_class
 
 
@@ -43,6 +44,7 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
     """
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     norms = [part for part in module.modules() if isinstance(part, _NORMS)]
+    modes = function_modes()  # backward runs without
     has_run = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,16 +52,25 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
         changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
         for parameter, required in changed:
             parameter.requires_grad_(required)
-        statistics = statistics_at_rest(norms) if has_run else nullcontext()
+        again = _again(norms, modes) if has_run else nullcontext()
         has_run = True
         try:
-            with statistics:
+            with again:
                 return forward(*args, **kwargs)
         finally:
             for parameter, required in changed:
                 parameter.requires_grad_(not required)
 
     return run
+
+
+@contextmanager
+def _again(norms: Sequence[nn.Module], modes: Sequence[Any]) -> Iterator[None]:
+    """What the second run is in: the modes of the first that are not on, as in a backward, where none are."""
+    with statistics_at_rest(norms), ExitStack() as stack:
+        for mode in modes[len(function_modes()) :]:
+            stack.enter_context(mode)
+        yield
 
 
 _NORMS = (

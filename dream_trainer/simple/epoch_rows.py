@@ -13,6 +13,7 @@ from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.formatting import format_metrics, format_number
 
 if TYPE_CHECKING:
+    from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 # Steps after which what lies on the device is read, which waits for it; an epoch may have any number of them.
@@ -122,7 +123,7 @@ class EpochRows(Callback):
             "rows": [dict(row) for row in self.rows[: len(self.rows) - self._is_partial]],
             "training": self._training.state_dict(world),
             "validation": self._validation,
-            "seconds": self._seconds_of_epoch(),
+            "seconds": self._seconds_of_epoch(world),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,15 +147,17 @@ class EpochRows(Callback):
         self._world = trainer.world
         self._began = time.monotonic()
 
-    def _seconds_of_epoch(self) -> float:
-        return self._seconds + time.monotonic() - self._began
+    def _seconds_of_epoch(self, world: Ranks) -> float:
+        """By rank 0's clock, since rows are the same on all ranks; a collective."""
+        seconds: float = world.broadcast_object(self._seconds + time.monotonic() - self._began)
+        return seconds
 
     def _row(self, trainer: AbstractTrainer, epoch: int) -> Row:
         optimizer = next(iter(trainer.named_optimizers().values()))
         row = {
             "epoch": epoch,
             "step": trainer.global_step,
-            "seconds": self._seconds_of_epoch(),
+            "seconds": self._seconds_of_epoch(trainer.world),
             "lr": float(optimizer.param_groups[0]["lr"]),
         }
         return row | _means(self._training.state_dict(trainer.world)) | self._validation

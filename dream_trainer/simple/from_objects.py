@@ -11,14 +11,13 @@ from typing import Any, Literal, Self
 import torch.nn as nn
 
 from dream_trainer.callbacks.early_stopping import EarlyStopping
-from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.config.device_parameters import DeviceParameters, DeviceType, Precision
 from dream_trainer.config.evaluation_parameters import EvalParameters
 from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
 from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.nested import concatenated
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
@@ -47,6 +46,7 @@ from dream_trainer.simple.given_together import (
     monitored,
     refuse_both,
     refuse_no_model,
+    refuse_no_value,
     refuse_without_name,
     refuse_without_validation,
     refuse_wrong_function,
@@ -57,7 +57,6 @@ from dream_trainer.simple.integers import as_int
 from dream_trainer.simple.model_calls import ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Given, ObjectsTrainer, StepsSchedules
 from dream_trainer.simple.scratch import close_and_remove, scratch_directory
-from dream_trainer.trainer.best_mode import with_known_mode
 from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.validation import validation_mode
 
@@ -121,8 +120,8 @@ class Trainer:
         group: Second part of that directory.
         runs_dir: Where runs lie; None: `DREAM_TRAINER_RUNS` in the environment, else "runs".
         loggers: Where numbers go; needs `name`. None: a file, metrics.jsonl.
-        checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch, keeping the
-            newest and the best.
+        checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
+            validation, keeping the newest and the best.
         progress: Whether a line is printed after each epoch, and every ten seconds in long ones.
 
     Raises:
@@ -184,6 +183,7 @@ class Trainer:
         progress: bool = True,
     ) -> None:
         refuse_no_model(model)
+        refuse_no_value(name, lr, epochs=epochs, steps=steps)
         refuse_both(loss, step, val_step, metrics)
         refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
         refuse_wrong_function("step", step, "model", "batch")
@@ -192,7 +192,7 @@ class Trainer:
         floats = float_type(model) if step is None else None  # a step of the user's own sees what was given
         options = LoaderOptions(as_int(batch_size), shuffle, as_int(workers), collate, floats)
         options_of_val = options._replace(batch_size=as_int(val_batch_size or batch_size), shuffle=False)
-        measured = GivenMetrics(metrics)
+        measured = GivenMetrics(metrics, model if loss is None else None)
         loaders_of_val = None if val is None else as_loader(val, options_of_val, "val")
         watched = None
         if val is None:
@@ -332,11 +332,13 @@ class Trainer:
 
         Returns:
             Tensors of all batches joined along the first dimension, in the structure that the model returns; of models
-            that return "logits" these.
+            that return "logits" these. Half precision is float32, which numpy has. Where later dimensions differ
+            between batches, as of texts padded batch by batch, a list of the batches' tensors, and a warning.
         """
         data = as_rows(data)
         refuse_one_row(data, self.dream._given.train)
-        return concatenated(self.dream.predict(_loader(data, batch_size, self.dream._given)))
+        results = self.dream.predict(_loader(data, batch_size, self.dream._given))
+        return concatenated(results, self.dream.say_uneven)
 
     def stop(self, reason: str = "requested") -> None:
         """Ends `fit` on all ranks; from a callback, say, after its epoch."""
@@ -387,20 +389,18 @@ class Trainer:
     def load_best(self) -> Path:
         """Puts the weights of the best checkpoint into the model, and returns its path; the rest stays as it is.
 
+        Where that is not the one of `best`, since your `checkpoints` did not save or keep it, or a branch took its best
+        value from the run that it began from, a warning names both. Frozen weights that checkpoints are saved without
+        (`save_frozen=False`) stay as they are.
+
         Where an average of the weights is validated, such as EMA's, it is the checkpoint's average that is put into the
         model, and the average of now begins from it; a warning says where nothing averages any more. A `fit` that
         trains on goes on from there, with the optimizer, schedules and counters of the last step.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is none, or it was saved without frozen weights that are others now.
         """
-        dream = self._started()
-        parameters = with_known_mode(dream.config.checkpoint_parameters, dream)
-        found = best_checkpoint(dream.checkpoints(), parameters.best_metric or "", parameters.known_best_mode())
-        if found is None:
-            raise CheckpointError("there is no best checkpoint: it needs name=, val= and a validation that was saved.")
-        dream.take_weights_of(found)
-        return found.path
+        return self._started().take_best()
 
     def save(self, path: str | Path, *, weights: str | None = None, overwrite: bool = True) -> None:
         """Writes weights, whole, to a directory in Hugging Face's layout, or a .safetensors or .pt file.
@@ -421,7 +421,7 @@ class Trainer:
         return self.dream
 
     def close(self) -> None:
-        """Closes loaders and loggers; at the latest when nobody has the trainer any more, or the program ends."""
+        """Closes loaders and loggers, on every rank; at the latest when nobody has the trainer, or the program ends."""
         self.dream.close()
         self._closing()
 

@@ -5,19 +5,22 @@ Samples become batches here: those of a dataset, of arrays, and of a list. What 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.nested import leaves
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import DataError
 from dream_trainer.simple.described import described
+
+_AS_ARRAYS = "Make each of them an array of all samples, by numpy.asarray"
 
 
 @runtime_checkable
@@ -66,6 +69,10 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
     Raises:
         DataError: It is none of these, or its items could be samples as well as batches.
     """
+    if _is_of_scipy(data):
+        raise DataError(
+            f"{name}= is a {type(data).__name__}, a sparse matrix. Give its toarray(), or a dataset of rows."
+        )
     if isinstance(data, Mapping) and not _are_arrays(data.values()):
         return {key: as_loader(value, options, f"{name}[{key!r}]") for key, value in data.items()}
     if isinstance(data, IterableDataset):
@@ -78,7 +85,7 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
             shuffle=options.shuffle and not isinstance(dataset, OrderedDataset),
             drop_last=False,
             num_workers=options.workers,
-            collate_fn=options.collate,
+            collate_fn=options.collate or functools.partial(_batched, name),
         )
     if isinstance(data, Iterator):
         return _Once(data, name)
@@ -104,18 +111,46 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
     if isinstance(data, tuple) and data and isinstance(data[0], Array):
         if not _are_arrays(data):
             raise DataError(
-                f"{name}= is a tuple of {', '.join(type(part).__name__ for part in data)}. Make each of them an array "
-                "of all samples, by numpy.asarray, or give a list of samples."
+                f"{name}= is a tuple of {', '.join(type(part).__name__ for part in data)}. {_AS_ARRAYS}, or give a "
+                "list of samples."
             )
         tensors = [_tensor(array, name, options) for array in data]
         _check_lengths([len(tensor) for tensor in tensors], name)
         return TensorDataset(*tensors)
+    if isinstance(data, tuple) and (any(_is_of_scipy(part) for part in data) or _are_columns(data)):
+        kinds = ", ".join(type(part).__name__ for part in data)
+        advice = "Give x.toarray()" if any(_is_of_scipy(part) for part in data) else _AS_ARRAYS
+        raise DataError(f"{name}= is a tuple of {kinds}. {advice}, or give a list of samples.")
     if isinstance(data, list | tuple):
         if options.collate is None:  # which takes samples
             _refuse_doubtful(data, name)
         return data
     is_dataset = isinstance(data, MapStyle) and not isinstance(data, str | bytes | type)
     return data if is_dataset else None
+
+
+def _are_columns(parts: Sequence[Any]) -> bool:
+    """Whether these are lists of all samples, of rows and of a number for each, and not samples."""
+    if len(parts) < 2 or not all(isinstance(part, list) and part for part in parts):
+        return False
+    has_rows = isinstance(parts[0][0], list | int | float) and not isinstance(parts[-1][0], list)
+    return has_rows and len({len(part) for part in parts}) == 1
+
+
+def _is_of_scipy(data: Any) -> bool:
+    return type(data).__module__.startswith("scipy.sparse")
+
+
+def _batched(name: str, samples: list[Any]) -> Any:
+    """torch's way of making a batch, which says what to do where it cannot."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        shown = ", ".join(described(sample) for sample in samples[:2])
+        raise DataError(
+            f"samples of {name}= make no batch: {error}. They are {shown}, ... Give all one shape, of tensors, arrays "
+            "and numbers, or collate=, a function that makes a batch of a list of samples, such as a padded one."
+        ) from error
 
 
 class NamedArrays(Dataset[dict[str, Tensor]]):
@@ -138,6 +173,11 @@ def _are_arrays(parts: Iterable[Any]) -> bool:
 
 
 def _tensor(array: Any, name: str, options: LoaderOptions) -> Tensor:
+    if isinstance(array, np.ma.MaskedArray) and (masked := int(np.sum(array.mask))):
+        raise DataError(
+            f"{name}= has a masked array, {masked} of whose {array.size} values are masked. A model would see what "
+            "lies under the mask: give x.filled(0), say, and x.mask as another array where the model is to know it."
+        )
     try:
         # A copy where torch could not take the memory as it is: read-only, or read backwards.
         found = array if isinstance(array, Tensor) else torch.as_tensor(np.require(array, requirements=["C", "W"]))
@@ -145,6 +185,10 @@ def _tensor(array: Any, name: str, options: LoaderOptions) -> Tensor:
         raise DataError(
             f"{name}= has an array of {np.asarray(array).dtype}, which no tensor can be made of. Give numbers."
         ) from error
+    if found.layout is not torch.strided:
+        raise DataError(
+            f"{name}= has a tensor of layout {found.layout}, of which no batches are made. Give x.to_dense()."
+        )
     if found.dim() == 0:
         raise DataError(f"{name}= has an array of a single number. Give arrays of all samples: (inputs, targets).")
     is_numpys_own = not isinstance(array, Tensor) and found.dtype is torch.float64
@@ -217,10 +261,20 @@ def can_begin_again(loaders: Any) -> bool:
 
 
 def as_rows(data: Any) -> Any:
-    """An array of a list of rows, which are lists of numbers or arrays of one shape; anything else as it is."""
+    """An array of a list of rows, which are lists of numbers or arrays of one shape; anything else as it is.
+
+    Raises:
+        DataError: Rows of numbers have several lengths.
+    """
     if not isinstance(data, list) or not data:
         return data
     if all(isinstance(row, list) and row and all(isinstance(n, int | float) for n in row) for row in data):
+        lengths = sorted({len(row) for row in data})
+        if len(lengths) > 1:
+            raise DataError(
+                f"the data are rows of {', '.join(map(str, lengths))} numbers. Give rows of one length, or a "
+                "DataLoader whose collate_fn pads them."
+            )
         return np.asarray(data)
     if all(isinstance(row, Tensor | np.ndarray) and row.ndim == 1 for row in data) and len({len(r) for r in data}) == 1:
         return torch.stack(data) if isinstance(data[0], Tensor) else np.stack(data)

@@ -55,6 +55,7 @@ _BY_ELEMENT_MODULES = (
 # Of scores for each class, and the number of the right one.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _OF_CLASSES_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_FORWARDS_OF_CLASSES = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 # The target that torch's losses of classes, and so the models of Hugging Face, leave out.
 IGNORED = -100
 
@@ -93,20 +94,21 @@ class GivenLoss:
         self._is_by_element = given in _BY_ELEMENT or isinstance(given, _BY_ELEMENT_MODULES)
         self.is_of_classes = given in _OF_CLASSES or isinstance(given, _OF_CLASSES_MODULES)
         self.ignore_index = given.ignore_index if isinstance(given, _OF_CLASSES_MODULES) else IGNORED
-        # A subclass may be a mean of something else.
-        of_classes = (
-            given
-            if isinstance(given, nn.CrossEntropyLoss | nn.NLLLoss) and type(given) in _OF_CLASSES_MODULES
-            else None
-        )
+        # A subclass with a forward of its own may be a mean of something else.
+        of_classes = None
+        if isinstance(given, nn.CrossEntropyLoss | nn.NLLLoss) and type(given).forward in _FORWARDS_OF_CLASSES:
+            of_classes = given
         self._of_classes = of_classes
+        self._is_torchs_of_classes = given in _OF_CLASSES or of_classes is not None
         self._is_mean_of_labels = given in _OF_CLASSES if of_classes is None else of_classes.reduction == "mean"
+        self._has_seen_labels = False
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The loss, a scalar.
 
         Raises:
-            DataError: The targets have another shape than the outputs, or are those of one sample.
+            DataError: The targets have another shape than the outputs, are those of one sample, or numbers of classes
+                that there are not.
             HookError: It is not a scalar.
         """
         if isinstance(targets, Tensor):
@@ -122,7 +124,17 @@ class GivenLoss:
                 )
             if isinstance(outputs, Tensor):
                 targets = self._of_fitting_type(outputs, targets)
-        loss = self._function(outputs, targets)
+                if self._is_torchs_of_classes:
+                    self._refuse_other_shape(outputs, targets)
+                    if not self._has_seen_labels:  # an accelerator would fail without a word, and for good
+                        self._has_seen_labels = True
+                        self._refuse_other_classes(outputs, targets)
+        try:
+            loss = self._function(outputs, targets)
+        except IndexError:
+            if self._is_torchs_of_classes:
+                self._refuse_other_classes(outputs, targets)
+            raise
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise HookError(f'loss= returned {described(loss)}, not a scalar. Use reduction="mean", or its mean().')
         return loss
@@ -152,4 +164,36 @@ class GivenLoss:
         raise DataError(
             f"loss= takes the numbers of classes as integers, and the targets are {described(targets)}, the outputs "
             f"{described(outputs)}. Give targets.long(), or y.astype('int64') of numpy's arrays."
+        )
+
+    def _refuse_other_shape(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises DataError unless there is a class for each place, or a share of each class."""
+        shape = [*outputs.shape[:1], *outputs.shape[2:]]
+        is_one_hot = targets.shape == outputs.shape and not targets.is_floating_point()
+        if outputs.dim() < 2 or [*targets.shape] == shape or (targets.shape == outputs.shape and not is_one_hot):
+            return
+        if is_one_hot:
+            advice = "Give targets.argmax(1), or as shares of each class targets.float()."
+        elif targets.dim() > 1 and [*targets.squeeze(1).shape] == shape:
+            advice = "Give targets.squeeze(1)."
+        else:
+            advice = "Classes are dimension 1 of the outputs; where they are the last, use outputs.movedim(-1, 1)."
+        raise DataError(
+            f"loss= is of the numbers of classes, and the outputs are {described(outputs)}, so it takes targets "
+            f"{shape}, and they are {described(targets)}. {advice}"
+        )
+
+    def _refuse_other_classes(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises DataError for numbers of classes that the outputs do not have."""
+        if targets.is_floating_point() or outputs.dim() < 2:
+            return
+        counted = targets[targets != self.ignore_index]
+        classes = outputs.shape[1]
+        if counted.numel() == 0 or (counted.min() >= 0 and counted.max() < classes):
+            return
+        lowest, highest = int(counted.min()), int(counted.max())
+        outputs_needed = f", or give the model outputs for {highest + 1} classes" if lowest >= 0 else ""
+        raise DataError(
+            f"the model's outputs have {classes} classes, whose numbers are 0 to {classes - 1}, or {self.ignore_index} "
+            f"where none counts, and the targets go from {lowest} to {highest}. Count them from 0{outputs_needed}."
         )

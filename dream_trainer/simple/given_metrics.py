@@ -75,16 +75,18 @@ class GivenMetrics:
 
     Args:
         given: Names, or a dict of functions and torchmetrics' objects, or a collection of theirs.
+        of: The model, where it returns its loss itself.
 
     Attributes:
         functions: Those whose values are averaged over samples.
         objects: Those of torchmetrics, which are updated; None if there are none.
 
     Raises:
-        ConfigError: A name is not known, or something is no metric.
+        ConfigError: A name is not known, something is no metric, or an accuracy is asked of a model that shifts its
+            labels.
     """
 
-    def __init__(self, given: Iterable[str] | Mapping[str, Any]) -> None:
+    def __init__(self, given: Iterable[str] | Mapping[str, Any], of: nn.Module | None = None) -> None:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
         self.objects: Any = None
         if is_metric(given) and isinstance(given, nn.ModuleDict):  # a collection
@@ -102,6 +104,8 @@ class GivenMetrics:
             if name not in objects:
                 refuse_wrong_function(f"metrics[{name!r}]", metric, "outputs", "targets")
                 self.functions[name] = metric
+        if accuracy in self.functions.values():
+            _refuse_shifted_labels(of)
 
     def better(self, metric: str, *, named_by: str, set_by: str) -> Literal["min", "max"]:
         """Whether lower or higher values of a validation's metric, such as "val/accuracy", are better.
@@ -146,6 +150,16 @@ def telling_of(what: str, outputs: Any, targets: Any) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"{what} was called with outputs {described(outputs)} and targets {described(targets)}.")
         raise
+
+
+def _refuse_shifted_labels(model: nn.Module | None) -> None:
+    """Raises ConfigError for a causal model of Hugging Face's kind, by the name of its class."""
+    if any(cls.__name__.endswith(("ForCausalLM", "LMHeadModel")) for cls in type(model).__mro__):
+        raise ConfigError(
+            f'metrics=["accuracy"] of {type(model).__name__}, which by its name shifts its labels by one inside: the '
+            "scores at a place are of the next token. Give a function that does so: metrics={'accuracy': lambda "
+            "outputs, targets: (outputs[:, :-1].argmax(-1) == targets[:, 1:]).float().mean()}."
+        )
 
 
 def _named(name: Any) -> Callable[[Any, Any], Any]:

@@ -35,8 +35,12 @@ _ARGUMENTS = {
     "device_parameters.compile": "compile",
 }
 _OF_OBJECTS = "given_objects."
-# A run is trained further and printed otherwise without being another one.
+# A run is trained further, saved and printed otherwise without being another one, and a branch has a name of its own.
 _FREE = (
+    "project: ",
+    "group: ",
+    "experiment: ",
+    "checkpoint_parameters.",
     "training_parameters.n_epochs: ",
     "training_parameters.max_steps: ",
     "training_parameters.num_sanity_val_steps: ",
@@ -144,12 +148,13 @@ def in_arguments(changed: Iterable[str]) -> list[str]:
     lines: list[str] = []
     for line in changed:
         name, _, values = line.partition(": ")
-        if line.startswith(_FREE):
+        is_newer = values.startswith("(absent)") and not name.startswith("callbacks.")  # a field that there was not
+        if line.startswith(_FREE) or is_newer:
             continue
         if name.startswith(_OF_OBJECTS):
             argument = name.removeprefix(_OF_OBJECTS)
             data = argument.removesuffix("_values")
-            if values.startswith("(absent)") or any(line.startswith(f"{data}= ") for line in lines):
+            if any(line.startswith(f"{data}= ") for line in lines):
                 continue
             is_digest = data != argument
             lines.append(f"{argument}= {values}" if not is_digest else f"{data}= has other values, of the same shapes")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch.nn as nn
+from torch import Tensor
 
 from dream_trainer.checks import spell
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
@@ -22,6 +25,21 @@ def refuse_no_model(model: object) -> None:
         raise ConfigError(f"the model is the class {model.__name__}. Give an object of it: {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model is a {type(model).__name__}. Give a torch.nn.Module.")
+
+
+def refuse_no_value(name: str | None, lr: Any, **limits: Any) -> None:
+    """Raises ConfigError for an empty name, a learning rate that is no number, and limits that let nothing train."""
+    if name == "":
+        raise ConfigError(
+            "name='' is empty. Give the run a name, such as name='baseline', or None, which keeps no files."
+        )
+    if lr is not None and not isinstance(lr, Tensor) and (not isinstance(lr, Real) or not 0 <= float(lr) < math.inf):
+        raise ConfigError(f"lr={lr!r} is no learning rate. Give a number of at least 0, such as lr=1e-3.")
+    for limit, value in limits.items():
+        if isinstance(value, Integral) and value < 1:
+            raise ConfigError(
+                f"{limit}={value} trains nothing. Give at least 1; evaluate(), predict() and save() need no fit()."
+            )
 
 
 def refuse_both(loss: object, step: object, val_step: object, metrics: object) -> None:
@@ -109,4 +127,6 @@ def what_to_keep(
         return given
     if name is None:
         return CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
-    return CheckpointParameters(keep_last=1, keep_best=1 if monitor else None, best_metric=monitor, best_mode=mode)
+    if monitor is None:
+        return CheckpointParameters(keep_last=1)
+    return CheckpointParameters(keep_last=1, keep_best=1, save_on_best=True, best_metric=monitor, best_mode=mode)

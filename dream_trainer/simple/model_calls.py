@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -110,12 +111,13 @@ class ModelCalls:
             ) from error
         shown = "" if outputs is None else f", the model's outputs {described(outputs)}"
         first = next((parameter for parameter in model.parameters()), None)
-        given = next((leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-        is_of_dtype = outputs is None and isinstance(error, RuntimeError) and "dtype" in str(error)
-        if is_of_dtype and given is not None and first is not None and given.dtype != first.dtype:
+        given = _of_numbers(inputs, model)
+        is_of_type = outputs is None and ("type" in str(error) or "not implemented for" in str(error))
+        if is_of_type and given is not None and first is not None and given.dtype != first.dtype:
+            divided = ", and images divided by 255" if given.dtype is torch.uint8 else ""
             raise DataError(
                 f"the inputs are {described(given)}, and the model's first parameter is {described(first.detach())}: "
-                f"{error}. Give the inputs its type, such as x.to({first.dtype})."
+                f"{error}. Give the inputs its type, such as x.to({first.dtype}){divided}."
             ) from error
         weights = "" if first is None else f"; its first parameter is {described(first.detach())}"
         error.add_note(f"The batch was {described(batch)}{shown}{weights}.")
@@ -150,6 +152,15 @@ def _takes(model: nn.Module, inputs: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _of_numbers(inputs: Any, model: nn.Module) -> Tensor | None:
+    """The first input that is to have the type of the parameters; whole numbers may be meant for an embedding."""
+    tensors = [leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor)]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floats and any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
+        return None
+    return next(iter(floats or tensors), None)
 
 
 def _arguments(model: nn.Module) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dream_trainer.callbacks.weight_average import WeightAverage
-from dream_trainer.checkpoint.store import tensor_metadata
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.nested import map_tensors
 from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
+from dream_trainer.simple.best_weights import best_of, take_weights
 from dream_trainer.simple.described import described
 from dream_trainer.simple.given_data import LoaderOptions
 from dream_trainer.simple.given_metrics import GivenMetrics, telling_of
@@ -25,10 +25,9 @@ from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, b
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
-from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered
+from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.dream import DreamTrainer
 from dream_trainer.trainer.other_run import changed_fields
-from dream_trainer.weights.load import load_weights
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest
@@ -95,40 +94,15 @@ class ObjectsTrainer(DreamTrainer):
         self._given = given
         self._record = config.given_objects
         self._changed: list[str] = []  # since the checkpoint that the run goes on from
+        self._begins_from = ""  # another run's checkpoint, in words
         # What was taken of a checkpoint since the last window, and the checkpoint's step.
         self._taken: tuple[str, int] | None = None
 
-    def take_weights_of(self, checkpoint: Manifest) -> None:
-        """Puts into the model what was validated at one of the run's checkpoints: its weights, or their average."""
-        with self.changing_weights():
-            load_weights(self.model, checkpoint.path, world=self.world)
-        taken = "weights"
-        validated = self._averages_validated_at(checkpoint)
-        for _, prefix, callback in numbered(self.callbacks):
-            if isinstance(callback, WeightAverage) and callback.validate:
-                taken = "averages" if callback.load_as_weights(checkpoint.path, prefix) else taken
-                validated.pop(prefix, None)
-        for name in validated.values():
-            self.warn_once(
-                f"{name} is gone",
-                f"load_best() put the model's own weights of step {checkpoint.step} into the model, and what was "
-                f"validated there are the averages of {name}, which this trainer does not validate with. Give "
-                f"callbacks=[{name}(...)] to load them.",
-            )
-        self._taken = taken, checkpoint.step
-
-    def _averages_validated_at(self, checkpoint: Manifest) -> dict[str, str]:
-        """By the prefix of their tensors, the callbacks whose averages a checkpoint's metrics are of."""
-        stored = on_all_ranks(self.world, f"load {checkpoint.path}", lambda: tensor_metadata(checkpoint.path))
-        counts: Counter[str] = Counter()
-        validated = {}
-        for record in checkpoint.config["callbacks"]:
-            name = str(record["class"]).rpartition(".")[2]
-            prefix = f"{CALLBACK_PREFIX}{name}.{counts[name]}."
-            counts[name] += 1
-            if record.get("validate") is True and any(tensor.startswith(prefix) for tensor in stored):
-                validated[prefix] = name
-        return validated
+    def take_best(self) -> Path:
+        """Puts into the model what was validated at the run's best checkpoint: its weights, or their average."""
+        best = best_of(self)
+        self._taken = take_weights(self, best), best.step
+        return best.path
 
     def say_whose_weights(self) -> None:
         """Where training goes on from weights that are not those of its last step."""
@@ -141,6 +115,16 @@ class ObjectsTrainer(DreamTrainer):
                 "into the model; optimizer and schedules are those of the last step. To go on as before load_best(), "
                 "build the trainer anew: it resumes from its newest checkpoint.",
             )
+
+    def say_uneven(self, outputs: list[Tensor]) -> None:
+        """Why predictions are a list."""
+        shapes = list(dict.fromkeys(str([*output.shape]) for output in outputs))
+        self.warn_once(
+            "uneven",
+            f"predict() returns a list of {len(outputs)} batches' tensors and not one tensor, since their later "
+            f"dimensions differ: {', '.join(shapes[:3])}{', ...' if len(shapes) > 3 else ''}. Pad all samples to one "
+            "length for one tensor.",
+        )
 
     def warn_once(self, key: str, message: str) -> None:
         """Leaves out what only a class's author could mend."""
@@ -258,8 +242,8 @@ class ObjectsTrainer(DreamTrainer):
         return result, 0  # for listeners: it is counted already
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the model says."""
-        return self._given.calls.predict(self.model, batch)
+        """What the model says; half precision as float32, since numpy has no bfloat16."""
+        return map_tensors(_in_full_precision, self._given.calls.predict(self.model, batch))
 
     def _measured(self, outputs: Any, targets: Any, batch: Any) -> Any:
         found = scores(outputs)
@@ -277,6 +261,12 @@ class ObjectsTrainer(DreamTrainer):
 
     def was_there_before(self) -> str:
         """Whose weights and history these are, when nothing was left to train, and what to do."""
+        if self._begins_from:
+            return (
+                f"The run {self.experiment!r} begins from {self._begins_from}: the weights and the history are that "
+                "run's, and nothing was trained. Raise epochs= or steps=, which count that run's, or count anew with "
+                'dt.BranchParameters(counters="new").'
+            )
         changed = f" Given otherwise now, and not used: {'; '.join(self._changed)}." if self._changed else ""
         return (
             f"The run {self.experiment!r} was there already, in {self.run_dir}: its weights and its history are what "
@@ -284,16 +274,28 @@ class ObjectsTrainer(DreamTrainer):
             "fit(epochs=) or steps= to train this one further."
         )
 
-    def _say_what_changed(self, manifest: Manifest, branch: BranchParameters) -> None:
+    def _say_what_changed(self, manifest: Manifest, begins: BranchParameters | None) -> None:
         self._changed = in_arguments(changed_fields(manifest, self))
-        if self._changed and self.world.is_main:
+        self._begins_from = "" if begins is None else f"step {manifest.step} of {run_name(manifest)}"
+        if not self._changed or not self.world.is_main:
+            return
+        changed = "; ".join(self._changed)
+        if begins is None:
             logger.warning(
                 "the run %r, which goes on from step %d, was begun with other arguments: %s. What is given now "
                 "counts from here, but for the optimizer's numbers, which stay the run's. Give another name= to train "
                 "from the start.",
                 self.experiment,
                 self.global_step,
-                "; ".join(self._changed),
+                changed,
+            )
+        else:
+            logger.warning(
+                "the run %r begins from %s, which had other arguments: %s. What is given now counts%s.",
+                self.experiment,
+                self._begins_from,
+                changed,
+                ", but for the optimizer's numbers, which go along" if begins.optimizer == "keep" else "",
             )
 
     # -- schedules
@@ -307,6 +309,10 @@ class ObjectsTrainer(DreamTrainer):
         if own_unit != unit:
             return []
         return [scheduler for scheduler in self.schedulers if not isinstance(scheduler, ReduceLROnPlateau)]
+
+
+def _in_full_precision(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class StepsSchedules(Callback):

@@ -86,6 +86,8 @@ class AbstractTrainer(Hooks, Cooperation):
     # (FSDPMixin).
     _keeps_ranks_equal: ClassVar[bool] = False
     _shards_parameters: ClassVar[bool] = False
+    # Whether batches can be cut along sequences (ContextParallelMixin).
+    _cuts_sequences: ClassVar[bool] = False
     # Whether a dict of named validation loaders is understood (EvalMixin).
     _names_validation_loaders: ClassVar[bool] = False
     # Whether the run can be saved, at any time (CheckpointMixin).
@@ -364,11 +366,11 @@ class AbstractTrainer(Hooks, Cooperation):
             self._optimizer_step.settle()
 
     def close(self) -> None:
-        """Closes loaders and loggers and leaves the process group. Safe to call twice; the end of a `with` calls it.
+        """Closes loaders and loggers and leaves the process group; called by every rank, as the end of a `with` does.
 
-        Everything is closed even if a part of it fails. The first exception is raised then, and the process group is
-        left only at the end of the process, since the other ranks may not be closing. After an exception in `fit` or in
-        the `with`, exceptions of closing are only logged.
+        Safe to call twice. Everything is closed even if a part of it fails. The first exception is raised then, and the
+        process group is left only at the end of the process, since the other ranks may not be closing. After an
+        exception in `fit` or in the `with`, exceptions of closing are only logged.
         """
         self._session.close()
 

@@ -59,7 +59,7 @@ class Agreement:
         """Called when the world exists."""
         world = self._trainer.world
         self._pulse = Pulse(world)
-        self._is_alone, self._is_main, self._counts_data = world.world_size == 1, world.is_main, world.counts_data
+        self._is_alone, self._is_main, self._counts_samples = world.world_size == 1, world.is_main, world.counts_samples
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
@@ -163,7 +163,7 @@ class Agreement:
     def _count(self, window: Window | None) -> tuple[int, int]:
         """What this rank adds to the counts of a window's samples and tokens."""
         self._trainer._window.sizes = None if window is None else window.sizes
-        if not self._counts_data:
+        if not self._counts_samples:
             return 0, 0
         return count_samples(window), count_tokens(self._trainer, window)
 
@@ -173,7 +173,7 @@ class Agreement:
         Raises:
             StepError: They did not, so gathered parameters and reduced gradients were mixed up.
         """
-        if self._trainer.world.mesh_shape.dp_shard > 1:
+        if self._trainer.world.parameter_shape.dp_shard > 1:
             orders = self._trainer.world.all_gather(torch.tensor([self._trainer._parallel.gradients.order]))
             if (orders != orders[0]).any():
                 self._refuse_unlike_order()

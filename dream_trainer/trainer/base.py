@@ -7,8 +7,7 @@
 
 It calls hooks at named phases and defines none of them. Every decision that must be the same on all ranks (stop, save,
 validate by the clock, the last window) is made between windows, from numbers that are equal on all ranks: the pulse. A
-signal may end a validation before it is finished, and an exception any phase. What is left to do then is written into
-the checkpoint, and a resumed run does it first.
+signal may end a validation, and an exception any phase: a checkpoint says what is left; a resumed run does it first.
 """
 
 from __future__ import annotations
@@ -85,6 +84,7 @@ class BaseTrainer(AbstractTrainer):
             SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (but see exit_status.py). Not
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
+            CheckpointError: Another trainer of this process has trained the run on since this one did.
         """
         agreement, session = self._agreement, self._session
         agreement.begin_training()
@@ -168,11 +168,11 @@ class BaseTrainer(AbstractTrainer):
             raise StepError("step() was called outside of training. Call it in training_step, under fit().")
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else _several(model, optimizer)
         schedulers = () if scheduler is None else scheduler if isinstance(scheduler, list | tuple) else (scheduler,)
-        return self._optimizer_step.step(model, optimizers, schedulers)
+        with self._outside_forward():
+            return self._optimizer_step.step(model, optimizers, schedulers)
 
     def describe(self) -> str:
-        """The setup order and the table of events and listeners, printed and returned as Markdown. Works before
-        launch."""
+        """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
         text = describe(self)
         print(text)
         return text
@@ -350,7 +350,7 @@ class BaseTrainer(AbstractTrainer):
             return True
         if owed.epoch_ended:
             self._end_epoch()
-        self._nothing_trained.say()
+        self._nothing_trained.conclude(owed, is_last=is_last)
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
         requested = bool(self._agreement.exchange().save)
         if self._agreement.stopped and not is_last:
@@ -362,7 +362,7 @@ class BaseTrainer(AbstractTrainer):
     def _end_epoch(self) -> None:
         self.progress.finish_epoch()
         self.progress.owed = None
-        self._notify("post_epoch")
+        self._tell_end("post_epoch")
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
         """Validates; returns False if a signal ended the run before the validation was finished.
@@ -390,7 +390,7 @@ class BaseTrainer(AbstractTrainer):
         schedule.owe(stepped=stepped, epoch_ended=epoch_ended, validates=False)
         schedule.validated()
         self._validated(metrics)
-        self._tell_validated(metrics)
+        self._tell_end("post_val_epoch", metrics)
         return True
 
     def _finish_what_is_owed(self) -> None:
@@ -407,7 +407,7 @@ class BaseTrainer(AbstractTrainer):
             return
         self.is_sanity_validation = True
         try:
-            self._tell_validated(validate(self, loaders, batches, agreement))
+            self._tell_end("post_val_epoch", validate(self, loaders, batches, agreement))
         except Interrupted:
             self._save_if_due(
                 stepped=False, epoch_ended=False, is_last=agreement.stopped, requested=not agreement.stopped

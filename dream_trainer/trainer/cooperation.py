@@ -38,6 +38,8 @@ class Cooperation:
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()
+    # What `step` runs inside: ContextParallelMixin leaves its mode there, where nobody calls attention.
+    _outside_forward: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         """The setup order as (stage, reason) pairs, for `describe`."""
@@ -77,9 +79,9 @@ class Cooperation:
     def _validated(self, metrics: dict[str, float]) -> None:
         """Takes the exact metrics of a validation, before `post_val_epoch`."""
 
-    def _tell_validated(self, metrics: dict[str, float]) -> None:
-        """Calls everyone who listens to `post_val_epoch`."""
-        self._notify("post_val_epoch", metrics)
+    def _tell_end(self, event: str, *args: Any) -> None:
+        """Calls everyone who listens to the end of a validation, `post_val_epoch`, or of an epoch, `post_epoch`."""
+        self._notify(event, *args)
 
     def _start_loader_metrics(self) -> list[ValidationMetrics]:
         """A validation loader starts: what its further metrics will come to, each asked for at its end."""

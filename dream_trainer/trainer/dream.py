@@ -11,6 +11,7 @@ from dream_trainer.trainer.mixins.activation_checkpointing import (
 )
 from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin
 from dream_trainer.trainer.mixins.compile import CompileMixin
+from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin
 from dream_trainer.trainer.mixins.evaluation import EvalMixin
 from dream_trainer.trainer.mixins.fsdp import FSDPMixin
 from dream_trainer.trainer.mixins.logger import LoggerMixin
@@ -22,6 +23,7 @@ class DreamTrainer(
     BaseTrainer,
     SetupMixin,
     FSDPMixin,
+    ContextParallelMixin,
     TensorParallelMixin,
     ActivationCheckpointingMixin,
     CompileMixin,

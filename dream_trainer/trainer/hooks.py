@@ -7,7 +7,7 @@ so that a user's needs no `super()`; who listens is worked out once, in event_ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,27 @@ class Hooks:
         """
         return to_device(batch, device)
 
+    def cut_batch(self, batch: Any, cut: Callable[..., Any]) -> Any:
+        """What a step gets of `batch`, with every tensor along the sequence cut to this rank's positions
+        (ContextParallelMixin). Required if `device_parameters.context_parallel` > 1; if it is overridden, it is called
+        before each step on any number of ranks, so that the steps need not know.
+
+        A mask `[batch, 1, queries, keys]` is cut along its queries alone: `cut(mask, dim=-2)`. Labels are shifted
+        before they are cut, not in the step, and positions are tensors of the batch.
+
+        Args:
+            batch: On the device.
+            cut: `cut(tensor, dim=1)` gives this rank's positions of a tensor whose dimension `dim` is the sequence;
+                the tensor itself where no ranks share it.
+
+        Example:
+            ```python
+            def cut_batch(self, batch, cut):  # PackedRows: all tensors are [rows, row_length]
+                return {name: cut(tensor) for name, tensor in batch.items()}
+            ```
+        """
+        return batch
+
     def batch_size(self, batch: Any) -> int:
         """Number of samples in the batch. Default: the first tensor's first dimension.
 
@@ -224,7 +245,11 @@ class Hooks:
         """An epoch is complete; `current_epoch` already counts it."""
 
     def post_fit(self) -> None:
-        """Training is over, whether by its limits or by a stop request."""
+        """Training is over, whether by its limits or by a stop request.
+
+        The last checkpoint has been saved: what is changed here is in none, unless `self.save_checkpoint()`
+        follows.
+        """
 
     def on_exception(self, exc: BaseException) -> None:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
+from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.manifest import MANIFEST_NAME
-from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks

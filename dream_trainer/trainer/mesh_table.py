@@ -38,7 +38,7 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
 def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
     parameters = [parameter for model in trainer.named_models().values() for parameter in model.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    shards, workers = trainer.world.mesh_shape.dp_shard, trainer.world.workers
+    shards, workers = trainer.world.parameter_shape.dp_shard, trainer.world.workers
     match dimension:
         case "dp_replicate" if workers > 1:
             inside = trainer.world.mesh_shape.dp_replicate // workers
@@ -57,6 +57,9 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
                 f"weights of {_size(whole)}, gathered for forward and again for backward of each micro-batch; "
                 f"gradients of {_size(gradients)}, {often}"
             )
+        case "cp":
+            of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {_size(_here(trained))}"
+            return f"keys and values of each attention, and their gradients; {of_parameters}, as between other ranks"
         case _:
             return "activations and their gradients, in each split layer"
 

@@ -9,9 +9,11 @@ import torch.nn as nn
 
 from dream_trainer.compat.pytorch import write_count
 from dream_trainer.errors import StepError
+from dream_trainer.trainer.scheduler_steps import SchedulerSteps
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
+    from dream_trainer.trainer.counters import Owed
 
 WINDOWS_WITHOUT_STEP = 100
 """Windows of an epoch after which it is said that none has stepped yet, or none with a gradient; the end of the epoch
@@ -33,6 +35,7 @@ class NothingTrained:
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
+        self._schedulers = SchedulerSteps(trainer)
         self._has_stepped = False
         self._writes_before = self._states_before = 0
         self.is_looking = True
@@ -43,6 +46,7 @@ class NothingTrained:
         self._say_what_is_in_eval_mode()
         self._say_what_no_optimizer_has()
         self._say_what_two_optimizers_have()
+        self._schedulers.begin()
 
     def note_window(self, *, stepped: bool, had_gradients: bool) -> None:
         """A window is complete; `had_gradients` if some step so far had one."""
@@ -52,6 +56,14 @@ class NothingTrained:
         is_passed_by = is_first and not stepped and self._states() > self._states_before  # optimizer.step() by hand
         if is_passed_by or self._trainer.progress.epoch_steps % WINDOWS_WITHOUT_STEP == 0:
             self.say()
+        self._schedulers.say_what_is_stepped_twice()
+
+    def conclude(self, owed: Owed, *, is_last: bool) -> None:
+        """A validation, an epoch or the run is over, and their events, in which schedulers are stepped by hand."""
+        self.say()
+        self._schedulers.say_what_is_stepped_twice()
+        if is_last or (owed.epoch_ended and (owed.validates or not self._trainer._data.validation)):
+            self._schedulers.say_what_is_not_stepped()
 
     def say(self) -> None:
         """Warns and raises nothing: training without gradients, or a late first step, may be meant.

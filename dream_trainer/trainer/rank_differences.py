@@ -1,4 +1,4 @@
-"""What of a run has to be the same on all ranks: config, data and optimizers, compared while it is set up.
+"""What of a run has to be the same on all ranks: config, data and optimizers, compared while it is set up, and state.
 
 Left out is what may well differ: devices, time-outs, places of files, callbacks, loggers and the user's own fields.
 """
@@ -170,6 +170,25 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
         for key, value in scheduler.state_dict().items():
             facts |= plain_facts(f"scheduler {name!r}: {key}", _number(value))
     refuse_differences(trainer.world, facts, "Build them from the same values on every rank.")
+
+
+def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:
+    """Compares state of which a checkpoint has rank 0's alone; a collective.
+
+    It may be meant, as of a time that each rank takes for itself.
+
+    Args:
+        trainer: Who warns.
+        digests: Of each part of this rank's state, by what it is called. Rank 0 may have parts that others lack.
+    """
+    first, *others = trainer.world.all_gather_object(digests)
+    lost = {name for digests in others for name, digest in digests.items() if first.get(name) != digest}
+    if lost:
+        trainer.warn_once(
+            "state of ranks",
+            f"not the same on all ranks, and all get rank 0's back on a resume: {', '.join(sorted(lost))}. Reduce it "
+            "first (self.world.all_reduce), or keep what is each rank's own in rank_state_dict() of the trainer.",
+        )
 
 
 def _number(value: Any) -> Any:

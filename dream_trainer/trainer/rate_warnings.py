@@ -66,10 +66,14 @@ def what_goes_on(
         caps: Factors above which schedules do not go.
     """
     anew = trainer._another_run.format(words='optimizer="moments"')
+    alike: dict[tuple[str, str], list[int]] = {}
+    for one in kept:
+        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} goes on"
+        alike.setdefault((one.optimizer, options), []).append(one.group)
     said = [
-        f"{one.optimizer}: this config has {one.option}={one.config}, and the checkpoint's {one.trained} goes on "
-        f"(group {one.group}). To train on with this config's, {anew}."
-        for one in kept
+        f"{optimizer}: this config has {options} ({'group' if len(groups) == 1 else 'groups'} "
+        f"{', '.join(map(str, groups))}). To train on with this config's, {anew}."
+        for (optimizer, options), groups in alike.items()
     ]
     for name, scheduler in trainer.named_schedulers().items():
         was_of_the_kind = shared.get("built_schedules", {}).get(name, {}).get("kind", "LambdaLR") == "LambdaLR"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dream_trainer.checkpoint.frozen_weights import refuse_other_weights
+from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
 from dream_trainer.checkpoint.model_state import (
@@ -23,7 +24,6 @@ from dream_trainer.checkpoint.model_state import (
 )
 from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, prepare_optimizer_state
 from dream_trainer.checkpoint.random_state import set_random_state
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
@@ -175,18 +175,17 @@ def _restore_metrics(trainer: AbstractTrainer, manifest: Manifest, *, same_layou
     metrics, world = trainer.named_metrics(), trainer.world
     if not metrics:
         return
-    former_ranks = _former_data_ranks(manifest)[world.dp_rank :: world.dp_size]
+    former_ranks = _every_nth_rank(manifest, manifest.mesh_shape["tp"])[world.data_rank :: world.data_size]
     states_of_ranks = [read_rank(manifest.path, rank) for rank in ([world.rank] if same_layout else former_ranks)]
     lost = load_metric_state(metrics, [(state.get("metrics", {}), tensors) for state, tensors in states_of_ranks])
     if lost:
         logger.warning("the checkpoint's state of the metrics %s does not fit here; they start from zero.", lost)
 
 
-def _former_data_ranks(manifest: Manifest) -> list[int]:
-    """One rank of each data-parallel part of the run that wrote the checkpoint."""
+def _every_nth_rank(manifest: Manifest, n: int) -> list[int]:
+    """One of each `n` neighbouring ranks of the run that wrote the checkpoint."""
     mesh = manifest.mesh_shape
-    same_data = mesh["cp"] * mesh["tp"]
-    return [rank * same_data for rank in range(mesh["dp_replicate"] * mesh["dp_shard"])]
+    return list(range(0, mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"], n))
 
 
 def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any] | None:
@@ -194,7 +193,9 @@ def _united_state(trainer: AbstractTrainer, manifest: Manifest) -> dict[str, Any
     stream = trainer._data.stream
     if stream is None or not stream.resumes_from_all_ranks:
         return None
-    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in _former_data_ranks(manifest)])
+    same_samples = manifest.mesh_shape["cp"] * manifest.mesh_shape["tp"]
+    ranks = _every_nth_rank(manifest, same_samples)
+    return stream.united([read_rank(manifest.path, rank)[0].get("data") for rank in ranks])
 
 
 def _restore_rank(
@@ -228,4 +229,4 @@ def _restore_rank(
     if same_device:
         set_random_state(state["random"], tensors, world.device)
     else:
-        seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.dp_rank))
+        seed_everything(hash_seed(b"resumed", trainer.config.seed, progress.global_step, world.data_rank))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from dream_trainer.checkpoint.files import recover_replaced
 from dream_trainer.checkpoint.manifest import Manifest, finished_directories, list_checkpoints, verify_all_but_shards
+from dream_trainer.checkpoint.remote_run import newest_in_both
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters
-from dream_trainer.distributed.outcomes import on_all_ranks
+from dream_trainer.distributed.outcomes import from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.stores.store_path import absolute, as_path
@@ -63,6 +64,38 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
         path = _chosen(root, world, lambda checkpoints: _path_of_step(checkpoints, root, int(asked)))
     load(verify_all_but_shards(path, world=world), ALL_KEPT)
     return True
+
+
+def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
+    """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        stage: Where those for an object store wait to be sent.
+        parameters: `resume` and `branch` count.
+        world: The ranks.
+
+    Returns:
+        None: there is none, or another one is asked for.
+    """
+    asked, branch = parameters.resume, parameters.branch
+
+    def look() -> Manifest | None:
+        recover_replaced(root)
+        newest = newest_in_both(root, stage)
+        parent = newest.parent if newest else None
+        if asked in ("auto", "latest"):
+            return newest if branch == ALL_KEPT or parent is not None else None
+        has_begun = (
+            isinstance(asked, str)
+            and parent is not None
+            and asked != "best"
+            and began_at(parent, absolute(as_path(asked)))
+            and parent["words"] == vars(branch)
+        )
+        return newest if has_begun else None
+
+    return from_main_rank(world, "look for the newest checkpoint", look)
 
 
 def _branch(

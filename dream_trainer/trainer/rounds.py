@@ -21,7 +21,7 @@ from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tens
 from dream_trainer.errors import StepError
 from dream_trainer.modules.norm_statistics import norms_with_statistics
 from dream_trainer.trainer.no_rounds import NoRounds
-from dream_trainer.trainer.step.buckets import BUCKET_BYTES
+from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:
     from dream_trainer.config.local_sgd_parameters import LocalSGDParameters
@@ -211,7 +211,7 @@ class Rounds(NoRounds):
             return differences
         import torch.distributed as dist
 
-        for bucket in _buckets(differences):
+        for _, bucket in in_buckets(differences, lambda tensor: tensor.dtype, lambda tensor: tensor.nbytes):
             flat = torch.cat([difference.flatten() for difference in bucket])
             dist.all_reduce(flat, group=self._world.across_workers)
             flat /= self._world.workers
@@ -223,15 +223,3 @@ class Rounds(NoRounds):
 def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """This rank's part of each, without gradients."""
     return [local.detach() for local in local_tensors(list(tensors.values()))]
-
-
-def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors in lists of one type and of about 25 MiB."""
-    full: list[list[Tensor]] = []
-    filling: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        bucket = filling.setdefault(tensor.dtype, [])
-        bucket.append(tensor)
-        if sum(member.nbytes for member in bucket) >= BUCKET_BYTES:
-            full.append(filling.pop(tensor.dtype))
-    return [*full, *filling.values()]

@@ -54,6 +54,8 @@ class RunRecord:
     """Of each metric whose best is kept: its `value`, the `step` of that, and the `mode`, "min" or "max"."""
     parent: dict[str, Any] | None = None
     """Of a branch: the `checkpoint` that it began from, its `step`, and what went along."""
+    resumed_from: str | None = None
+    """The checkpoint that the last process went on from: the run's, another run's, or one in a `local_directory`."""
     kept_options: list[dict[str, Any]] = field(default_factory=list)
     """Options of optimizers that went along from a checkpoint and that the config sets otherwise, one for each group of
     parameters: the `optimizer`, the `group`, the `option`, its value in the `config`, and the one that `trained`."""
@@ -67,6 +69,8 @@ class RunRecord:
     """Number of ranks."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of torch and dream_trainer."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Digests of the user's own modules, as the last process found them, by their files' paths from where it ran."""
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.failure import describe
 from dream_trainer.distributed.job_store import job_store
 from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
+from dream_trainer.distributed.own_code import own_code
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.loggers.line_files import replace_file
 from dream_trainer.trainer.run_record import CONFIG_NAME, RunRecord, RunState, read_record, write_record
@@ -45,6 +46,7 @@ class RunRecorder:
 
     Attributes:
         parent: Of a branch, what it began from, as `RunRecord.parent`.
+        resumed_from: As `RunRecord.resumed_from`.
         kept_options: As `RunRecord.kept_options`.
         best_of_checkpoint: The best values that a checkpoint brought along, each with its step, until training starts.
     """
@@ -55,6 +57,7 @@ class RunRecorder:
         self._made = time.time()
         self._has_directory = self._is_new = False
         self.parent: dict[str, Any] | None = None
+        self.resumed_from: str | None = None
         self.kept_options: list[dict[str, Any]] = []
         self.best_of_checkpoint: dict[str, tuple[float, int]] = {}
 
@@ -89,20 +92,35 @@ class RunRecorder:
         if before is None or (before.step > 0 and trainer.global_step == 0):
             before = RunRecord(started=now, starts=0)
         is_new_process = self._record is None
+        code = _own_code() if self._record is None else self._record.code
         self._record = RunRecord(
             started=before.started,
             starts=before.starts + is_new_process,
             metrics=before.metrics,
             best=self._best_before(before),
             parent=self.parent or before.parent,
+            resumed_from=self.resumed_from,
             kept_options=self.kept_options,
             argv=sys.argv,
             host=socket.gethostname(),
             pid=os.getpid(),
             world_size=trainer.world.world_size,
             versions={"torch": torch.__version__, "dream_trainer": __version__},
+            code=code,
         )
+        if is_new_process and trainer.global_step > 0:
+            self._say_what_code_changed(before.code, code)
         self._write("running")
+
+    def _say_what_code_changed(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        changed = sorted(path for path in now.keys() & before.keys() if now[path] != before[path])
+        if changed:
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            self._trainer.warn_once(
+                "code",
+                f"the run goes on from step {self._trainer.global_step} with other code than it was started with last: "
+                f"{', '.join(changed[:5])}{more}.",
+            )
 
     def _best_before(self, before: RunRecord) -> dict[str, dict[str, Any]]:
         """What a checkpoint brought along, of another run's too, and what the record knows of no later step."""
@@ -160,8 +178,9 @@ class RunRecorder:
         trainer = self._trainer
         if trainer._world is None or not trainer._agreement.trains or isinstance(exc, SystemExit):
             return
-        if not self._has_directory and is_claimed(trainer.run_dir):
-            return  # the run is another job's
+        is_another_jobs = not self._has_directory and is_claimed(trainer.run_dir)
+        if is_another_jobs or trainer._saver.is_overtaken:
+            return
         found = read_record(trainer.run_dir)
         is_of_this_job = found is not None and found.seen >= self._made
         is_consequence = trainer.world.world_size > 1 and is_lost_connection(exc)
@@ -224,4 +243,11 @@ def _gone(world_size: int) -> dict[int, str]:
     try:
         return {} if store is None else dead_ranks(store, world_size)
     except RuntimeError:  # the store went away with the rank that hosted it
+        return {}
+
+
+def _own_code() -> dict[str, str]:
+    try:
+        return {os.path.relpath(file.path): file.digest for file in own_code().values()}
+    except (OSError, ValueError):  # the working directory is gone, or a file is on another drive
         return {}

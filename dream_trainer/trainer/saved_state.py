@@ -7,6 +7,7 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
+from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps
 from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import adapters_of
 from dream_trainer.weights.origins import origin_of
@@ -67,7 +69,7 @@ def snapshot(
     tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
 
-    def serialise() -> tuple[bytes, bytes, dict[str, Tensor]]:
+    def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
             "progress": trainer.progress.state_dict(),
             "data": trainer._data.feed.state_at(trainer.progress.data),
@@ -85,7 +87,7 @@ def snapshot(
             "token_origins": token_origins(trainer.named_schedulers()),
             "built_schedules": built_schedules(trainer.named_schedulers()),
             "configured_options": configured_options(trainer.named_optimizers()),
-        } | _given_state(trainer)
+        } | (given := _given_state(trainer))
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, unsaved = metric_state(trainer._metrics_of_training())
         if unsaved:
@@ -97,9 +99,11 @@ def snapshot(
             "user": trainer.rank_state_dict(),
         }
         tensors_of_rank |= metric_tensors
-        return typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode(), tensors_of_rank
+        texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
+        return *texts, tensors_of_rank, _digests(trainer, mixins, given)
 
-    shared, rank_state, random_tensors = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
+    shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
+    say_what_only_rank_0_keeps(trainer, digests)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
         made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them
@@ -174,6 +178,20 @@ def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
         "callbacks": [{"class": type(c).__name__, "state": c.state_dict()} for c in trainer.callbacks],
         "user": trainer.state_dict(),
     }
+
+
+def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """Of what is the user's in the state of which rank 0's is saved, by the method and the key that gives it."""
+    if trainer.world.world_size == 1:
+        return {}
+    states = {"_mixin_state()": mixins, "state_dict()": given["user"]}
+    states |= {f"{one['class']}.state_dict()": one["state"] for one in given["callbacks"]}
+    parts = {
+        f"{name}[{key!r}]": value
+        for name, state in states.items()
+        for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
+    }
+    return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 
 def check(trainer: AbstractTrainer) -> None:

@@ -87,8 +87,8 @@ class Session:
         self.is_ready = True
         trainer._finish_setup()
         trainer._notify("post_setup")
-        # Layers draw different numbers on each data-parallel rank; a resume then replaces this by each rank's state.
-        seed_everything(hash_seed(b"rank", trainer.config.seed, trainer.world.dp_rank))
+        # Layers draw different numbers on each rank with data of its own; a resume replaces this by each rank's state.
+        seed_everything(hash_seed(b"rank", trainer.config.seed, trainer.world.data_rank))
         trainer._resume()
         trainer._unloaded_bases.warn(trainer)
 

@@ -86,7 +86,7 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
             float32_products(trainer.config.device_parameters, trainer.world.device, trainer.warn_once),
             ExitStack() as contexts,
         ):
-            seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.dp_rank), trainer.world.device)
+            seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.data_rank), trainer.world.device)
             for module, _ in modes:
                 module.training = False
             for callback in trainer.callbacks.in_order():
@@ -121,7 +121,9 @@ def _run_loader(
             listener(moved, batch_idx)
         trainer._validation.weight = trainer.batch_size(moved)
         result, weight = _result_and_weight(
-            trainer._validation.validation_step(moved, batch_idx), trainer._validation.weight
+            trainer._validation.validation_step(moved, batch_idx),
+            trainer._validation.weight,
+            needs_weight=trainer.world.mesh_shape.cp > 1,
         )
         buffer.add_result(result, weight)
         if batch_idx == 0 and not after and not buffer.has_values():
@@ -132,8 +134,14 @@ def _run_loader(
             listener(result, batch_idx)
 
 
-def _result_and_weight(returned: Any, batch_size: int) -> tuple[dict[str, Any], Any]:
+def _result_and_weight(returned: Any, batch_size: int, *, needs_weight: bool) -> tuple[dict[str, Any], Any]:
     """What a step returned: values to log, and the weight that it gave them or else the batch's size."""
+    if needs_weight and isinstance(returned, dict) and returned:
+        raise HookError(
+            "validation_step returned values without their weight, under context_parallel, where ranks have different "
+            "numbers of labels in their parts of a sequence. Return such a dict and the number of labels: "
+            '{"loss": loss}, count.'
+        )
     result, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, batch_size)
     if not isinstance(result, dict):
         raise HookError(

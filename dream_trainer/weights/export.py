@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.checkpoint.model_state import model_tensors
-from dream_trainer.checkpoint.store import read_shared
 from dream_trainer.compat.peft import Adapters
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -31,7 +32,10 @@ INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
+logger = logging.getLogger("dream_trainer")
+
 _TORCH_SUFFIXES = (".pt", ".pth")
+_ONE_FILE = ".safetensors, .pt or .pth"
 _OWN_NAME = re.compile(
     rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(INDEX_NAME)}|adapter_(model\.safetensors|config\.json)"
 )
@@ -187,6 +191,8 @@ def write_files(
             written = [out / name for name in _write_directory(temporary, plan, read, documents)]
             _copy_what_else_is_there(out, temporary)
         _publish(temporary, out)
+        if written != [out] and out.suffix[1:].isalpha():
+            logger.warning("%s is a directory: one file is written where the name ends in %s.", out, _ONE_FILE)
     except OSError as error:
         raise CheckpointError(f"Could not export to {out}: {error}.") from error
     finally:

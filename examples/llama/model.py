@@ -156,10 +156,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, heads, time, head_dim] -> the same, turned in the tables' precision."""
-        time = x.shape[-2]
-        cos, sin = self.cos[:time], self.sin[:time]
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[batch, heads, time, head_dim] at `positions` [time] -> the same, turned in the tables' precision."""
+        cos, sin = self.cos[positions], self.sin[positions]
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -176,11 +175,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
         self.rope = rope
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, positions: Tensor) -> Tensor:
         """[batch, time, dim] -> the same shape."""
         q, k, v = (self._heads(projection(x)) for projection in (self.wq, self.wk, self.wv))
         grouped = k.shape[1] != q.shape[1]
-        attended = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True, enable_gqa=grouped)
+        q, k = self.rope(q, positions), self.rope(k, positions)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.wo(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -212,9 +212,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """[batch, time, dim] -> the same shape."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), positions=positions)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -248,16 +248,21 @@ class Llama(nn.Module):
                 for writer in (layer.attention.wo, layer.feed_forward.w2):
                     nn.init.normal_(writer.weight, std=std / math.sqrt(2 * len(self.layers)))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Integer tokens [batch, time <= max_seq_len] -> logits [batch, time, vocab_size]."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Integer tokens [batch, time <= max_seq_len] -> logits [batch, time, vocab_size].
+
+        Positions [time] are where the tokens are in their sequences; None for from 0 on.
+        """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"{tokens.shape[1]} tokens are more than max_seq_len={self.config.max_seq_len}. "
                 "Use shorter sequences, or raise max_seq_len."
             )
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, positions)
         return self.head(self.norm(x))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ sys.path.append(str(Path(__file__).parent.parent / "gpt"))
 from corpus import load_corpus
 
 PROMPT = b"def "
+Batch = tuple[Tensor, Tensor, Tensor]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -139,21 +140,26 @@ class LlamaTrainer(DreamTrainer):
 
         self.scheduler = LambdaLR(self.optimizer, factor)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def cut_batch(self, batch: Tensor, cut: Callable[..., Tensor]) -> Batch:
+        """Tokens, targets and positions of samples [batch, seq_len + 1], uint8: those that this rank has of them."""
+        tokens, positions = batch.long(), torch.arange(batch.shape[1] - 1, device=batch.device)
+        return cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(positions, dim=0)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss, n_tokens = self.loss(batch)
         self.backward(loss, weight=n_tokens)
         if self.is_accumulating_gradients:
             return {"loss": loss}
         return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        return {"loss": self.loss(batch)[0]}
+    def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Tensor], int]:
+        loss, n_tokens = self.loss(batch)
+        return {"loss": loss}, n_tokens
 
-    def loss(self, batch: Tensor) -> tuple[Tensor, int]:
-        """Mean nats per token and the number of tokens, of samples [batch, seq_len + 1], uint8."""
-        tokens = batch.long()
-        targets = tokens[:, 1:]
-        logits = self.model(tokens[:, :-1])
+    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """Mean nats per token and the number of tokens."""
+        tokens, targets, positions = batch
+        logits = self.model(tokens, positions)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), targets.numel()
 
     def sample(self) -> str:

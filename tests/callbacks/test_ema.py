@@ -659,7 +659,7 @@ def test_a_checkpoint_before_the_first_step_holds_the_weights_as_averages() -> N
 @pytest.mark.pitfall(35)
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_checkpoint_holds_the_weights_as_the_model_and_the_averages_beside_it() -> None:
-    from dream_trainer.checkpoint.store import tensor_metadata
+    from dream_trainer.checkpoint.loading import tensor_metadata
 
     ema = EMA(0.9)
     trainer = fit(Saved(saved_config(3, ema)))

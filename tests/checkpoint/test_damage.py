@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared
 from dream_trainer.checkpoint.manifest import (
     SCHEMA_VERSION,
     list_checkpoints,
@@ -20,7 +21,6 @@ from dream_trainer.checkpoint.manifest import (
     verify_checkpoint,
 )
 from dream_trainer.checkpoint.safe_dcp import parse_metadata, read_and_verify
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.states import save, some_tensors

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dream_trainer.checkpoint.known_plan import KnownPlan
-from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
+from dream_trainer.checkpoint.loading import load_tensors
+from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.distributed.outcomes import dealt_by_main_rank, to_main_rank
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError

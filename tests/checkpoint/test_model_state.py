@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.checkpoint.loading import load_tensors, read_shared, tensor_metadata
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
     load_rank_buffers,
@@ -17,7 +18,6 @@ from dream_trainer.checkpoint.model_state import (
     parameter_fqns,
     rank_buffers,
 )
-from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save

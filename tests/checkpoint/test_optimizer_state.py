@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dream_trainer.checkpoint.loading import load_tensors, read_shared, tensor_metadata
 from dream_trainer.checkpoint.model_state import model_tensors, parameter_fqns
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
-from dream_trainer.checkpoint.store import load_tensors, read_shared, tensor_metadata
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
 from dream_trainer.checkpoint.model_state import load_rank_buffers, model_tensors, parameter_fqns, rank_buffers
 from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.config.device_parameters import DeviceParameters
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import World

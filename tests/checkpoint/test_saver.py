@@ -98,6 +98,10 @@ class Counter:
             self.saver.window_finished()
             self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
 
+    def ask(self) -> None:
+        """As a request does that comes between two windows."""
+        self.saver.save_if_due(step=self.step, epoch=None, is_last=False, requested=True)
+
     def finish(self) -> None:
         """As at a run's end."""
         self.saver.close()
@@ -146,17 +150,20 @@ def test_the_last_step_is_on_the_disk_when_it_is_done(tmp_path: Path) -> None:
         assert run.saved == run.on_disk == [3]
 
 
-def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done(tmp_path: Path) -> None:
+def test_a_step_is_saved_once_and_anew_when_what_it_owed_is_done_or_one_calls_for_it(tmp_path: Path) -> None:
     with counting(tmp_path, **NOTHING | {"save_every_n_steps": 1}) as run:
         run.has_pending_work = True
         run.train()
-        run.saver.save()
+        run.ask()
+        assert run.saved == [1]
         run.has_pending_work = False
         run.saver.validated(1, {"val/loss": 0.5})
+        run.ask()
+        run.ask()
+        assert run.saved == [1, 1]
         run.saver.save()
-        run.saver.save()
-    assert run.saved == [1, 1]
-    assert list_checkpoints(tmp_path)[0].metrics == {"val/loss": 0.5}
+    assert run.saved == [1, 1, 1]
+    assert [manifest.metrics for manifest in list_checkpoints(tmp_path)] == [{"val/loss": 0.5}]
 
 
 def test_a_checkpoint_has_no_metrics_of_another_step(tmp_path: Path) -> None:
@@ -324,7 +331,7 @@ def test_what_a_run_leaves_by_going_back_is_set_aside(tmp_path: Path) -> None:
         run.saver.begin_training()
         assert run.on_disk == [1, 2]
         run.step = 2
-        run.saver.save()  # it is there
+        run.ask()  # it is there
         assert run.saved == []
         run.train()
     assert run.on_disk == [1, 2, 3]

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from dream_trainer.checkpoint import files
+from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import (
     SCHEMA_VERSION,
     FileEntry,
@@ -28,7 +29,6 @@ from dream_trainer.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from dream_trainer.checkpoint.store import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import DESCRIPTION, save, some_tensors

@@ -17,9 +17,9 @@ GROUP = Path("runs/tests/checkpoint")
 EVERY_TWO: dict[str, Any] = {"save_every_n_steps": 2, "save_every_n_epochs": None}
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     capsys.readouterr()
-    assert main(arguments) == 0
+    assert main(arguments) == code
     return capsys.readouterr().out
 
 
@@ -45,7 +45,7 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     assert "trained" not in differs["tests/checkpoint/anew"]
     columns = lines_of(said(capsys, "runs", "--columns", "learning_rate"))
     assert columns["tests/checkpoint/branch"].endswith(" 0.003 (trained 0.01)")
-    between = lines_of(said(capsys, "config", "diff", str(GROUP / "branch"), str(GROUP / "anew")))
+    between = lines_of(said(capsys, "config", "diff", str(GROUP / "branch"), str(GROUP / "anew"), code=1))
     assert between["learning_rate"] == "0.003 (trained 0.01) 0.003"
     assert lines_of(said(capsys, "config", "show", str(GROUP / "branch")))["learning_rate"] == "0.003 (trained 0.01)"
     assert json.loads(said(capsys, "config", "show", str(GROUP / "branch"), "--json"))["learning_rate"] == 0.003

@@ -13,6 +13,7 @@ from dream_trainer.cli.found_runs import ListedRun
 from dream_trainer.cli.main import main
 from dream_trainer.cli.run_columns import differing
 from dream_trainer.trainer.run_record import RunRecord, write_record
+from tests.checkpoint.states import save
 
 NOW = time.time()
 
@@ -49,7 +50,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     capsys.readouterr()
     assert main(arguments) == code
     printed = capsys.readouterr()
-    return printed.err if code else printed.out
+    return printed.err if code == 2 else printed.out
 
 
 @pytest.mark.usefixtures("runs")
@@ -104,6 +105,24 @@ def test_the_list_is_narrowed_and_ordered(capsys: pytest.CaptureFixture[str]) ->
     make_run("c/high", lr=1.0, record=RunRecord(best=best(5.0, "max")), root="more")
     make_run("c/low", lr=1.0, record=RunRecord(best=best(3.0, "max")), root="more")
     assert names("more", "--sort", "best") == ["p/c/high", "p/c/low"]
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_project_group_or_run_may_be_named_as_parts_of_a_run_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/checkpoints", "a/images", "a/metrics.jsonl", "a/run.json", "checkpoints/one"):
+        make_run(name, lr=0.1, record=RunRecord(), root="named")
+    old = save(Path("named/p/a/old/checkpoints"), 1).parent  # of a version that wrote nothing else
+    listed = json.loads(said(capsys, "runs", "named", "--json"))
+    assert sorted(run["name"] for run in listed) == [
+        "p/a/checkpoints",
+        "p/a/images",
+        "p/a/metrics.jsonl",
+        "p/a/old",
+        "p/a/run.json",
+        "p/checkpoints/one",
+    ]
+    assert said(capsys, "config", "show", "named/p/a/checkpoints").startswith("named/p/a/checkpoints")
+    assert " whole" in said(capsys, "checkpoints", "ls", str(old.parent))
 
 
 @pytest.mark.usefixtures("runs")
@@ -167,9 +186,9 @@ def test_the_environment_says_where_runs_are(
 def test_configs_are_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimizer.lr  0.1\n" in said(capsys, "config", "show", "runs/p/a/one")
     assert json.loads(said(capsys, "config", "show", "runs/p/a/one/config.json", "--json"))["seed"] == 1
-    found = json.loads(said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", "--json"))
+    found = json.loads(said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", "--json", code=1))
     assert found == {"experiment": ["one", "two"], "optimizer.lr": [0.1, 0.2], "dropout": [None, 0.5]}
-    assert "optimizer.lr  0.1  0.2" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two")
+    assert "optimizer.lr  0.1  0.2" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/two", code=1)
     assert "are the same" in said(capsys, "config", "diff", "runs/p/a/one", "runs/p/a/one")
 
 
@@ -178,10 +197,10 @@ def test_a_config_file_is_compared_with_a_run_in_what_it_names(capsys: pytest.Ca
     run = make_run("c/four", lr=0.3, record=None, callbacks=[], hidden=64)
     Path("a.yaml").write_text("optimizer: {lr: 3e-1}\nhidden: 16\n")
     Path("b.toml").write_text("hidden = 32\nseed = 1")
-    found = json.loads(said(capsys, "config", "diff", "a.yaml", str(run), "--json"))
+    found = json.loads(said(capsys, "config", "diff", "a.yaml", str(run), "--json", code=1))
     assert found == {"hidden": [16, 64]}
-    assert json.loads(said(capsys, "config", "diff", str(run), "b.toml", "--json")) == {"hidden": [64, 32]}
-    found = json.loads(said(capsys, "config", "diff", "a.yaml", "b.toml", "--json"))
+    assert json.loads(said(capsys, "config", "diff", str(run), "b.toml", "--json", code=1)) == {"hidden": [64, 32]}
+    found = json.loads(said(capsys, "config", "diff", "a.yaml", "b.toml", "--json", code=1))
     assert found == {"optimizer.lr": [0.3, None], "hidden": [16, 32], "seed": [None, 1]}
 
 

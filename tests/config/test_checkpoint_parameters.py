@@ -27,6 +27,8 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
         "save_every_n_epochs": 1,
         "save_on_best": False,
         "save_at_end": True,
+        "local_directory": None,
+        "save_local_every_n_steps": None,
         "save_frozen": True,
         "async_save": True,
         "when_busy": "wait",
@@ -51,6 +53,15 @@ def test_by_default_each_epoch_and_the_end_are_saved_and_everything_is_kept() ->
 def test_a_count_is_a_positive_integer(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{field}={value!r}.* None "):
         dt.CheckpointParameters(**METRIC, **{field: value})
+
+
+def test_local_checkpoints_need_a_directory_of_the_host() -> None:
+    with pytest.raises(ConfigError, match=r"save_local_every_n_steps=10 does not say where. Set local_directory"):
+        dt.CheckpointParameters(save_local_every_n_steps=10)
+    with pytest.raises(ConfigError, match=r"save_local_every_n_steps=0"):
+        dt.CheckpointParameters(save_local_every_n_steps=0, local_directory="/dev/shm")
+    with pytest.raises(ConfigError, match=r"local_directory='s3://bucket/runs'"):
+        dt.CheckpointParameters(local_directory="s3://bucket/runs")
 
 
 @pytest.mark.parametrize("value", ["", 3])

@@ -134,6 +134,20 @@ def test_words_that_no_flag_takes_are_answered_with_what_to_write(
 
 
 @dataclass
+class DictConfig(BaseTrainerConfig):
+    extra_rates: dict[str, float] = field(default_factory=lambda: {"k": 1.0, "q": 2.0})
+
+
+def test_a_dict_that_has_keys_is_set_key_by_key(capsys: pytest.CaptureFixture[str]) -> None:
+    start = DictConfig(project="p", group="g", experiment="e")
+    assert parse(start, ["--extra-rates.k", "4"]).extra_rates == {"k": 4.0, "q": 2.0}
+    with pytest.raises(SystemExit):
+        parse(start, ["--extra_rates", "k", "4"])
+    said = "--extra-rates is a dict, and each of its keys has a flag. Write --extra-rates.KEY VALUE."
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@dataclass
 class TyroConfig(BaseTrainerConfig):
     takes_a_value: tyro.conf.FlagConversionOff[bool] = False
     is_alone: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dream_trainer.config import DeviceParameters, MeshShape, resolve_mesh
+from dream_trainer.config.device_parameters import parameter_shape
 from dream_trainer.errors import ConfigError
 
 
@@ -12,7 +13,7 @@ def shape(
     parameters: DeviceParameters, world_size: int, *, fsdp: bool = True, per_host: int | None = None
 ) -> tuple[int, int]:
     mesh = resolve_mesh(parameters, world_size, shard_by_default=fsdp, ranks_per_host=per_host)
-    assert (mesh.pp, mesh.cp, mesh.tp) == (1, 1, parameters.tensor_parallel)
+    assert (mesh.pp, mesh.cp, mesh.tp) == (1, parameters.context_parallel, parameters.tensor_parallel)
     return mesh.dp_replicate, mesh.dp_shard
 
 
@@ -35,6 +36,33 @@ def test_on_several_hosts_the_default_shards_inside_of_each_and_replicates_betwe
     assert shape(DeviceParameters(), 7, per_host=4) == (1, 7)  # 4 and 3
     assert shape(DeviceParameters.fsdp(), 16, per_host=8) == (1, 16)
     assert shape(DeviceParameters(dp_shard=4), 16, per_host=8) == (4, 4)
+
+
+def test_ranks_that_share_sequences_leave_the_others_to_data_parallelism() -> None:
+    assert shape(DeviceParameters(context_parallel=2), 8) == (1, 4)
+    assert shape(DeviceParameters(context_parallel=2, tensor_parallel=2), 8, fsdp=False) == (2, 1)
+    assert shape(DeviceParameters(context_parallel=4, dp_shard=2), 16) == (2, 2)
+    assert shape(DeviceParameters(context_parallel=2), 16, per_host=8) == (2, 4)
+    with pytest.raises(ConfigError, match=r"context_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"):
+        shape(DeviceParameters(context_parallel=3), 8)
+    with pytest.raises(ConfigError, match=r"=4 does not divide world_size=4 \(tp=2 leaves 2\). Use 1 or 2"):
+        shape(DeviceParameters(context_parallel=4, tensor_parallel=2), 4)
+    with pytest.raises(ConfigError, match=r"cp=2, tp=1\): 2 are left for data parallelism. Use .*1 x 2"):
+        shape(DeviceParameters(context_parallel=2, dp_shard=4, dp_replicate=1), 4)
+
+
+def test_parameters_lie_on_ranks_that_share_sequences_as_on_any_others() -> None:
+    def lie(parameters: DeviceParameters, world_size: int, *, fsdp: bool = True) -> tuple[int, int]:
+        mesh = resolve_mesh(parameters, world_size, fsdp)
+        on = parameter_shape(parameters, mesh, fsdp)
+        assert (on.pp, on.cp, on.tp) == (1, 1, parameters.tensor_parallel)
+        return on.dp_replicate, on.dp_shard
+
+    assert lie(DeviceParameters(context_parallel=2), 2) == (1, 2)
+    assert lie(DeviceParameters(context_parallel=2), 2, fsdp=False) == (2, 1)
+    assert lie(DeviceParameters(context_parallel=2, dp_shard=1), 8) == (8, 1)
+    assert lie(DeviceParameters(context_parallel=2, dp_shard=2), 8) == (2, 4)
+    assert lie(DeviceParameters(context_parallel=2, dp_replicate=4), 8) == (4, 2)
 
 
 @pytest.mark.pitfall(22)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from dream_trainer.distributed import watchdog
 from dream_trainer.distributed.watchdog import Watchdog
-from tests.trainer.small import ROOT, run_ranks
+from tests.trainer.small import run_ranks
 
 LIMIT = 1.0
 
@@ -40,18 +38,11 @@ class Training:
         return Watchdog(self.where, lambda: limit, patient_limit_seconds=patient, directory=Path("run/stacks"))
 
 
-def run_alone(function: str, cwd: Path, timeout: float = 60.0) -> tuple[int, str, float]:
-    """Exit status, standard error and seconds of a function of this module in a fresh process."""
+def run_alone(function: str, cwd: Path) -> tuple[int, str, float]:
+    """Exit status, standard error and seconds of a function of this module in a process of its own."""
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.distributed.test_watchdog import {function}; {function}()"],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=timeout,
-    )
-    return done.returncode, done.stderr, time.monotonic() - began
+    ((status, text),) = run_ranks(f"from tests.distributed.test_watchdog import {function}; {function}()", 1, cwd)
+    return status, text, time.monotonic() - began
 
 
 # -- several ranks

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from tests import worlds
+from tests.programs import run_programs
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -21,22 +24,26 @@ def run_script(script: Path, *arguments: str, cwd: Path, n_processes: int = 1, t
         script: The script.
         *arguments: Its arguments.
         cwd: Working directory, to which runs are written.
-        n_processes: 1 runs plain Python, more run torchrun.
+        n_processes: 1 runs plain Python, more run torchrun; without `--all` both are forked.
         timeout: Seconds after which it is killed.
     """
-    launcher = (
-        [] if n_processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
-    )
     # The package need not be installed to be tested. COLUMNS would decide how wide a piped table may be.
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(script), *arguments]
+    if worlds.start_method == "forkserver":
+        code = (
+            f"import runpy, sys\nsys.argv = {command!r}\nsys.path.insert(0, {str(script.parent)!r})\n"
+            f"runpy.run_path({str(script)!r}, run_name='__main__')"
+        )
+        ended = run_programs(code, n_processes, cwd, environment, timeout)
+        assert {rank.status for rank in ended} == {0}, "\n".join([script.name, *map(str, ended)])
+        return "".join(rank.output for rank in ended)
+    launcher = (
+        [] if n_processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
+    )
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        [sys.executable, *launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -76,7 +76,7 @@ def test_grouped_heads_are_full_heads_that_repeat(n_kv_heads: int) -> None:
 def test_ranks_that_hold_some_of_the_heads_add_up_to_attention() -> None:
     attention = build().layers[0].attention
     x = torch.randn(2, 20, 32, dtype=torch.float64)
-    expected = attention(x)
+    expected = attention(x, positions=torch.arange(x.shape[1]))
     whole = {name: weight.clone() for name, weight in attention.state_dict().items()}
 
     def of_rank(rank: int) -> Tensor:
@@ -84,7 +84,7 @@ def test_ranks_that_hold_some_of_the_heads_add_up_to_attention() -> None:
             if isinstance(projection, nn.Linear):
                 cut = whole[f"{name}.weight"].chunk(2, dim=1 if name == "wo" else 0)[rank]
                 projection.weight = nn.Parameter(cut)
-        return attention(x)
+        return attention(x, positions=torch.arange(x.shape[1]))
 
     torch.testing.assert_close(of_rank(0) + of_rank(1), expected, rtol=0, atol=1e-12)
 
@@ -92,7 +92,7 @@ def test_ranks_that_hold_some_of_the_heads_add_up_to_attention() -> None:
 def test_rotated_queries_and_keys_know_their_distance_alone() -> None:
     rope = build().rope
     q, k = torch.randn(2, 8, dtype=torch.float64)
-    turned_q, turned_k = (rope(vector.expand(1, 1, 64, 8))[0, 0] for vector in (q, k))
+    turned_q, turned_k = (rope(vector.expand(1, 1, 64, 8), torch.arange(64))[0, 0] for vector in (q, k))
     scores = turned_q @ turned_k.T
     for distance in range(-63, 64):
         along = scores.diagonal(distance)
@@ -106,7 +106,8 @@ def test_positions_keep_their_precision_in_bf16() -> None:
 
     rope = RotaryEmbedding(LlamaConfig(dim=64, n_heads=1, n_kv_heads=1, max_seq_len=4096))
     x = torch.randn(1, 1, 4096, 64).bfloat16()
-    assert torch.equal(rope(x), rope(x.float()).bfloat16())
+    positions = torch.arange(4096)
+    assert torch.equal(rope(x, positions), rope(x.float(), positions).bfloat16())
 
 
 def test_stretched_positions_slow_the_slow_channels_only() -> None:

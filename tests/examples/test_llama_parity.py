@@ -31,6 +31,9 @@ def spanning(cell: Any) -> list[Any]:
         cell(2, 1, 2, accumulation=2, sequence_parallel=False),
         cell(1, 2, 1, accumulation=2, recompute="full", odd_parts=True),
         cell(1, 1, 2, recompute="selective", odd_parts=True),
+        cell(1, 1, 1, recompute="selective", cp=2),
+        cell(1, 2, 1, accumulation=2, recompute="full", cp=2, attention="ulysses"),
+        cell(1, 1, 2, cp=2),
     ]
 
 

@@ -189,21 +189,21 @@ def test_media_of_a_validation_are_written_with_it_and_those_of_others_never(run
 
 def test_what_listeners_to_a_validation_log_is_a_line_of_its_own(run: Counter) -> None:
     run.window(1.0)
-    with run.log.listeners_to_validation(counts=True):
-        assert run.log.after_validation is not None
-        run.log.after_validation.add("val/rank", 7.0)
-        with run.log.listeners_to_validation(counts=False):  # one of them evaluates
-            run.log.after_validation.add("val/rank", 100.0)
-    assert run.log.after_validation is None
+    with run.log.line_of_its_own(counts=True):
+        assert run.log.own_line is not None
+        run.log.own_line.add("val/rank", 7.0)
+        with run.log.line_of_its_own(counts=False):  # one of them evaluates
+            run.log.own_line.add("val/rank", 100.0)
+    assert run.log.own_line is None
     run.window(3.0, is_last=True)
     assert run.told == [(1, {"val/rank": 7.0}), (2, {"train/loss": 2.0})]
 
 
 def test_a_save_of_a_listener_finds_what_was_logged_before_it_written(run: Counter) -> None:
     run.window(1.0)
-    with run.log.listeners_to_validation(counts=True):
-        assert run.log.after_validation is not None
-        run.log.after_validation.add("val/rank", 7.0)
+    with run.log.line_of_its_own(counts=True):
+        assert run.log.own_line is not None
+        run.log.own_line.add("val/rank", 7.0)
         state = run.state()
         assert run.told == [(1, {"val/rank": 7.0})]
     assert run.told == [(1, {"val/rank": 7.0})]

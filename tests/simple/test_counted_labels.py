@@ -92,11 +92,19 @@ def test_scores_of_other_shapes_are_named() -> None:
         trainer.fit()
 
 
+class Named(nn.CrossEntropyLoss):
+    """As people write one to set options; it computes what torch's does."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.1)
+
+
 WEIGHTS = torch.tensor([1.0, 8.0, 0.5], dtype=torch.float64)
 LOSSES: dict[str, tuple[Any, Tensor]] = {
     "by name": ("cross_entropy", Y.where(COUNTS, -100)),
     "an index of its own": (nn.CrossEntropyLoss(ignore_index=7), Y.where(COUNTS, 7)),
     "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), Y.where(COUNTS, -100)),
+    "a subclass": (Named(), Y.where(COUNTS, -100)),
     "shares of classes": (nn.CrossEntropyLoss(), nn.functional.one_hot(Y, CLASSES).double()),
 }
 

@@ -16,12 +16,15 @@ import torch.nn as nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import dream_trainer as dt
 from dream_trainer.cli.main import main
 from dream_trainer.config.config_files import load_config
 from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
 from dream_trainer.errors import CheckpointError
+from dream_trainer.simple.given_record import in_arguments
 from dream_trainer.simple.given_values import options_of, values_digest
 from tests.simple.loops import classifier, make, samples
+from tests.trainer.small import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +90,13 @@ def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys:
     assert "lr 0.1" in capsys.readouterr().out
     assert main(["runs", "runs", "--columns", "lr"]) == 0
     assert "0.01" in capsys.readouterr().out
+    (command,) = re.findall(r"`dream-trainer (runs --columns \S+)`", (ROOT / "docs/simple.md").read_text())
+    assert main(command.split()) == 0
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["lr", "schedule", "train_batch_size"]
+    assert [row.split()[-3:] for row in rows] == [["0.01", "cosine", "4"], ["0.1", "cosine", "8"]]
+    assert main(["runs", "--columns", "branch.schedule,checkpoint_parameters.branch.optimizer"]) == 0
+    assert [row.split()[-2:] for row in capsys.readouterr().out.splitlines()[2:]] == [["keep", "keep"]] * 2
     with make(train=DataLoader(samples(), 6), name="c") as trainer:
         trainer.fit()
     assert (
@@ -94,6 +104,45 @@ def test_what_was_given_is_in_the_record_of_the_run_and_tells_runs_apart(capsys:
     )
     loaded = load_config(DreamTrainerConfig, "runs/simple/simple/c", project="p", group="g", experiment="e")
     assert loaded.training_parameters.train_batch_size == 6
+
+
+@pytest.mark.parametrize("word", ["keep", "moments", "new"])
+def test_a_branch_says_what_it_is_given_otherwise_and_which_numbers_hold(
+    word: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = samples().tensors
+    options: dict[str, Any] = {"train": data, "optimizer": "adam", "batch_size": 4}
+    with make(name="parent", lr=0.01, **options) as parent:
+        parent.fit()
+    begins = dt.CheckpointParameters(resume=str(parent.dream.run_dir), branch=dt.BranchParameters(optimizer=word))
+    caplog.clear()
+    with make(name="branch", lr=0.5, epochs=1, checkpoints=begins, **options) as branch:
+        branch.fit()
+    text = " ".join(caplog.text.split())
+    told = "the run 'branch' begins from step 6 of simple/simple/parent, which had other arguments: "
+    assert f"{told}lr= 0.01 -> 0.5. What is given now counts{', but for the o' if word == 'keep' else '.'}" in text
+    assert ("numbers, which go along" in text) == (word == "keep")
+    assert branch.dream.optimizers[0].param_groups[0]["lr"] == (0.01 if word == "keep" else 0.5)
+    assert "6 steps are done. The run 'branch' begins from step 6 of simple/simple/parent: the weights" in text
+    assert "already" not in text
+    caplog.clear()
+    with make(name="branch", lr=0.5, epochs=2, checkpoints=begins, **options) as branch:
+        branch.fit()
+    with make(name="branch", lr=0.7, epochs=2, checkpoints=begins, **options) as branch:
+        branch.fit()
+    text = " ".join(caplog.text.split())
+    assert "the run 'branch', which goes on from step 12, was begun with other arguments: lr= 0.5 -> 0.7." in text
+    assert "The run 'branch' was there already" in text
+
+
+def test_fields_that_an_older_version_did_not_have_are_no_other_arguments() -> None:
+    changed = [
+        "device_parameters.context_parallel: (absent) -> 1",
+        "given_objects.loss_options: (absent) -> ''",
+        "callbacks.EMA: (absent) -> 0.9",
+        "training_parameters.gradient_clip_val: None -> 1.0",
+    ]
+    assert in_arguments(changed) == ["callbacks.EMA: (absent) -> 0.9", "clip= None -> 1.0"]
 
 
 def cross(**options: Any) -> nn.Module:

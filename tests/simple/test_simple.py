@@ -273,12 +273,38 @@ def test_data_comes_in_every_form(form: str) -> None:
 def test_what_trains_is_evaluated_and_predicted_too(form: str) -> None:
     data, _ = FORMS[form]
     x, y = samples().tensors
-    with make(val=data, batch_size=5, epochs=0) as trainer:
+    with make(val=data, batch_size=5) as trainer:
         predictions = trainer.predict(data, batch_size=7)
         losses = [trainer.evaluate(*given)["val/loss"] for given in ((), (data,), (ready(),))]
     outputs = classifier()(x).detach()
     torch.testing.assert_close(predictions, outputs)
     assert losses == pytest.approx([cross_entropy(outputs, y).item()] * 3)
+
+
+class Words(nn.Module):
+    """A number for each position of texts, and one for the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        found = self.table(ids)
+        return {"each": found, "whole": found.mean(1)}
+
+
+def test_predictions_of_texts_padded_batch_by_batch_are_a_list_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    texts = [torch.arange(length).repeat(2, 1) for length in (2, 5, 3)]
+    model = Words()
+    with make(model, step=lambda model, batch: model(batch)["whole"].sum(), train=ready(texts)) as trainer:
+        found = trainer.predict(ready(texts))
+        assert found["whole"].shape == (6, 2)
+        for part, ids in zip(found["each"], texts, strict=True):
+            torch.testing.assert_close(part, model(ids)["each"].detach(), rtol=0, atol=0)
+    assert "a list of 3 batches' tensors" in caplog.text
+    assert "dimensions differ: [2, 2, 2], [2, 5, 2], [2, 3, 2]. Pad" in caplog.text
 
 
 INPUTS: dict[str, Callable[[Tensor], Any]] = {

@@ -53,17 +53,23 @@ def train(directory: str, case: str) -> dict[str, Any]:
         found = {
             "weights": [full(p).detach() for p in model.parameters()],
             "history": [{key: value for key, value in row.items() if key != "seconds"} for row in history],
+            "seconds": [row["seconds"] for row in history],
             "predictions": trainer.predict(val),
             "is": (trainer.is_main, trainer.is_distributed),
+            "differs": "state of ranks" in trainer.dream._said_once,
         }
         trainer.close()
     return found | {"files": sorted(os.listdir(directory))}
 
 
-def average(directory: str) -> dict[str, Any]:
+def average(directory: str, *, has_frozen: bool = False) -> dict[str, Any]:
     """Shards whose average is validated: the best of it is loaded, and what is validated then is saved."""
     os.chdir(directory)
     model, val = classifier(torch.float64), samples(7, dtype=torch.float64)
+    checkpoints = None
+    if has_frozen:
+        model[1].requires_grad_(False)
+        checkpoints = dt.CheckpointParameters(save_frozen=False, best_metric="val/loss", save_on_best=True)
     trainer = Trainer(
         model,
         loss=cross_entropy,
@@ -75,7 +81,8 @@ def average(directory: str) -> dict[str, Any]:
         epochs=4,
         device="cpu",
         shard=True,
-        name="averaged",
+        name="frozen" if has_frozen else "averaged",
+        checkpoints=checkpoints,
         callbacks=[dt.EMA(0.5)],
         progress=False,
     )
@@ -95,7 +102,8 @@ def average(directory: str) -> dict[str, Any]:
 
 def train_all(directory: str, for_unnamed: str) -> dict[str, Any]:
     tempfile.tempdir = for_unnamed  # of this world alone
-    return {case: train(directory, case) for case in (*CASES, *SHORT)} | {"averaged": average(directory)}
+    found = {case: train(directory, case) for case in (*CASES, *SHORT)}
+    return found | {"averaged": average(directory), "frozen": average(directory, has_frozen=True)}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +134,8 @@ def test_two_ranks_are_the_plain_loop_over_batches_of_both(ranks: list[dict[str,
         assert found["is"] == (number == 0, True)
         assert found["files"] == (["runs"] if case == CASES[-1] else [])
         assert found["history"] == ranks[0][case]["history"]
+        assert found["seconds"] == ranks[0][case]["seconds"]
+        assert not found["differs"]
 
 
 @pytest.mark.parametrize("case", SHORT)
@@ -141,18 +151,19 @@ def test_at_an_end_that_ranks_cannot_share_evenly_each_sample_counts_the_same(
             torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_the_best_average_of_shards_is_loaded_validated_and_saved(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", ["averaged", "frozen"])
+def test_the_best_average_of_shards_is_loaded_validated_and_saved(ranks: list[dict[str, Any]], case: str) -> None:
     x, y = samples(7, dtype=torch.float64).tensors
     expected = classifier(torch.float64)
     with torch.no_grad():
-        for parameter, weight in zip(expected.parameters(), ranks[0]["averaged"]["weights"], strict=True):
+        for parameter, weight in zip(expected.parameters(), ranks[0][case]["weights"], strict=True):
             parameter.copy_(weight)
         loss = cross_entropy(expected(x), y).item()
     for rank in ranks:
-        losses = rank["averaged"]["losses"]
+        losses = rank[case]["losses"]
         assert min(losses) < losses[-1]
-        assert rank["averaged"]["are_saved"]
-        assert rank["averaged"]["best"] == pytest.approx(min(losses), rel=1e-12) == pytest.approx(loss, rel=1e-12)
+        assert rank[case]["are_saved"]
+        assert rank[case]["best"] == pytest.approx(min(losses), rel=1e-12) == pytest.approx(loss, rel=1e-12)
 
 
 def test_nothing_of_unnamed_runs_is_left(ranks: list[dict[str, Any]], for_unnamed: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer
+from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.ranks import Ranks
 from tests.trainer import small

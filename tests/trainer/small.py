@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,8 @@ from torch.nn.functional import mse_loss
 import dream_trainer as dt
 from dream_trainer.trainer.mixins.checkpointing import CheckpointParameters
 from dream_trainer.trainer.mixins.logger import LoggerParameters
+from tests.programs import run_programs
 from tests.trainer.arithmetic import fill, full
-from tests.worlds import free_port, rank_environment
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 3
@@ -72,6 +70,7 @@ class Config(
     dt.BaseTrainerConfig,
     dt.SetupConfigMixin,
     dt.FSDPConfigMixin,
+    dt.ContextParallelConfigMixin,
     dt.TensorParallelConfigMixin,
     dt.ActivationCheckpointingConfigMixin,
     dt.CompileConfigMixin,
@@ -205,22 +204,5 @@ def run_ranks(code: str, world_size: int, cwd: Path, timeout: float = 60.0) -> l
     Returns:
         Exit status and standard error of each rank.
     """
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | rank_environment(rank, world_size, port),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        texts = [process.communicate(timeout=timeout)[1] for process in ranks]
-        return [(process.returncode, text) for process, text in zip(ranks, texts, strict=True)]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    ended = run_programs(code, world_size, cwd, dict(os.environ), timeout)
+    return [(rank.status, rank.error) for rank in ended]

@@ -17,7 +17,7 @@ from dream_trainer.errors import CheckpointError
 from dream_trainer.optim.learning_rates import TokenAxis, rate_factor
 from dream_trainer.simple import Trainer
 from tests.trainer import saves
-from tests.trainer.small import Batch
+from tests.trainer.small import Batch, weights
 
 ANEW = BranchParameters(counters="new", data="new")
 
@@ -141,6 +141,41 @@ def test_the_averages_of_ema_go_along_with_every_word() -> None:
     found = second.checkpoint_tensors()
     assert averages
     assert all(torch.equal(found[name], tensor) for name, tensor in averages.items())
+
+
+class Weights(dt.Callback):
+    """Notes the weights that training begins from, and those after each step."""
+
+    order = -1000
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def pre_fit(self, trainer: Any) -> None:
+        self.found.append(weights(trainer.model))
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.found.append(weights(trainer.model))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("options", [{}, {"val_every_n_steps": 1}], ids=["at the end", "validating"])
+def test_with_new_counters_an_average_moves_after_each_n_steps_of_the_branch(device: Any, options: Any) -> None:
+    """The last two of the parent's six steps are in the branch's first move, and in no other."""
+    seen, found = [], {}
+    for name, steps, branch in (("run", 6, {}), ("branch", 9, {"resume": "runs/tests/checkpoint/run", "branch": ANEW})):
+        noted, ema = Weights(), EMA(0.9, every_n_steps=4, device=device)
+        training = {"max_steps": steps} | options
+        fit(saves.make_config(experiment=name, callbacks=[noted, ema], training=training, **branch), saves.Saves)
+        seen.append(noted.found)
+        found = ema.averaged("model")
+    parent, branched = seen
+    average = parent[0]
+    for move, moved_to in enumerate([parent[4], branched[4], branched[8]]):
+        keep = min(0.9, (1 + move) / (10 + move))
+        average = {name: keep * average[name] + (1 - keep) * value for name, value in moved_to.items()}
+    for name, value in average.items():
+        torch.testing.assert_close(found[name], value)
 
 
 class ByTokens(saves.Saves):

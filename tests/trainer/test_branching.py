@@ -329,3 +329,16 @@ def test_a_plain_resume_says_which_rate_goes_on_and_how_a_schedule_changes(caplo
     assert "at step 6 it multiplied the learning rate by 0.1, and the new form" in text
     text = said(NEW, LONGER + 2)  # it is said as long as it is so
     assert f"the checkpoint's {OLD} goes on" in text
+
+
+def test_an_option_that_goes_on_in_several_groups_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class InGroups(saves.Saves):
+        def configure_optimizers(self) -> None:
+            first, *others = self.model.parameters()
+            groups = [{"params": [first]}, {"params": others}, {"params": [], "lr": 1.0}]
+            self.optimizer = torch.optim.SGD(groups, lr=self.config.learning_rate)
+
+    for rate, steps in ((OLD, 2), (NEW, 4)):
+        fit(InGroups(saves.make_config(learning_rate=rate, training={"max_steps": steps})))
+    (line,) = [line for line in caplog.messages if "goes on" in line]
+    assert f"optimizer: this config has lr={NEW}, and the checkpoint's {OLD} goes on (groups 0, 1). To train" in line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,12 @@ import pytest
 
 import dream_trainer as dt
 from dream_trainer.cleanup import followed_by
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.distributed import job_store
+from dream_trainer.errors import StepError
 from dream_trainer.loggers.interface import Logger, Stamp
-from tests.trainer.small import Alone, Batch, batches, make_config
+from tests.trainer.small import Alone, Batch, Samples, Spread, batches, make_config
+from tests.worlds import run_world
 
 
 class Places(Logger):
@@ -228,3 +234,39 @@ def test_of_two_exceptions_the_first_is_raised() -> None:
     assert raised.value.__context__ is None
     with pytest.raises(RuntimeError, match="two"), followed_by(lambda: fail("two")):
         pass
+
+
+def close_one_after_the_other(directory: str) -> tuple[list[str], int]:
+    """Rank 0 closes more than a second before rank 1."""
+    os.chdir(directory)
+    job_store.SAYS_SO_AFTER_SECONDS = 0.3
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dream_trainer").addHandler(handler)
+    trainer = Spread(make_config(max_steps=2), DistributedDataLoader(Samples(8), 2))
+    trainer.fit()
+    if not trainer.world.is_main:
+        time.sleep(1.5)
+    trainer.close()
+    return [line for line in told if "closes its trainer" in line], trainer.global_step
+
+
+def test_a_rank_that_closes_alone_says_that_it_waits_for_the_others(tmp_path: Path) -> None:
+    (told, steps), (other, _) = run_world(close_one_after_the_other, 2, str(tmp_path))
+    assert steps == 2
+    assert len(told) == 1
+    assert "have every rank close" in told[0]
+    assert other == []
+
+
+class SavesWhenSaved(Alone, dt.CheckpointMixin):
+    def on_save(self, path: Path) -> None:
+        self.save_checkpoint()
+
+
+def test_a_save_in_on_save_is_refused_and_not_without_end() -> None:
+    with SavesWhenSaved(make_config(max_steps=2), batches(2)) as trainer:
+        trainer.fit()
+        with pytest.raises(StepError, match="called in on_save"):
+            trainer.save_checkpoint()

@@ -33,6 +33,7 @@ class Raises(Sharded):
 class RaisesInSetup(Sharded):
     def configure_optimizers(self) -> None:
         if self.world.rank == 1:
+            Path("left").touch()
             raise KeyError("the cause")
         super().configure_optimizers()
 
@@ -144,13 +145,10 @@ def test_further_mistakes_end_all_ranks_with_an_error_that_names_the_fix(case: s
 
 @pytest.mark.pitfall(13)
 @pytest.mark.pitfall(61)
-@pytest.mark.parametrize("case", ["raises", "raises in setup"])
-def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_shown(
-    case: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_shown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        f"from tests.trainer.test_failures import trainer_for\n"
-        f"trainer = trainer_for({case!r})\nopen('started', 'w').close()\ntrainer.fit()\n"
+        "from tests.trainer.test_failures import trainer_for\n"
+        "trainer = trainer_for('raises')\nopen('started', 'w').close()\ntrainer.fit()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
@@ -172,20 +170,27 @@ def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_
         process.communicate()
     assert process.returncode != 0
     lines = text.splitlines()
-    if case == "raises":  # one screen: the rank, the message, the place, the calls in the user's files, once
-        begin = lines.index("[rank 1] failed, the job ends:")
-        assert lines[begin + 1] == "KeyError: 'the cause'"
-        assert lines[begin + 2].startswith("  in training_step, ")
-        assert "test_failures.py:" in lines[begin + 2]
-        assert "dream_trainer/trainer" not in text
-        assert text.count('raise KeyError("the cause")') == 2
-        assert "[rank 0] stops because of rank 1." in lines
-        cause = text[text.index("Root Cause") :]
-        assert "rank      : 1" in cause
-        assert "SeeAbove: KeyError: 'the cause'" in cause
-    assert "KeyError: 'the cause'" in text
-    assert "test_failures.py" in text
-    assert "[rank 1] failed" in text
+    # One screen: the rank, the message, the place, the calls in the user's files, once.
+    begin = lines.index("[rank 1] failed, the job ends:")
+    assert lines[begin + 1] == "KeyError: 'the cause'"
+    assert lines[begin + 2].startswith("  in training_step, ")
+    assert "test_failures.py:" in lines[begin + 2]
+    assert "dream_trainer/trainer" not in text
+    assert text.count('raise KeyError("the cause")') == 2
+    assert "[rank 0] stops because of rank 1." in lines
+    cause = text[text.index("Root Cause") :]
+    assert "rank      : 1" in cause
+    assert "SeeAbove: KeyError: 'the cause'" in cause
+
+
+@pytest.mark.pitfall(13)
+def test_a_rank_that_raises_in_setup_ends_the_other_too(tmp_path: Path) -> None:
+    ranks = fail("raises in setup", tmp_path)
+    assert outlived(tmp_path) < 15
+    assert [status for status, _ in ranks] == [1, 1], ranks
+    assert "KeyError: 'the cause'" in ranks[1][1]
+    assert "test_failures.py" in ranks[1][1]
+    assert "[rank 1] failed" in ranks[1][1]
 
 
 class Dies(Sharded):
@@ -303,7 +308,7 @@ def terminated_late() -> None:
     Path(f"went-on-{trainer.world.rank}").touch()
 
 
-@pytest.mark.parametrize("starter", ["torchrun", pytest.param("bare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starter", ["bare", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_sigterm_to_one_rank_after_its_last_pulse_ends_both_alike(starter: str, tmp_path: Path) -> None:
     code = "from tests.trainer.test_failures import terminated_late; terminated_late()"
     if starter == "torchrun":
@@ -327,11 +332,14 @@ def test_sigterm_to_one_rank_after_its_last_pulse_ends_both_alike(starter: str, 
     }
 
 
-class Slow(Alone):
+class Signalled(Alone):
+    """The process gets a signal in the midst of its third step."""
+
+    number = signal.SIGINT
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         if self.global_step == 2:
-            Path("running").touch()
-        time.sleep(0.02)
+            os.kill(os.getpid(), self.number)
         return super().training_step(batch, batch_idx)
 
     def on_interrupt(self) -> None:
@@ -341,35 +349,21 @@ class Slow(Alone):
         sys.stderr.write("post_fit ran\n")
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, id="Ctrl-C"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
-)
+class Terminated(Signalled):
+    number = signal.SIGTERM
+
+
+@pytest.mark.parametrize("kind", [Signalled, Terminated])
 def test_a_signal_ends_training_after_the_running_step_with_the_status_that_shells_expect(
-    number: signal.Signals, tmp_path: Path
+    kind: type[Signalled], tmp_path: Path
 ) -> None:
     code = (
-        "from tests.trainer.test_failures import Slow, make_config, batches\n"
-        "Slow(make_config(max_steps=10_000), batches(4)).fit()"
+        f"from tests.trainer.test_failures import {kind.__name__}, make_config, batches\n"
+        f"{kind.__name__}(make_config(max_steps=10_000), batches(4)).fit()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "running").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(number)
-        text = process.communicate(timeout=20)[1]
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 128 + number, text
-    assert "interrupted at" in text
+    ((status, text),) = run_ranks(code, 1, tmp_path)
+    assert status == 128 + kind.number, text
+    assert "interrupted at 3" in text
     assert "post_fit ran" in text
     assert "Traceback" not in text
 

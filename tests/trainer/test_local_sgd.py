@@ -374,7 +374,11 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
         return state | {f"average.{name}": value for name, value in state_of(trainer).items()}
 
 
-@pytest.mark.parametrize(("ranks", "devices"), [(2, CPU), (4, REPLICAS), (4, SHARDED)], ids=["2", "4", "sharded"])
+@pytest.mark.parametrize(
+    ("ranks", "devices"),
+    [(2, CPU), pytest.param(4, REPLICAS, marks=pytest.mark.slow), (4, SHARDED)],
+    ids=["2", "4", "sharded"],
+)
 def test_a_run_that_lost_its_last_steps_ends_bit_for_bit_as_the_undisturbed_one(
     tmp_path: Path, ranks: int, devices: dt.DeviceParameters
 ) -> None:
@@ -399,7 +403,7 @@ def speak_of_the_average(directory: str) -> dict[str, Any]:
 def test_validations_checkpoints_and_exports_have_the_average(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from dream_trainer.checkpoint.store import load_tensors, tensor_metadata
+    from dream_trainer.checkpoint.loading import load_tensors, tensor_metadata
     from dream_trainer.distributed.ranks import Ranks
 
     found = run_world(speak_of_the_average, 2, str(tmp_path))[0]

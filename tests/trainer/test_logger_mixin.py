@@ -779,6 +779,24 @@ class ResumableConfig(dt.BaseTrainerConfig, dt.LoggerConfigMixin, dt.CheckpointC
     pass
 
 
+class TellsEpochs(Resumable):
+    def post_epoch(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+        self.log("at step", float(self.global_step))
+
+
+@pytest.mark.parametrize("every", [1, 12, 20, 1000])
+@pytest.mark.parametrize("parts", [(3,), (1, 3), (2, 3)], ids=str)
+def test_what_an_epochs_end_logs_is_a_line_of_its_own_at_its_step(every: int, parts: tuple[int, ...]) -> None:
+    for n_epochs in parts:
+        with TellsEpochs(make_config(ResumableConfig, every=every, loggers=("jsonl",), n_epochs=n_epochs)) as trainer:
+            trainer.fit()
+    assert trainer.history_of("epochs") == [(12, 1.0), (24, 2.0), (36, 3.0)]
+    assert trainer.history_of("at step") == [(12, 12.0), (24, 24.0), (36, 36.0)]
+    steps = [line["step"] for line in trainer.history]
+    assert steps == sorted(steps)
+
+
 class Killed(Exception):
     pass
 

@@ -125,6 +125,12 @@ def test_a_definition_with_a_name_of_ours_is_refused_when_the_trainer_is_built(n
         mine(everything_config())
 
 
+@pytest.mark.parametrize("name", ["validation_step", "post_epoch", "configure_schedulers"])
+def test_a_hook_that_is_none_is_to_be_left_out(name: str) -> None:
+    with pytest.raises(HookError, match=rf"Mine.{name} is None, and the framework calls it. Leave it out"):
+        type("Mine", (Everything,), {name: None})(everything_config())
+
+
 def test_what_is_made_to_be_overridden_may_be() -> None:
     class Mixin(dt.BaseTrainer):
         """A mixin of the user's own takes part as ours do."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dream_trainer as dt
-from dream_trainer.errors import NonFiniteError, StepError
+from dream_trainer.errors import CheckpointError, NonFiniteError, StepError
 from tests.trainer.small import (
     ROOT,
     Alone,
@@ -111,6 +111,40 @@ def test_after_gradients_that_were_not_finite_fit_does_not_go_on(
         trainer.evaluate()
         with pytest.raises(StepError, match="gradients that were not finite"):
             trainer.fit()
+
+
+def test_of_two_trainers_of_one_run_the_one_that_another_has_trained_past_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def built(n_epochs: int) -> Evaluates:
+        config = make_config(n_epochs=n_epochs)
+        config.checkpoint_parameters = dt.CheckpointParameters(save_at_end=True)
+        return Evaluates(config, batches(4), batches(1))
+
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+
+    with built(1) as first, built(3) as second:
+        first.fit()
+        second.evaluate()  # resumes, and trains nothing
+        first.set_limits(n_epochs=2)
+        first.fit()
+        with pytest.raises(CheckpointError, match="another trainer of this process has trained .* Build this one anew"):
+            second.fit()
+        with built(3) as third:
+            third.fit()
+        written, message = files(), "has trained runs/.* since this one did, whose state is older"
+        first.set_limits(n_epochs=4)
+        for call in (first.save_checkpoint, first.fit):
+            with pytest.raises(CheckpointError, match=message):
+                call()
+        assert first.evaluate().keys() == {"val/loss"}
+        assert files() == written
+        first.load_checkpoint(first.checkpoints()[-1].path)
+        first.fit()
+        assert_same_weights(weights(first.model), by_hand([[batch] for batch in batches(4)] * 4))
 
 
 PROMPT = """

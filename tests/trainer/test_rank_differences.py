@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dream_trainer as dt
+from dream_trainer import callbacks as cb
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import RanksDifferError
@@ -111,6 +113,71 @@ def wrong(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:
 
 class EvalSpread(Validates, Spread, dt.EvalMixin):
     pass
+
+
+class CountsRows(dt.Callback):
+    """Counts what its rank has seen, and what all have; and numbers that each process has in another order."""
+
+    def __init__(self) -> None:
+        self.own = self.of_all = 0
+
+    def post_train_step(self, trainer: Any) -> None:
+        self.own += trainer.world.rank + 1
+        self.of_all += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own, "of_all": self.of_all, "names": {str(n) for n in range(20)}}
+
+
+class KeepsState(Spread, dt.CheckpointMixin):
+    """Its trainer, its mixin and its callback keep values of one rank where those of all are asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": 3, "loss": self.losses[-1] if self.losses else 0.0}
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"rank": self.world.rank}
+
+    def _mixin_state(self) -> dict[str, Any]:
+        return super()._mixin_state() | {"rows": {"seen": self.seen}}
+
+
+class KeepsEqualState(Spread, dt.LoggerMixin, dt.EvalMixin, dt.CheckpointMixin):
+    """What the framework itself keeps, and a callback that is rank 0's alone."""
+
+    def state_dict(self) -> Any:
+        return [3]  # not as it is declared, and yet saved and given back
+
+
+def saved_with(kind: type, callbacks: list[dt.Callback], directory: str) -> list[str]:
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dream_trainer").addHandler(handler)
+    os.chdir(directory)
+    of_run = make_config(max_steps=4, callbacks=callbacks)
+    of_run.experiment = kind.__name__
+    of_run.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=2)
+    with kind(of_run, loader()) as trainer:
+        trainer.fit()
+    logging.getLogger("dream_trainer").removeHandler(handler)
+    return [line for line in lines if "on a resume" in line]
+
+
+def state_of_ranks(directory: str) -> list[list[str]]:
+    rank = int(os.environ["RANK"])
+    return [
+        saved_with(KeepsState, [CountsRows()], directory),
+        saved_with(KeepsEqualState, [cb.EMA(), *([] if rank else [CountsRows()])], directory),
+    ]
+
+
+def test_state_that_only_rank_0_would_keep_is_named_once(tmp_path: Any) -> None:
+    (told, silent), (other, other_silent) = run_world(state_of_ranks, 2, str(tmp_path))
+    (line,) = told
+    assert "CountsRows.state_dict()['own'], _mixin_state()['rows'], state_dict()['loss']. " in line
+    assert "rank_state_dict()" in line
+    assert (silent, other, other_silent) == ([], [], [])
 
 
 def right(rank: int) -> dict[str, Callable[[], dt.BaseTrainer]]:

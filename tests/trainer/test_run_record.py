@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -104,6 +105,28 @@ def test_a_finished_run_that_is_started_again_stays_as_it_was() -> None:
     before = (RUN / "run.json").read_text()
     run()
     assert (RUN / "run.json").read_text() == before
+
+
+def test_a_run_that_goes_on_with_other_code_names_the_files_that_changed(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("layers_of_a_user", "data_of_a_user"):
+        (tmp_path / f"{name}.py").write_text("ACTIVATION = 'relu'\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.import_module(name)
+    changed = Path("layers_of_a_user.py")
+    run(training={"max_steps": 2})
+    assert record_of(RUN).code.keys() >= {"layers_of_a_user.py", "data_of_a_user.py"}
+    assert not any("site-packages" in path or "dream_trainer/" in path for path in record_of(RUN).code)
+    changed.write_text("ACTIVATION = 'gelu'\n")
+    run(experiment="another", training={"max_steps": 2})
+    assert "other code" not in caplog.text
+    for steps in (4, 6):
+        run(training={"max_steps": steps})
+    (line,) = [line for line in caplog.messages if "other code" in line]
+    assert line == "the run goes on from step 2 with other code than it was started with last: layers_of_a_user.py."
+    for name in ("layers_of_a_user", "data_of_a_user"):
+        del sys.modules[name]
 
 
 def test_a_start_that_is_refused_leaves_what_a_run_says_of_itself() -> None:

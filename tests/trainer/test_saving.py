@@ -18,10 +18,10 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.checkpoint import snapshot_writer, store
+from dream_trainer.checkpoint.loading import read_rank, read_shared
 from dream_trainer.checkpoint.manifest import read_manifest
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.staging import HostCopies
-from dream_trainer.checkpoint.store import read_rank, read_shared
 from dream_trainer.errors import CheckpointError
 from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import resumable
@@ -184,8 +184,39 @@ def test_save_checkpoint_returns_when_it_is_on_the_disk() -> None:
         path = trainer.save_checkpoint()
         assert [manifest.path for manifest in trainer.checkpoints()] == [path]
         assert trainer.saved == [STEPS]
-        assert trainer.save_checkpoint() == path  # nothing has changed since
-        assert trainer.saved == [STEPS]
+
+
+def test_save_checkpoint_replaces_that_of_the_step_by_the_run_as_it_is_now() -> None:
+    class Shrinks(Saves):
+        def post_fit(self) -> None:
+            self.fill(3.0)
+            self.save_checkpoint()
+
+        def fill(self, value: float) -> None:
+            with torch.no_grad(), self.changing_weights():
+                for parameter in self.model.parameters():
+                    parameter.fill_(value)
+
+        def of_the_checkpoint(self) -> set[float]:
+            (manifest,) = self.checkpoints()
+            assert manifest.metrics.keys() == {"val/loss"}  # of the validation of this step
+            tensors = all_tensors(manifest.path)
+            return {float(value) for name in names for value in tensors[f"models.model.{name}"].view(-1)}
+
+    with Shrinks(make_config()) as trainer:
+        trainer.fit()
+        names = dict(trainer.model.named_parameters()).keys()
+        assert trainer.saved == [STEPS, STEPS]
+        assert trainer.of_the_checkpoint() == {3.0}
+        trainer.fill(7.0)
+        trainer.fit()  # nothing is left to train, and what ends by itself saves a step once
+        assert trainer.of_the_checkpoint() == {3.0}
+        path = trainer.save_checkpoint()
+        assert trainer.of_the_checkpoint() == {7.0}
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    with Saves(make_config()) as again:
+        again.fit()
+        assert {float(value) for p in weights(again.model).values() for value in p.view(-1)} == {7.0}
 
 
 @pytest.mark.pitfall(31)

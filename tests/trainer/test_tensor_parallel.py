@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,8 +31,8 @@ from tests.trainer.arithmetic import (
     make_optimizer,
     reference,
 )
-from tests.trainer.small import ROOT
-from tests.worlds import free_port, rank_environment, run_world
+from tests.trainer.small import run_ranks
+from tests.worlds import run_world
 
 
 @dataclass(frozen=True)
@@ -414,22 +412,10 @@ def test_a_plan_that_is_missing_is_named_before_anything_runs() -> None:
 def test_what_cannot_be_split_ends_the_run_on_all_ranks_with_what_to_do(
     mistake: str, told: str, tmp_path: Path
 ) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "tests.trainer.test_tensor_parallel", mistake]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | rank_environment(rank, 2, port) | {"PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, stderr = rank.communicate(timeout=60)
-        assert rank.returncode == 1
-        assert told in stderr
+    code = f"from tests.trainer.test_tensor_parallel import make_mistake; make_mistake({mistake!r})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert told in text
 
 
 class TornTies(Trained):
@@ -444,13 +430,9 @@ class SplitsNothing(Trained):
         pass
 
 
-def main(mistake: str) -> None:
+def make_mistake(mistake: str) -> None:
     if mistake == "divides nothing":
         Trained(config_of(replace(WORLD_2[0], tp=3))).fit()
     else:
         kind = TornTies if mistake == "torn ties" else SplitsNothing
         kind(config_of(WORLD_2[0])).fit()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import dream_trainer as dt
-from dream_trainer.checkpoint.store import read_shared
+from dream_trainer.checkpoint.loading import read_shared
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.trainer.mixins import checkpointing as mixin
 from tests.trainer import resumable

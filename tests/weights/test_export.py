@@ -172,6 +172,17 @@ def test_one_file_may_be_asked_for_by_name(tmp_path: Path, model: Tied, checkpoi
     assert_equal(found, expected_of(model))
 
 
+def test_a_name_like_a_files_that_becomes_a_directory_is_told(
+    tmp_path: Path, model: Tied, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("net", "net-v1.5", "net.safetensors"):
+        export_checkpoint(checkpoint, tmp_path / name)
+    assert caplog.messages == []
+    export_checkpoint(checkpoint, tmp_path / "net.ckpt")
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'net.ckpt'} is a directory: one file is written where the name ends in .safet")
+
+
 def test_floating_point_is_cast_and_the_rest_is_not(tmp_path: Path, model: Tied, checkpoint: Path) -> None:
     expected = {
         name: value.to(torch.bfloat16) if value.is_floating_point() else value

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from dream_trainer.checkpoint.loading import load_tensors
 from dream_trainer.checkpoint.retention import Retention
 from dream_trainer.checkpoint.sender import Sender
 from dream_trainer.checkpoint.snapshot import Snapshot
-from dream_trainer.checkpoint.store import load_tensors, write_checkpoint
+from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.stores import HashStore
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.stores.object_store import open_store

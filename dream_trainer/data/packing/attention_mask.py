@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from dream_trainer.compat.attention import BlockMask, attend_flexibly, attend_varlen, same_document_mask
 
@@ -57,15 +58,13 @@ def packed_attention_mask(
     Raises:
         ValueError: `kind` is unknown, or `documents` are of another shape.
     """
-    if kind not in _KINDS:
-        raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
-    if documents.ndim != 2:
-        raise ValueError(
-            f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
+    if has_torch_function((documents,)):  # where ranks share the row
+        mask: Tensor | BlockMask | PackedSegments = handle_torch_function(
+            packed_attention_mask, (documents,), documents, kind, causal=causal, device=device, dtype=dtype
         )
+        return mask
     device = documents.device if device is None else torch.device(device)
-    if kind == "auto":
-        kind = _kind_for(device, dtype)
+    kind = mask_kind(documents, kind, device, dtype)
     if kind == "varlen":
         return _segments(documents, device, causal)
     documents = documents.to(device, non_blocking=True)
@@ -89,6 +88,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | B
     Returns:
         The shape of `query`.
     """
+    if has_torch_function((query, key, value)):
+        shared: Tensor = handle_torch_function(packed_attention, (query, key, value), query, key, value, mask)
+        return shared
     if isinstance(mask, BlockMask):
         return attend_flexibly(query, key, value, mask)
     if isinstance(mask, Tensor):
@@ -109,6 +111,22 @@ def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, segments: Pack
     parts = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
     attended = [F.scaled_dot_product_attention(q, k, v, is_causal=segments.causal) for q, k, v in parts]
     return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+def mask_kind(
+    documents: Tensor,
+    kind: Literal["auto", "sdpa", "flex", "varlen"],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Literal["sdpa", "flex", "varlen"]:
+    """The kind of mask for `documents` that `kind` asks for; raises ValueError for what is none."""
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(map(repr, _KINDS))}.")
+    if documents.ndim != 2:
+        raise ValueError(
+            f"documents have the shape {tuple(documents.shape)}. Give those of a batch: (rows, row_length)."
+        )
+    return _kind_for(device, dtype) if kind == "auto" else kind
 
 
 def _kind_for(device: torch.device, dtype: torch.dtype | None) -> Literal["sdpa", "flex", "varlen"]:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dream_trainer.config.checkpoint_parameters import CheckpointParameters as CheckpointParameters
     from dream_trainer.config.compile_parameters import CompileConfigMixin as CompileConfigMixin
     from dream_trainer.config.compile_parameters import CompileParameters as CompileParameters
+    from dream_trainer.config.context_parallel_parameters import (
+        ContextParallelConfigMixin as ContextParallelConfigMixin,
+    )
+    from dream_trainer.config.context_parallel_parameters import ContextParallelParameters as ContextParallelParameters
     from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
     from dream_trainer.config.evaluation_parameters import EvalConfigMixin as EvalConfigMixin
     from dream_trainer.config.evaluation_parameters import EvalParameters as EvalParameters
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     )
     from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin as CheckpointMixin
     from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
+    from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin as ContextParallelMixin
     from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
@@ -55,6 +60,9 @@ else:
             "CompileConfigMixin": "config.compile_parameters",
             "CompileMixin": "trainer.mixins.compile",
             "CompileParameters": "config.compile_parameters",
+            "ContextParallelConfigMixin": "config.context_parallel_parameters",
+            "ContextParallelMixin": "trainer.mixins.context_parallel",
+            "ContextParallelParameters": "config.context_parallel_parameters",
             "EvalConfigMixin": "config.evaluation_parameters",
             "EvalMixin": "trainer.mixins.evaluation",
             "EvalParameters": "config.evaluation_parameters",

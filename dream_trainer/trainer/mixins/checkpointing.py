@@ -22,7 +22,8 @@ from dream_trainer.best_value import refuse_other_places
 from dream_trainer.checkpoint.elsewhere import linked_checkpoints
 from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
-from dream_trainer.checkpoint.manifest import Manifest, verify_checkpoint
+from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+from dream_trainer.checkpoint.manifest import Manifest, verify_all_but_shards, verify_checkpoint
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.retention import Retention
@@ -32,6 +33,10 @@ from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.config.checkpoint_parameters import CheckpointConfigMixin, CheckpointParameters, Mode
+from dream_trainer.distributed.host_ranks import on_host, ranks_of_host
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.errors import CheckpointError
 from dream_trainer.events.averages import averages_to_export
 from dream_trainer.stores.store_path import StorePath, absolute, as_path
 from dream_trainer.trainer import saved_state
@@ -41,7 +46,7 @@ from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.initial_weights import any_is_loaded, load_initial_weights
 from dream_trainer.trainer.other_run import changed_fields
 from dream_trainer.trainer.restored_state import restore
-from dream_trainer.trainer.resume import resume
+from dream_trainer.trainer.resume import newest_to_resume, resume
 
 logger = logging.getLogger("dream_trainer")
 
@@ -77,6 +82,9 @@ class CheckpointMixin(AbstractTrainer):
 
     def save_checkpoint(self) -> Path:
         """Saves the run as it is now and waits until that is on the disk; between windows, called by every rank.
+
+        A checkpoint that this step has already is replaced, as weights may have been changed since. Its metrics stay
+        those of the step's validation.
 
         Returns:
             The checkpoint's directory; in an object store, where it is once it is sent.
@@ -167,7 +175,10 @@ class CheckpointMixin(AbstractTrainer):
             refuse_other_places(parameters.best_metric, self._data.validation, named_by="best_metric")
         retention, elsewhere = Retention.of(parameters), self._elsewhere()
         copies = HostCopies(self.world.device) if parameters.async_save else None
-        writer = SnapshotWriter(self.checkpoint_dir, retention, self.world.beside(), copies)
+        beside = self.world.beside()
+        writer = SnapshotWriter(
+            self.checkpoint_dir, retention, beside, copies, self._local_checkpoints(parameters, beside)
+        )
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         saver = self._saver = Saver(
             parameters,
@@ -192,6 +203,21 @@ class CheckpointMixin(AbstractTrainer):
             # A run in another `runs_dir` may have the same.
             saver.claim(linked_checkpoints(self.checkpoint_dir, elsewhere, self.world))
 
+    def _local_checkpoints(self, parameters: CheckpointParameters, beside: Ranks) -> LocalCheckpoints | None:
+        if parameters.local_directory is None or self.config.training_parameters.fast_dev_run:
+            return None
+        world = self.world
+        return LocalCheckpoints(
+            Path(parameters.local_directory).expanduser().absolute(),
+            experiment=self.experiment,
+            root=absolute(self._checkpoints_root()),
+            mesh_shape=dict(zip(MESH_DIMS, world.mesh_shape, strict=True)),
+            ranks=ranks_of_host(world, world.host_number),
+            world=world,
+            beside=beside,
+            host=on_host(world, beside, timeout_seconds=self.config.device_parameters.start_timeout_seconds),
+        )
+
     def _leaves_nothing(self) -> bool:
         """Whether no checkpoint is saved but where one is called for, also not after an error."""
         return bool(self.config.training_parameters.fast_dev_run)
@@ -202,11 +228,30 @@ class CheckpointMixin(AbstractTrainer):
         if self.config.training_parameters.fast_dev_run:
             return
         saved_state.check(self)
+        local = self._saver.local
+        if local is not None and self._resumes_locally(local, parameters):
+            return
+        self._saver.wait_until_sent()
         if not resume(self._checkpoints_root(), parameters, self.world, self._load):
             load_initial_weights(self.named_models(), parameters, self.world)
             # Else nothing was expected there, or the weights come from elsewhere.
             has_weights = parameters.init_from is not None or any_is_loaded(self)
             self._saver.lacks_checkpoint = parameters.resume is not None and not has_weights
+
+    def _resumes_locally(self, local: LocalCheckpoints, parameters: CheckpointParameters) -> bool:
+        """Whether every host had what its ranks need of the newest state; then it is loaded."""
+        root, world = self._checkpoints_root(), self.world
+        newest = newest_to_resume(root, self.checkpoint_dir, parameters, world)
+        found = local.find(newest) if newest is not None else None
+        if found is None:
+            return False
+        try:
+            self._load(verify_all_but_shards(found.path, world=world), newest=newest)
+        except CheckpointError as error:
+            if world.is_main:
+                logger.warning("a local checkpoint is not used, and %s is read: %s", root, error)
+            return False
+        return True
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
@@ -220,8 +265,9 @@ class CheckpointMixin(AbstractTrainer):
         with super()._validation_context():
             yield
 
-    def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT) -> None:
-        is_own = manifest.path.parent.resolve() == self._checkpoints_root().resolve()
+    def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
+        """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
+        is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
         restore(self, manifest, None if is_own else branch)
         self._recorder.parent = manifest.parent
         if not is_own:
@@ -230,12 +276,20 @@ class CheckpointMixin(AbstractTrainer):
             self._recorder.parent = {"checkpoint": path, "run": run, "step": manifest.step, "words": words}
         metrics = manifest.metrics if branch.counters == "keep" else {}
         self._saver.goes_on_from(
-            self.global_step, metrics, is_own=is_own, has_pending_work=self.progress.owed is not None
+            self.global_step,
+            metrics,
+            is_own=is_own,
+            has_pending_work=self.progress.owed is not None,
+            is_local=newest is not None and newest.step != manifest.step,
         )
-        self._say_what_changed(manifest, branch)
+        if self._saver.local is not None:
+            self._saver.local.loaded(manifest, is_own=is_own)
+        self._recorder.resumed_from = str(absolute(manifest.path))
+        self._say_what_changed(manifest, None if is_own else branch)
         self._notify("on_load", manifest.path)
 
-    def _say_what_changed(self, manifest: Manifest, branch: BranchParameters) -> None:
+    def _say_what_changed(self, manifest: Manifest, begins: BranchParameters | None) -> None:
+        """`begins` has what goes along where the run begins from another one's checkpoint."""
         if not self.world.is_main:
             return
         logger.info("resumed from %s at step %d", manifest.path, self.global_step)
@@ -245,7 +299,7 @@ class CheckpointMixin(AbstractTrainer):
             logger.warning(
                 "the config differs from the checkpoint's: %s. The new values apply%s.",
                 "; ".join(changed),
-                but if branch.optimizer == "keep" else "",
+                but if begins is None or begins.optimizer == "keep" else "",
             )
 
     # -- what the loop tells
@@ -255,10 +309,11 @@ class CheckpointMixin(AbstractTrainer):
         self._saver.expect_best_metric(metrics)
         self._saver.validated(self.global_step, metrics)
 
-    def _tell_validated(self, metrics: dict[str, float]) -> None:
+    def _tell_end(self, event: str, *args: Any) -> None:
         if self.is_sanity_validation:
+            (metrics,) = args
             self._saver.expect_best_metric(metrics)
-        super()._tell_validated(metrics)
+        super()._tell_end(event, *args)
 
     def _window_finished(self, *, is_last: bool) -> None:
         super()._window_finished(is_last=is_last)
@@ -268,6 +323,9 @@ class CheckpointMixin(AbstractTrainer):
         # The directory is released last, since loggers write their last lines.
         with followed_by(self._saver.release), followed_by(super()._close):
             self._saver.close()
+            ended, local = self._agreement, self._saver.local
+            if local is not None and ended.trains and ended.ended_by is None and not self._session.has_failed:
+                local.clear()
 
     # -- state
 

@@ -83,7 +83,7 @@ class EvalMixin(AbstractTrainer):
             was_evaluating, self.is_evaluating = self.is_evaluating, True
             try:
                 metrics = validate(self, batches, limit)
-                self._tell_validated(metrics)
+                self._tell_end("post_val_epoch", metrics)
             finally:
                 self.is_evaluating = was_evaluating
                 for loader in () if is_own_data else batches.values():
@@ -110,7 +110,7 @@ class EvalMixin(AbstractTrainer):
                     if not is_padding:
                         local_results.append(to_device(detach(result), torch.device("cpu")))
             batches.close()
-            results_of_ranks = self.world.all_gather_object(local_results if self.world.counts_data else None)
+            results_of_ranks = self.world.all_gather_object(local_results if self.world.counts_samples else None)
             ranks = [results for results in results_of_ranks if results is not None]
             longest = max(len(results) for results in ranks)
             return [results[index] for index in range(longest) for results in ranks if index < len(results)]

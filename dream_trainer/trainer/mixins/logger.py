@@ -2,9 +2,10 @@
 
 The way of a number is loggers/run_log.py's: `log` -> buffer (on the device) -> flush every n steps -> `history` and
 `on_log` (on every rank) and the loggers (on rank 0). Here is what the trainer tells it: batches, windows, validations,
-saves. Images and other media go to the host when they are logged, on rank 0, and wait in loggers/media_queue.py until
-their window, or their validation, is through. A sanity validation, `evaluate` and `predict` write nothing. It saves
-what was logged and not yet flushed, so that a resumed run writes the same numbers at the same steps.
+saves. Images and other media go to the host when they are logged, on rank 0 (trainer/media_log.py), and wait in
+loggers/media_queue.py until their window, or their validation, is through. A sanity validation, `evaluate` and
+`predict` write nothing. It saves what was logged and not yet flushed, so that a resumed run writes the same numbers at
+the same steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dream_trainer.cleanup import followed_by
 from dream_trainer.config.logger_parameters import LoggerConfigMixin, LoggerParameters, check_loggers
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.errors import HookError
 from dream_trainer.loggers import media
 from dream_trainer.loggers.buffer import Reduction
 from dream_trainer.loggers.group import LoggerGroup, build_logger
@@ -30,6 +32,7 @@ from dream_trainer.loggers.run_log import RunLog
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.log_options import refuse_unknown, unlogged
+from dream_trainer.trainer.media_log import MediaLog
 from dream_trainer.trainer.stragglers import Stragglers
 
 
@@ -112,8 +115,8 @@ class LoggerMixin(AbstractTrainer):
 
         Args:
             name: As the loggers will show it. In validation `val/` (and the loader's name) is put before it, if it is
-                not there; not in `post_val_epoch`, whose values are a line of their own at the validation's step. Or
-                values by their names, nested ones as `outer/inner`.
+                not there; not in `post_val_epoch` and `post_epoch`, whose values are a line of their own at the step of
+                the validation's or the epoch's end. Or values by their names, nested ones as `outer/inner`.
             value: A number or a tensor of one element.
             weight: Weight in the mean; zero counts for nothing under any reduction. Default: the micro-batch's backward
                 weight if it has one, else its batch size; 1 before the first batch.
@@ -133,6 +136,11 @@ class LoggerMixin(AbstractTrainer):
         if value is None:
             raise TypeError(f"log({name!r}) has no value. Log a number or a tensor of one element under that name.")
         if self._validation.buffer is not None:
+            if weight is None and reduce == "mean" and self.world.mesh_shape.cp > 1:
+                raise HookError(
+                    f"log({name!r}) without weight= in a validation under context_parallel, where ranks have different "
+                    "numbers of labels in their parts of a sequence. Pass weight=the number of labels."
+                )
             weight_in_validation = self._validation.weight if weight is None else weight
             self._validation.buffer.add(name.removeprefix("val/"), value, weight_in_validation, reduce)
             return
@@ -145,8 +153,8 @@ class LoggerMixin(AbstractTrainer):
                 f"metric {name!r} would hide the {name} that each line has. Use another name, such as 'my/{name}'."
             )
         run_log = self._run_log
-        if run_log.after_validation is not None:
-            run_log.after_validation.add(name, value, 1.0 if weight is None else weight, reduce)
+        if run_log.own_line is not None:
+            run_log.own_line.add(name, value, 1.0 if weight is None else weight, reduce)
             return
         if weight is None and self._session.is_ready and self._window.batch is not None:
             weight = self._accumulation.batch_weight
@@ -176,7 +184,7 @@ class LoggerMixin(AbstractTrainer):
             ValueError: A shape is not that of an image, or there are more or fewer captions than images.
             TypeError: An image is not a tensor or array, or of another dtype.
         """
-        tensors = [self._gathered(name, image) for image in images]
+        tensors = [self._media.gathered(name, image) for image in images]
         captions = [None] * len(tensors) if captions is None else captions
         if len(captions) != len(tensors):
             raise ValueError(f"{name!r} has {len(tensors)} images and {len(captions)} captions. Give one for each.")
@@ -186,11 +194,12 @@ class LoggerMixin(AbstractTrainer):
                     f"{name!r} has shape {tuple(image.shape)}, more than one image's [channels, height, width]. "
                     f"Log several with log_images({name!r}, images)."
                 )
-        if tensors and self._takes_media():
+        if tensors and self._media.is_taken:
             shown = tuple(
-                media.Image(self._pixels(name, image), text) for image, text in zip(tensors, captions, strict=True)
+                media.Image(self._media.pixels(name, image), text)
+                for image, text in zip(tensors, captions, strict=True)
             )
-            self._add_media(name, media.Images(shown))
+            self._media.add(name, media.Images(shown))
 
     def log_image_grid(
         self, name: str, images: Iterable[Any], *, columns: int | None = None, caption: str | None = None
@@ -212,11 +221,11 @@ class LoggerMixin(AbstractTrainer):
         if columns is not None and columns < 1:
             raise ValueError(f"columns={columns} of {name!r} is too small. Use 1 or more.")
         if isinstance(images, Tensor):  # gathered at once
-            images = self._gathered(name, images)
-        tensors = [self._gathered(name, image) for image in images]
-        if tensors and self._takes_media():
-            page = media.grid(name, [self._pixels(name, image) for image in tensors], columns)
-            self._add_media(name, media.Images((media.Image(page, caption),)))
+            images = self._media.gathered(name, images)
+        tensors = [self._media.gathered(name, image) for image in images]
+        if tensors and self._media.is_taken:
+            page = media.grid(name, [self._media.pixels(name, image) for image in tensors], columns)
+            self._media.add(name, media.Images((media.Image(page, caption),)))
 
     def log_video(self, name: str, frames: Any, fps: float) -> None:
         """Logs a video, as `log_images` does.
@@ -229,14 +238,14 @@ class LoggerMixin(AbstractTrainer):
         Raises:
             ValueError: The shape is not that of a video, or `fps` is not positive.
         """
-        tensor = self._gathered(name, frames)
+        tensor = self._media.gathered(name, frames)
         if tensor.dim() != 4 or not fps > 0:
             shape = tuple(tensor.shape)
             raise ValueError(
                 f"{name!r} has shape {shape}, fps={fps}. Log [time, channels, height, width], fps above 0."
             )
-        if self._takes_media():
-            self._add_media(name, media.Video(self._pixels(name, tensor), fps))
+        if self._media.is_taken:
+            self._media.add(name, media.Video(self._media.pixels(name, tensor), fps))
 
     def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
         """Logs sound, as `log_images` does.
@@ -250,9 +259,9 @@ class LoggerMixin(AbstractTrainer):
             ValueError: The shape is not that of a sound.
             TypeError: The samples are not floating point.
         """
-        tensor = self._gathered(name, samples)
-        if self._takes_media():
-            self._add_media(name, media.audio(name, tensor, sample_rate))
+        tensor = self._media.gathered(name, samples)
+        if self._media.is_taken:
+            self._media.add(name, media.audio(name, tensor, sample_rate))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Logs rows under named columns, as `log_images` does; cells are numbers, strings, or shown by `str`.
@@ -262,8 +271,8 @@ class LoggerMixin(AbstractTrainer):
             TypeError: The columns are a string, or the rows or one of them are not a sequence.
         """
         item = media.table(name, columns, rows)
-        if self._takes_media():
-            self._add_media(name, item)
+        if self._media.is_taken:
+            self._media.add(name, item)
 
     def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
         """Logs how the finite elements of a tensor of any shape are distributed, as `log_images` does.
@@ -275,9 +284,9 @@ class LoggerMixin(AbstractTrainer):
         """
         if bins < 1:
             raise ValueError(f"bins={bins} of histogram {name!r} is too small. Use 1 or more.")
-        tensor = self._gathered(name, values)
-        if self._takes_media():
-            self._add_media(name, media.histogram(tensor, bins))
+        tensor = self._media.gathered(name, values)
+        if self._media.is_taken:
+            self._media.add(name, media.histogram(tensor, bins))
 
     def log_text(self, name: str, text: str) -> None:
         """Logs text, as Markdown where it can be shown; with the step, as `log_images` does.
@@ -287,36 +296,12 @@ class LoggerMixin(AbstractTrainer):
         """
         if not isinstance(text, str):
             raise TypeError(f"{name!r} is of type {type(text).__name__}, no text. Log a string, such as str(x).")
-        if self._takes_media():
-            self._add_media(name, media.Text(text))
+        if self._media.is_taken:
+            self._media.add(name, media.Text(text))
 
-    def _gathered(self, name: str, value: Any) -> Tensor:
-        world = self._world
-        if world is not None and world.forbidden is not None and world.mesh is not None:
-            from torch.distributed.tensor import DTensor
-
-            if isinstance(value, DTensor):
-                world.refuse_if_forbidden()
-        return media.gathered(name, value)
-
-    def _takes_media(self) -> bool:
-        return self.world.is_main and not (self.is_padding_batch or self.is_sanity_validation)
-
-    def _pixels(self, name: str, value: Tensor) -> Tensor:
-        pixels, was_clamped = media.pixels(name, value)
-        if was_clamped:
-            self.warn_once(f"clamped {name}", f"{name!r} has values outside of 0 to 1, which are clamped for display.")
-        return pixels
-
-    def _add_media(self, name: str, item: media.Media) -> None:
-        if not self.training:
-            prefix = f"val/{self.val_name}/" if self.val_name else "val/"
-            self._run_log.media.add_in_validation(prefix + name.removeprefix("val/"), item)
-            return
-        if self.is_evaluating:  # in its post_val_epoch
-            return
-        is_between_windows = self.local_batches > 0 and not self._accumulation.is_open
-        self._run_log.media.add(name, item, self._stamp() if is_between_windows else None)
+    @property
+    def _media(self) -> MediaLog:
+        return MediaLog(self, self._run_log.media, self._stamp)
 
     # -- what the loop tells
 
@@ -376,12 +361,13 @@ class LoggerMixin(AbstractTrainer):
         super()._validated(metrics)
         self._run_log.validated(metrics)
 
-    def _tell_validated(self, metrics: dict[str, float]) -> None:
-        if not anyone_listens(self, "post_val_epoch"):
-            super()._tell_validated(metrics)
+    def _tell_end(self, event: str, *args: Any) -> None:
+        if not anyone_listens(self, event):
+            super()._tell_end(event, *args)
             return
-        with self._run_log.listeners_to_validation(counts=not (self.is_sanity_validation or self.is_evaluating)):
-            super()._tell_validated(metrics)
+        self._run_log.land()
+        with self._run_log.line_of_its_own(counts=not (self.is_sanity_validation or self.is_evaluating)):
+            super()._tell_end(event, *args)
 
     def _save_was_lost(self) -> None:
         super()._save_was_lost()

@@ -234,7 +234,7 @@ def _shard_or_replicate(trainer: SetupMixin) -> None:
     world = trainer.world
     if world.world_size == 1:
         return
-    mesh, shape = _mesh(trainer), world.mesh_shape
+    mesh, shape = _mesh(trainer), world.parameter_shape
     if _are_wrapped(trainer):
         _make_ready_to_wrap(trainer)
     if shape.dp_shard == 1:
@@ -251,7 +251,7 @@ def _shard_or_replicate(trainer: SetupMixin) -> None:
 
 def _are_wrapped(trainer: SetupMixin) -> bool:
     """Whether `fully_shard` will wrap the models, here or in a user's `apply_replicate`."""
-    shape = trainer.world.mesh_shape
+    shape = trainer.world.parameter_shape
     is_overridden = type(trainer).apply_replicate is not SetupMixin.apply_replicate
     return trainer.world.world_size > 1 and (shape.dp_shard > 1 or is_overridden or _wraps_replicas(trainer))
 
@@ -271,7 +271,7 @@ def _make_ready_to_wrap(trainer: SetupMixin) -> None:
 
 
 def _mesh(trainer: SetupMixin) -> DeviceMesh:
-    mesh = trainer.world.mesh
+    mesh = trainer.world.parameter_mesh
     assert mesh is not None  # at world size > 1 there is one
     return mesh
 

@@ -7,7 +7,7 @@ counts are exact: derivation and measured error are in docs/measurements.md#exac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.nn as nn
 from torch import Tensor
@@ -50,6 +50,7 @@ class Accumulation:
         devices = trainer.config.device_parameters
         self.loss_scale = LossScale(trainer.world.parameter_device) if devices.precision == "fp16" else None
         self._backward_context = without_autocast(devices, self._world.device)
+        self._context_ranks = trainer.world.mesh_shape.cp
         self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
         self.losses: list[Tensor] | None = None
@@ -120,11 +121,19 @@ class Accumulation:
         if loss is None:
             self._skip_batch()
             return
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+            _refuse_loss(loss)
         if self.losses is not None:
             self.losses.append(loss.detach())
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
+            if self._context_ranks > 1:
+                raise StepError(
+                    f"backward() was called without weight= under context_parallel={self._context_ranks}, where ranks "
+                    "have different numbers of labels in their parts of a sequence. Pass backward(loss, weight=the "
+                    "number of labels that the loss is the mean of): here, of this rank's part."
+                )
             if self.is_uneven:
                 raise StepError(
                     "the ranks have different numbers of samples in this window, so micro-batches do not count the "
@@ -168,7 +177,7 @@ class Accumulation:
         )
 
     def _skip_batch(self) -> None:
-        if self._world.dp_size > 1:
+        if self._world.data_size > 1:
             raise StepError(
                 "backward(None) with several data-parallel ranks would leave the others waiting in a collective. "
                 "Call backward(loss, weight=0) on a batch that has nothing to learn from, and weight the others."
@@ -232,7 +241,7 @@ class Accumulation:
                 "step() was called in the middle of an accumulation window. Call it only when `not "
                 "self.is_accumulating_gradients`."
             )
-        if self._world.dp_size > 1 and self._backwards and not self._batch_backwards:
+        if self._world.data_size > 1 and self._backwards and not self._batch_backwards:
             raise StepError(
                 "the window's last micro-batch had no backward(), and gradients are reduced over ranks there. "
                 "Call backward for every batch; weight=0 where there is nothing to learn."
@@ -269,3 +278,21 @@ class Accumulation:
         """Restores what `loss_scale_state` returned; ignored by a run that continues in another precision."""
         if self.loss_scale is not None and state is not None:
             self.loss_scale.load_state_dict(state)
+
+
+def _refuse_loss(loss: object) -> NoReturn:
+    """Raises StepError for what has no gradient to compute, with what to do."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"backward() was given a {type(loss).__name__}, and needs the loss as the tensor that the model's outputs "
+            "led to: without .item() or float()."
+        )
+    if loss.numel() != 1:
+        raise StepError(
+            f"backward() was given a tensor of shape {list(loss.shape)}, and needs a scalar: its mean(), or its sum() "
+            "with weight= the number of what is summed up."
+        )
+    raise StepError(
+        "backward() was given a loss that needs no gradient. It was computed under torch.no_grad(), from something "
+        "that was detached (.detach(), .data, .item(), argmax), or from parameters that are all frozen."
+    )

@@ -9,9 +9,9 @@ carries the window's weight. PyTorch's `DistributedDataParallel` averages in suc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn as nn
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dream_trainer.distributed.world import World
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 BUCKET_BYTES = 25 * 2**20
 _AT_ONCE = 2  # one is packed while another is summed
@@ -60,19 +63,29 @@ def make_buckets(
     """
     from torch.distributed.tensor import DTensor
 
-    buckets: list[Bucket] = []
-    for p in parameters:
+    def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:
         # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
-        is_split = isinstance(p, DTensor)
-        group, n_ranks = (world.data_group, world.dp_size) if is_split else (world.step_group, world.step_size)
-        if id(p) in reduced or n_ranks == 1 or not _can_be_trained(p):
-            continue
-        kind = p.dtype if dtype is None or p.is_complex() else dtype, group
-        fits = (b for b in buckets if (b.dtype, b.group) == kind and _bytes(b.parameters) < BUCKET_BYTES)
-        bucket = next(fits, None)
-        if bucket is None:
-            buckets.append(bucket := Bucket(*kind, n_ranks, []))
-        bucket.parameters.append(p)
+        of_ranks = (
+            (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
+        )
+        return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks)
+
+    crossing = [p for p in parameters if id(p) not in reduced and kind(p)[2] > 1 and _can_be_trained(p)]
+    return [Bucket(*of, members) for of, members in in_buckets(crossing, kind, _bytes)]
+
+
+def in_buckets(items: Iterable[T], kind: Callable[[T], K], n_bytes: Callable[[T], int]) -> list[tuple[K, list[T]]]:
+    """`items` in lists of one kind and of about 25 MiB, in their order, each list with its kind."""
+    buckets: list[tuple[K, list[T]]] = []
+    filling: dict[K, list[T]] = {}
+    filled: dict[K, int] = {}
+    for item in items:
+        of = kind(item)
+        if of not in filling or filled[of] >= BUCKET_BYTES:
+            filling[of], filled[of] = [], 0
+            buckets.append((of, filling[of]))
+        filling[of].append(item)
+        filled[of] += n_bytes(item)
     return buckets
 
 
@@ -81,8 +94,8 @@ def _can_be_trained(p: nn.Parameter) -> bool:
     return p.requires_grad or (p.element_size() > 1 and (p.is_floating_point() or p.is_complex()))
 
 
-def _bytes(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(local_tensor(p).numel() * p.element_size() for p in parameters)
+def _bytes(p: nn.Parameter) -> int:
+    return local_tensor(p).numel() * p.element_size()
 
 
 class Averaging:

@@ -7,6 +7,7 @@ or the sum of their weights over all ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
 from dream_trainer.trainer.registry import refuse_another_model
+from dream_trainer.trainer.scheduler_steps import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     global_norm,
@@ -47,6 +49,7 @@ class OptimizerStep:
 
     Attributes:
         had_gradients: Whether any step so far had a gradient.
+        handed_over: By the `id` of a scheduler, how often it was stepped here since training began.
     """
 
     def __init__(self, trainer: AbstractTrainer, accumulation: Accumulation) -> None:
@@ -77,6 +80,7 @@ class OptimizerStep:
         self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
         self._after_step = trainer._events["post_optimizer_step"]
         self.had_gradients = False
+        self.handed_over: Counter[int] = Counter()
 
     def step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         """Normalises, clips, guards and steps; see `BaseTrainer.step`."""
@@ -98,6 +102,7 @@ class OptimizerStep:
                 self._stepped.add(model)
                 self._pairs.clear()
             refuse_another_model(self._trainer, model, optimizers, self._stepped)
+            say_what_is_beside_its_optimizer(self._trainer, optimizers, schedulers)
             self._pairs.add((model, optimizers))
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
@@ -117,7 +122,12 @@ class OptimizerStep:
         self._turns.stepped(optimizers)
         for scheduler in schedulers:
             scheduler.step()
+            self.handed_over[id(scheduler)] += 1
         return norm
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` was stepped in this process."""
+        return any(optimizer in optimizers for optimizers in self._plans)
 
     def _plan(self, optimizers: tuple[Optimizer, ...]) -> StepPlan:
         plan = self._plans.get(optimizers)

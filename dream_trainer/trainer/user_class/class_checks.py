@@ -39,6 +39,11 @@ def check_trainer(cls: type[AbstractTrainer], config: Any) -> None:
     for kind, names in _hooks(cls, config.callbacks).items():
         _refuse_uncalled(kind, names)
     _check_hooks(cls)
+    if cls.cut_batch is not Hooks.cut_batch and not cls._cuts_sequences:
+        raise HookError(
+            f"{cls.__name__} overrides cut_batch, which only ContextParallelMixin calls. Add it to the trainer's "
+            "bases, and ContextParallelConfigMixin to its config's."
+        )
     _refuse_lost_state(cls)
     _check_signatures(cls, config.callbacks)
 
@@ -199,6 +204,13 @@ def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParamet
             value = vars(devices)[field]
             raise ConfigError(f"{field}={value!r}, but {cls.__name__} does not override {hook}. {advice}")
 
+    refuse(
+        "cut_batch",
+        "context_parallel",
+        devices.context_parallel > 1,
+        "Cut each batch along its sequences there, or set context_parallel=1."
+        + ("" if cls._cuts_sequences else " It takes ContextParallelMixin among the trainer's bases."),
+    )
     add = "Add {0} to its bases and {1} to its config's, which bring a default."
     refuse(
         "apply_tensor_parallel",

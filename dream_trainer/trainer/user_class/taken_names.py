@@ -49,6 +49,11 @@ def _refuse_if_taken(cls: type, part: type, name: str, value: Any) -> None:
         return
     if not name.startswith("_"):
         is_method = callable(written(value)) and callable(vars(ours[-1])[name])
+        if value is None and callable(vars(ours[-1])[name]):
+            raise HookError(
+                f"{part.__name__}.{name} is None, and the framework calls it. Leave it out: what is not overridden "
+                "does what its default does."
+            )
         if not is_method or (name in _CALLED_BY_US and not hands_on(part, name)):
             raise _taken(f"{part.__name__}.{name}", name, ours[-1])
         return

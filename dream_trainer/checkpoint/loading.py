@@ -1,0 +1,151 @@
+"""Reading a checkpoint back: its tensors into those of any mesh, and the states of all ranks or of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.checkpoint.files import SHARED_NAME, rank_name
+from dream_trainer.checkpoint.manifest import Manifest, own_share, read_manifest
+from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+
+def tensor_metadata(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Global shape and dtype of each tensor in a checkpoint, by name.
+
+    Raises:
+        DamagedCheckpointError: The manifest or DCP's metadata is missing, damaged or asks for code.
+    """
+    _, metadata = _open(path)
+    return {name: _kind(record) for name, record in metadata.state_dict_metadata.items()}
+
+
+def _kind(record: Any) -> tuple[torch.Size, torch.dtype]:
+    return record.size, record.properties.dtype
+
+
+def _open(path: Path) -> tuple[Manifest, Metadata]:
+    from dream_trainer.checkpoint.safe_dcp import METADATA_NAME, parse_metadata
+
+    manifest = read_manifest(path)
+    return manifest, parse_metadata(manifest.read(METADATA_NAME), manifest.path / METADATA_NAME)
+
+
+def load_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, world: Ranks, optional_prefix: str | tuple[str, ...] = ()
+) -> None:
+    """Fills tensors in place, whatever mesh and world size they were saved from. Every rank calls this.
+
+    Names, shapes and dtypes are compared on all ranks before anything is written. Each rank reads the shard files that
+    its own shards overlap. In addition one of the ranks hashes each complete shard file.
+
+    Of a local checkpoint each host has its own part, which has to cover the shards of its ranks.
+
+    Args:
+        path: The checkpoint's directory.
+        tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
+            the checkpoint and no other.
+        world: The ranks.
+        optional_prefix: Names of the checkpoint that begin with it, or with one of several, may be left out.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,
+            the tensors' values are undefined: load another checkpoint into them, or stop.
+        CheckpointError: Names are missing on either side, or shapes or dtypes differ (none is cast), listed by name;
+            the same on every rank, and nothing was written.
+    """
+    from dream_trainer.checkpoint.safe_dcp import read_and_verify
+    from dream_trainer.checkpoint.store_reader import read_from_store
+
+    task = f"load {path}"
+    manifest, metadata = on_all_ranks(world, task, lambda: _open(path))
+    unused = from_all_ranks(world, task, lambda: _compare(metadata, tensors))
+    # Under a pipeline no rank has all names: only what no rank asks for is left over.
+    left_over = {name for name in set.intersection(*unused) if not name.startswith(optional_prefix)}
+    if left_over:
+        raise CheckpointError(
+            f"Could not {task}: it contains {_listed(left_over)}, which this run does not have. "
+            "Was a layer or an optimizer removed, renamed or frozen since?"
+        )
+    shards = own_share(manifest.shards, manifest.path, world)
+    read = read_from_store if isinstance(manifest.path, StorePath) else read_and_verify
+    on_all_ranks(world, task, lambda: read(manifest, metadata, tensors, shards))
+
+
+def _compare(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Compares what was saved with the tensors to load it into; returns the saved names that are not among them."""
+    records = metadata.state_dict_metadata
+    missing = set(tensors) - set(records)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {_listed(missing)}. Was a layer or an optimizer added, renamed or unfrozen since?"
+        )
+    different = []
+    for name, tensor in tensors.items():
+        shape, dtype = _kind(records[name])
+        if shape != tensor.shape or dtype != tensor.dtype:
+            different.append(f"{name} (saved {tuple(shape)} {dtype}, here {tuple(tensor.shape)} {tensor.dtype})")
+    if different:
+        raise CheckpointError(f"shapes or dtypes differ: {_listed(different)}. Nothing is cast or cut to fit.")
+    return set(records) - set(tensors)
+
+
+def _listed(names: Iterable[str], limit: int = 20) -> str:
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + rest
+
+
+def read_shared(path: Path) -> dict[str, Any]:
+    """The state that was the same on all ranks.
+
+    Raises:
+        DamagedCheckpointError: The manifest or the file is missing or damaged.
+    """
+    return _read_json(read_manifest(path), SHARED_NAME)
+
+
+def read_rank(path: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state that only rank `rank` had: its JSON state and its tensors, on the CPU.
+
+    Raises:
+        DamagedCheckpointError: The manifest or a file is missing or damaged.
+        CheckpointError: Fewer ranks wrote the checkpoint.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    manifest = read_manifest(path)
+    if not 0 <= rank < manifest.world_size:
+        raise CheckpointError(
+            f"{path} was written by {manifest.world_size} ranks and has no state of rank {rank}. "
+            "Reseed what belongs to a rank when the layout changed."
+        )
+    state = _read_json(manifest, f"{rank_name(rank)}.json")
+    name = f"{rank_name(rank)}.safetensors"
+    try:
+        return state, load(manifest.read(name))
+    except (SafetensorError, KeyError) as error:
+        raise DamagedCheckpointError(f"{manifest.path / name} is not a safetensors file: {error}.") from error
+
+
+def _read_json(manifest: Manifest, name: str) -> dict[str, Any]:
+    content = manifest.read(name)
+    try:
+        state = typed_json.loads(content)
+        if not isinstance(state, dict):
+            raise ValueError(f"it contains an object of type {type(state).__name__} where a dict was written")
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{manifest.path / name} is damaged: {error}.") from error
+    return state

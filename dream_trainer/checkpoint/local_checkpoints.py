@@ -1,0 +1,217 @@
+"""LocalCheckpoints: the newest state, kept in each host's memory, so that a restart on the same hosts reads no store.
+
+    <local_directory>/dream_trainer_<user>/<experiment>-<run>/
+      ranks_0-7/                                     this host's part: what its ranks hold
+        3f6c...-91d0...-000004/step_00001010/        a directory for each save
+
+A save's directory is named by the run's newest checkpoint at that time (the digest of its manifest), by the start of
+the job that made it, and by the save's number in it. So whoever looks for the states that follow the newest checkpoint
+finds those alone, and two hosts never take different saves for one. A host's part is written as a checkpoint is: hidden
+first, then renamed. The one before stays until the new one is whole on all hosts; so there are never more than two.
+
+Nothing here counts as a checkpoint of the run, and no failure here fails the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dream_trainer.checkpoint.files import content_checksum, remove_tree, step_name
+from dream_trainer.checkpoint.known_plan import KnownPlan
+from dream_trainer.checkpoint.manifest import Manifest, manifest_digest, newest_checkpoint, read_manifest
+from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.checkpoint.store import write_checkpoint
+from dream_trainer.cleanup import in_a_line
+from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.errors import CheckpointError
+
+LEFT_TO_OTHERS = 1 << 30
+"""Bytes of the directory's room that are left free, or a tenth of it where that is less: the workers of loaders share
+the same memory, and die where there is none."""
+
+logger = logging.getLogger("dream_trainer")
+
+
+class LocalCheckpoints:
+    """What a run keeps on each of its hosts. Every rank has one, and calls each method.
+
+    Args:
+        directory: On each host, in its memory or on its own disk.
+        experiment: For people who look there.
+        root: Directory of the run's checkpoints, by which the run is known.
+        mesh_shape: Sizes of the mesh's dimensions.
+        ranks: Those of this host.
+        world: The ranks, for the training thread.
+        beside: The ranks, for the thread that writes.
+        host: This host's ranks, for the same thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        experiment: str,
+        root: Path,
+        mesh_shape: dict[str, int],
+        ranks: Sequence[int],
+        world: Ranks,
+        beside: Ranks,
+        host: Ranks,
+    ) -> None:
+        run = f"{experiment}-{content_checksum(str(root).encode())[:16]}"
+        self._of_user = directory / f"dream_trainer_{os.getuid()}"
+        self._run = self._of_user / run
+        self._part = self._run / f"ranks_{ranks[0]}-{ranks[-1]}"
+        self._mesh_shape = mesh_shape
+        self._world = world
+        self._beside = beside
+        self._host = host
+        self._start: str | None = None  # this start of the job, once it trains
+        self._count = 0
+        self._follows: str | None = None  # the newest checkpoint of the run, and so of what is written here
+        self._kept: Path | None = None  # the save that is whole on all hosts
+        self._known_plan = KnownPlan()
+        self._has_failed = False
+
+    # -- at the start
+
+    def find(self, newest: Manifest) -> Manifest | None:
+        """This host's part of the newest save after the run's `newest` checkpoint, or of it, that every host has whole.
+
+        None, on all ranks, where there is no such save, or where some host cannot look for it.
+        """
+        task = f"look for what {self._run} keeps"
+        try:
+            on_all_ranks(self._world, task, self._refuse_strangers)
+            found = from_all_ranks(self._world, task, lambda: self._whole_saves(manifest_digest(newest)))
+            common = set.intersection(*map(set, found))
+            if not common:
+                return None
+            name = max(common, key=lambda save: (found[0][save], save))
+            path = self._part / name / step_name(found[0][name])
+            manifest = on_all_ranks(self._world, task, lambda: read_manifest(path))
+        except CheckpointError as error:
+            if self._world.is_main:
+                logger.warning("local checkpoints are not used: %s", in_a_line(error))
+            return None
+        return manifest
+
+    def _whole_saves(self, digest: str) -> dict[str, int]:
+        """The steps of this host's saves after the checkpoint with that digest, by their directory."""
+        saves = {}
+        for entry in self._part.iterdir() if self._part.is_dir() else ():
+            manifest = newest_checkpoint(entry) if entry.name.startswith(f"{digest}-") else None
+            if manifest is None or manifest.mesh_shape != self._mesh_shape:
+                continue
+            if manifest.world_size == self._world.world_size:
+                saves[entry.name] = manifest.step
+        return saves
+
+    def loaded(self, manifest: Manifest, *, is_own: bool) -> None:
+        """The run goes on from a checkpoint: one that `find` found, one of the run's own, or another run's."""
+        is_found = manifest.path.parent.parent == self._part
+        self._kept = manifest.path.parent if is_found else None
+        if is_found:
+            self._follows = manifest.path.parent.name.partition("-")[0]
+        else:
+            self._follows = manifest_digest(manifest) if is_own else None
+
+    def begin(self) -> None:
+        """Training begins: only what it goes on from stays here."""
+        self._start = from_main_rank(self._world, "begin", lambda: secrets.token_hex(4))
+        self._tidy(self._world)
+
+    # -- in the thread that writes
+
+    def follow(self, path: Path) -> None:
+        """The run has a new checkpoint at `path`: what was kept before it will not be used."""
+        self._follows = from_main_rank(self._beside, f"read {path}", lambda: manifest_digest(read_manifest(path)))
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot instead of the last one. Where a host cannot, a warning says so, and the last one stays."""
+        if self._follows is None or self._start is None:
+            return
+        self._count += 1
+        save = self._part / f"{self._follows}-{self._start}-{self._count:06d}"
+        task = f"keep step {snapshot.step} in {self._run}"
+        try:
+            on_all_ranks(self._beside, task, lambda: self._write(save, snapshot))
+        except CheckpointError as error:
+            if self._world.is_main and not self._has_failed:
+                logger.warning("training goes on without a newer local checkpoint: %s", in_a_line(error))
+            self._has_failed = True
+        else:
+            self._kept, self._has_failed = save, False
+        self._tidy(self._beside)
+
+    def _write(self, save: Path, snapshot: Snapshot) -> None:
+        size = sum(from_all_ranks(self._host, "measure", lambda: self._bytes(snapshot)))
+        on_all_ranks(self._host, "make room", lambda: self._make_directory(size))
+        job = None if self._host.world_size == self._beside.world_size else self._beside
+        write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
+
+    def _bytes(self, snapshot: Snapshot) -> int:
+        """What this rank adds to its host's part: of what is the same on all of them one writes it."""
+        from torch.distributed.tensor import DTensor
+
+        own = [tensor for tensor in snapshot.tensors.values() if self._host.is_main or isinstance(tensor, DTensor)]
+        return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
+
+    def _make_directory(self, size: int) -> None:
+        if not self._host.is_main:
+            return
+        self._of_user.parent.mkdir(parents=True, exist_ok=True)
+        self._of_user.mkdir(mode=0o700, exist_ok=True)
+        self._refuse_strangers()
+        self._part.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(self._part)
+        if room.free < size + min(LEFT_TO_OTHERS, room.total // 10):
+            raise CheckpointError(
+                f"{self._part} has {room.free >> 20} MiB free of {room.total >> 20}, and {size >> 20} are needed, and "
+                "some for others. Make room for two states of this host's ranks, or set local_directory=None."
+            )
+
+    # -- at any time
+
+    def clear(self) -> None:
+        """The run is finished: nothing of it stays on this host."""
+        if self._is_leader:
+            remove_tree(self._run)
+            with suppress(OSError):  # other runs', or none
+                self._of_user.rmdir()
+
+    def _tidy(self, world: Ranks) -> None:
+        """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
+        world.barrier()  # nobody reads or writes any more
+        if self._is_leader:
+            for part in self._run.iterdir() if self._run.is_dir() else ():
+                for save in part.iterdir() if part == self._part else ():
+                    if save != self._kept:
+                        remove_tree(save)
+                if part != self._part:
+                    remove_tree(part)
+        world.barrier()
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._host.is_main
+
+    def _refuse_strangers(self) -> None:
+        """A shared directory of memory is open to all users, and a checkpoint of another's making is not read."""
+        try:
+            status = self._of_user.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise CheckpointError(
+                f"{self._of_user} is not a directory of this user alone. Remove it, or set another local_directory."
+            )

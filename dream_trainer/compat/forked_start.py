@@ -1,0 +1,75 @@
+"""Forked processes that are sure to start: Python before 3.11.10 may leave one hanging before it runs a line of code.
+
+The forked process waits for the lock of Python's list of threads, and makes a new one only afterwards
+(github.com/python/cpython/issues/112275). Whoever held it at the fork, such as a thread of gloo's that lets go of a
+tensor, is not there to give it back. So a process says that it runs, and one that does not is forked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
+from multiprocessing.process import BaseProcess
+
+import torch.multiprocessing
+
+START_SECONDS = 5.0
+"""How long a process may take from its fork to its first line: thousands of times what it does take."""
+
+_IS_NEEDED = sys.version_info < (3, 11, 10)
+
+logger = logging.getLogger("dream_trainer")
+
+
+def sure_to_start(context: BaseContext | None) -> BaseContext | None:
+    """`context`, or None for the default one, with processes that are sure to start if it forks them."""
+    given = torch.multiprocessing.get_context() if context is None else context
+    return _SureContext() if _IS_NEEDED and type(given) is ForkContext else context
+
+
+class _SureProcess(ForkProcess):
+    _pipe: tuple[int, int]
+
+    def run(self) -> None:
+        reader, writer = self._pipe
+        os.write(writer, b"\0")
+        os.close(reader)
+        os.close(writer)
+        super().run()
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:
+        assert isinstance(process_obj, _SureProcess)  # Process.start() hands over itself
+        while True:
+            process_obj._pipe = reader, writer = os.pipe()
+            try:
+                child = Popen(process_obj)
+                os.close(writer)
+                if _says_something(child, reader):
+                    return child
+            finally:
+                os.close(reader)
+            logger.warning("process %d hung in its fork (see %s), and another takes its place", child.pid, __name__)
+
+
+class _SureContext(ForkContext):
+    Process = _SureProcess
+
+
+def _says_something(child: Popen, reader: int) -> bool:
+    """Whether a process has begun to run, or has ended; one that has not is killed."""
+    pipe = select.poll()  # select.select takes no file number beyond 1023
+    pipe.register(reader, select.POLLIN)
+    said = []
+    try:
+        said = pipe.poll(START_SECONDS * 1000)
+    finally:
+        if not said:
+            child.kill()
+            child.wait()
+            child.close()
+    return bool(said)

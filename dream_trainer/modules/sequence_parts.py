@@ -1,0 +1,125 @@
+"""Which positions of a sequence each rank has, and the collectives that join or exchange what ranks have of it.
+
+A sequence is cut into chunks of equal length. Where causal work is to be equal, there are two for each rank: one from
+the front, where a query sees few keys, and its counterpart from the end, where it sees many.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SequenceParts:
+    """The parts of sequences that the ranks of a group have.
+
+    Args:
+        rank: This rank in the group.
+        size: Ranks of the group.
+        group: The group; None for arithmetic alone.
+        is_balanced: Whether a rank has two chunks, of equal causal work together, and not one.
+
+    Attributes:
+        size: Ranks of the group.
+        n_chunks: Chunks of a sequence.
+        chunks: This rank's chunks, rising.
+    """
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
+        self.size = size
+        self.n_chunks = 2 * size if is_balanced else size
+        self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
+        self.chunks = self._chunks_of[rank]
+        self._group = group
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's positions of `whole`, whose length along `dim` is a multiple of `n_chunks`."""
+        return self._part(whole, dim, self.chunks)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Where this rank's `length` positions are in the sequence: int64 `[length]`."""
+        return self.cut(torch.arange(length * self.size, device=device), 0)
+
+    def joined(self, part: Tensor, dim: int) -> Tensor:
+        """All ranks' positions, in their order; backward sums over ranks what they have for each position."""
+        whole: Tensor = _Joined.apply(part, dim, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def exchanged(self, by_rank: Tensor) -> Tensor:
+        """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
+        out: Tensor = _Exchanged.apply(by_rank, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """`joined`, without gradients."""
+        assert self._group is not None
+        parts = part.new_empty((self.size, *part.shape))
+        all_gather_flat(parts.flatten(), part.contiguous().flatten(), self._group)
+        length = part.shape[dim] * self.size // self.n_chunks
+        owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
+        places = [owners[chunk] for chunk in range(self.n_chunks)]
+        return torch.cat([parts[rank].narrow(dim, place * length, length) for rank, place in places], dim)
+
+    def sum_of_own(self, whole: Tensor, dim: int) -> Tensor:
+        """The sum over ranks of this one's positions of `whole`, without gradients."""
+        assert self._group is not None
+        every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
+        own = torch.empty_like(every[0])
+        sum_scatter_flat(own.flatten(), every.flatten(), self._group)
+        return own
+
+    def exchange(self, by_rank: Tensor) -> Tensor:
+        """`exchanged`, without gradients."""
+        import torch.distributed as dist
+
+        out = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, by_rank.contiguous(), group=self._group)
+        return out
+
+    def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
+        length = whole.shape[dim] // self.n_chunks
+        return torch.cat([whole.narrow(dim, chunk * length, length) for chunk in chunks], dim)
+
+
+# Each is the other's backward, so that gradients have gradients.
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, parts: SequenceParts) -> Tensor:
+        ctx.dim, ctx.parts = dim, parts
+        return parts.gather(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        return _SumOfOwn.apply(gradients[0], ctx.dim, ctx.parts), None, None  # type: ignore[no-untyped-call]
+
+
+class _SumOfOwn(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, parts: SequenceParts) -> Tensor:
+        ctx.dim, ctx.parts = dim, parts
+        return parts.sum_of_own(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        return _Joined.apply(gradients[0], ctx.dim, ctx.parts), None, None  # type: ignore[no-untyped-call]
+
+
+class _Exchanged(Function):
+    @staticmethod
+    def forward(ctx: Any, by_rank: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return parts.exchange(by_rank)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return _Exchanged.apply(gradients[0], ctx.parts), None  # type: ignore[no-untyped-call]

@@ -1,0 +1,207 @@
+"""What a host keeps of the newest state: never more than two, never half a one, never another run's or user's."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dream_trainer.checkpoint import store
+from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
+from dream_trainer.checkpoint.manifest import Manifest, read_manifest
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.config.checkpoint_parameters import CheckpointParameters
+from dream_trainer.distributed.ranks import Ranks
+from dream_trainer.trainer.resume import newest_to_resume
+from tests.checkpoint.states import DESCRIPTION, make_snapshot, save
+
+MESH: dict[str, int] = DESCRIPTION["mesh_shape"]  # type: ignore[assignment]
+
+
+def local(directory: Path, *, run: str = "run", mesh: dict[str, int] = MESH, world: Ranks | None = None) -> Any:
+    alone = world or Ranks.alone()
+    return LocalCheckpoints(
+        directory / "memory",
+        experiment="e",
+        root=directory / run,
+        mesh_shape=mesh,
+        ranks=range(1),
+        world=alone,
+        beside=alone,
+        host=alone,
+    )
+
+
+def kept(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "memory").glob("*/*/ranks_0-0/*/*"))
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Manifest:
+    """The run's newest checkpoint, of step 4, which local ones of steps 5 and 6 followed."""
+    path = save(tmp_path / "run", 4)
+    first = local(tmp_path)
+    first.begin()
+    first.write(make_snapshot(3))  # it follows nothing, and is not written
+    assert kept(tmp_path) == []
+    first.follow(path)
+    for step in (4, 5, 6):
+        first.write(make_snapshot(step))
+        assert kept(tmp_path) == [f"step_{step:08d}"]
+    return read_manifest(path)
+
+
+def test_there_are_never_more_than_two(tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    publish = store.publish
+
+    def counting(temporary: Path, final: Path) -> None:
+        seen.append(kept(tmp_path))
+        publish(temporary, final)
+        seen.append(kept(tmp_path))
+
+    monkeypatch.setattr(store, "publish", counting)
+    run = local(tmp_path)
+    found = run.find(newest)
+    run.loaded(found, is_own=True)
+    of_killed = found.path.parent.with_name("another")
+    shutil.copytree(found.path, of_killed / ".step_00000007.tmp-0123456789abcdef")
+    run.begin()
+    for step in (7, 8):
+        run.write(make_snapshot(step))
+    assert [len(names) for names in seen] == [2, 2, 2, 2]
+    assert kept(tmp_path) == ["step_00000008"]
+    run.clear()
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_only_what_follows_the_newest_checkpoint_is_found(tmp_path: Path, newest: Manifest) -> None:
+    found = local(tmp_path).find(newest)
+    assert found.step == 6
+    assert found.path.is_relative_to(tmp_path / "memory")
+    other = read_manifest(save(tmp_path / "run", 4, replace=True))  # as the step was saved again
+    assert local(tmp_path).find(other) is None
+    assert local(tmp_path, run="another").find(newest) is None
+    assert local(tmp_path, mesh={"dp_shard": 2}).find(newest) is None
+
+
+def test_another_number_of_ranks_finds_nothing(tmp_path: Path, newest: Manifest) -> None:
+    class Two(Ranks):
+        def all_gather_object(self, value: Any, /) -> list[Any]:
+            return [value, value]
+
+    assert local(tmp_path, world=Two(0, 2, None)).find(newest) is None
+
+
+@pytest.mark.parametrize("what", ["manifest.json", ".metadata", "shared.json"])
+def test_half_a_state_is_not_found(tmp_path: Path, newest: Manifest, what: str) -> None:
+    (local(tmp_path).find(newest).path / what).unlink()
+    assert local(tmp_path).find(newest) is None
+
+
+def test_what_one_host_has_alone_is_not_found(tmp_path: Path, newest: Manifest) -> None:
+    """Of two hosts the other has the state before, too, or none."""
+
+    class AndAnother(Ranks):
+        has: dict[str, int]
+
+        def all_gather_object(self, value: Any, /) -> list[Any]:
+            is_saves = isinstance(value, tuple) and isinstance(value[0], dict)
+            return [value, (self.has, None) if is_saves else value]
+
+    world = AndAnother(0, 1, None)
+    run = local(tmp_path, world=world)
+    name = local(tmp_path).find(newest).path.parent.name
+    for theirs, step in (({}, None), ({"another": 9}, None), ({name: 6, "another": 9}, 6)):
+        world.has = theirs
+        found = run.find(newest)
+        assert (found and found.step) == step
+
+
+def test_directories_that_others_could_have_written_are_not_read(
+    tmp_path: Path, newest: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    (of_user,) = (tmp_path / "memory").iterdir()
+    of_user.chmod(0o777)
+    assert local(tmp_path).find(newest) is None
+    assert "not a directory of this user alone" in caplog.text
+    moved = of_user.rename(tmp_path / "moved")
+    moved.chmod(0o700)
+    of_user.symlink_to(moved)
+    assert local(tmp_path).find(newest) is None
+    of_user.unlink()
+    moved.rename(of_user)
+    assert local(tmp_path).find(newest).step == 6
+
+
+def test_where_there_is_no_room_the_last_one_stays_and_a_warning_says_so_once(
+    tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = local(tmp_path)
+    run.loaded(run.find(newest), is_own=True)
+    run.begin()
+    room = namedtuple("room", "total used free")(64 << 20, 0, 1000)
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr(shutil, "disk_usage", lambda path: room)
+        run.write(make_snapshot(7))
+        run.write(make_snapshot(8))
+    assert caplog.text.count("0 MiB free of 64") == 1
+    assert kept(tmp_path) == ["step_00000006"]
+    assert local(tmp_path).find(newest).step == 6
+    run.write(make_snapshot(9))
+    assert kept(tmp_path) == ["step_00000009"]
+
+
+def test_where_the_memory_ends_in_the_midst_of_a_shard_the_last_one_stays(
+    tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dream_trainer.checkpoint.files import NewFile
+
+    run = local(tmp_path)
+    run.loaded(run.find(newest), is_own=True)
+    run.begin()
+
+    def refuse(self: NewFile, content: Any, /) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(NewFile, "write", refuse)
+        run.write(make_snapshot(7))
+    assert "No space left" in caplog.text
+    assert kept(tmp_path) == ["step_00000006"]
+
+
+def test_a_run_that_went_on_elsewhere_keeps_nothing_of_before(tmp_path: Path, newest: Manifest) -> None:
+    run = local(tmp_path)
+    run.loaded(newest, is_own=True)
+    run.begin()
+    assert kept(tmp_path) == []
+    run.write(make_snapshot(5))
+    assert local(tmp_path).find(newest).step == 5
+    run.loaded(newest, is_own=False)  # another run's: there is nothing to follow until it has saved
+    run.write(make_snapshot(6))
+    assert local(tmp_path).find(newest).step == 5
+
+
+def test_only_who_asks_for_the_newest_is_given_what_followed_it(tmp_path: Path) -> None:
+    root, alone = tmp_path / "run", Ranks.alone()
+    theirs, words = tmp_path / "other/step_00000002", vars(BranchParameters(optimizer="new"))
+
+    def asks(resume: Any, **branch: Any) -> bool:
+        parameters = CheckpointParameters(
+            resume=resume, best_metric="loss", best_mode="min", branch=BranchParameters(**branch)
+        )
+        return newest_to_resume(root, root, parameters, alone) is not None
+
+    assert not asks("auto")
+    save(root, 4)
+    assert [asks(resume) for resume in ("auto", "latest", "best", 4, None)] == [True, True, False, False, False]
+    assert not asks(str(theirs), optimizer="new")
+    save(root, 6, description=DESCRIPTION | {"parent": {"checkpoint": str(theirs), "words": words, "step": 2}})
+    assert asks(str(theirs), optimizer="new")  # it has begun there already
+    assert not asks(str(theirs))
+    assert not asks(str(tmp_path / "third"), optimizer="new")

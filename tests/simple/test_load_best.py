@@ -1,0 +1,145 @@
+"""`load_best` loads what `best` is of, wherever the best validation fell, or says that it is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import dream_trainer as dt
+from dream_trainer.simple import Trainer
+
+ROWS, WIDTH = 80, 4
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def bouncing(model: nn.Module | None = None, **options: Any) -> Trainer:
+    """Ten steps an epoch at a rate at which the loss goes up and down, so that any step may be the best."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = x.sum(1, keepdim=True).sin()
+    return Trainer(
+        network() if model is None else model,
+        loss="mse",
+        optimizer=torch.optim.SGD,
+        train=(x, y),
+        val=(x[:20], y[:20]),
+        batch_size=8,
+        progress=False,
+        device="cpu",
+        **{"name": "run", "lr": 0.9, "epochs": 4} | options,
+    )
+
+
+@pytest.mark.parametrize("val_every", [3, 5, 7, 45])
+@pytest.mark.parametrize("averages", [False, True])
+def test_the_best_is_saved_wherever_its_validation_falls(
+    val_every: int, averages: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ema = [dt.EMA(0.3)] if averages else []
+    epochs = 5 if val_every == 45 else 4
+    with bouncing(val_every=val_every, epochs=epochs, callbacks=ema) as trainer:
+        trainer.fit()
+        best, step = trainer.best, trainer.dream._best_steps["val/loss"]
+        assert step % val_every == 0
+        assert trainer.load_best().name == f"step_{step:08d}"
+        assert trainer.evaluate()["val/loss"] == pytest.approx(best, rel=1e-12)
+        assert len(trainer.dream.checkpoints()) <= 2
+    with bouncing(val_every=val_every, epochs=epochs, callbacks=ema) as again:
+        again.load_best()
+        assert (again.best, again.evaluate()["val/loss"]) == (best, pytest.approx(best, rel=1e-12))
+    assert "load_best" not in caplog.text
+    assert "other arguments" not in caplog.text
+
+
+def test_another_checkpoint_than_that_of_the_best_is_named_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = dt.CheckpointParameters(best_metric="val/loss")
+    with bouncing(val_every=5, checkpoints=checkpoints) as trainer:
+        trainer.fit()
+        best, step = trainer.best, trainer.dream._best_steps["val/loss"]
+        assert best is not None
+        assert step % 10 == 5, "the best was to fall between two checkpoints"
+        loaded = int(trainer.load_best().name.removeprefix("step_"))
+        value = trainer.evaluate()["val/loss"]
+    assert value > best
+    said = f"load_best() took step {loaded}, with val/loss {value:.6g}; the best validation, {best:.6g} at step {step}"
+    assert said in caplog.text
+    assert "save_on_best=True" in caplog.text
+
+
+def test_where_no_best_is_saved_the_error_names_the_best_validation() -> None:
+    with bouncing(val_every=7, checkpoints=dt.CheckpointParameters(best_metric="val/loss")) as trainer:
+        trainer.fit()
+        step = trainer.dream._best_steps["val/loss"]
+        with pytest.raises(
+            dt.errors.CheckpointError, match=rf"was saved; the best .* at step {step}, has no checkpoint"
+        ):
+            trainer.load_best()
+
+
+def test_a_branch_that_keeps_its_counters_is_told_that_the_best_is_the_parents(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with bouncing(name="parent", lr=0.1) as parent:
+        parent.fit()
+        best, step = parent.best, parent.dream._best_steps["val/loss"]
+    begins = dt.CheckpointParameters(
+        best_metric="val/loss",
+        keep_best=1,
+        save_on_best=True,
+        resume=str(parent.dream.run_dir),
+        branch=dt.BranchParameters(optimizer="new"),
+    )
+    with bouncing(name="branch", lr=2.0, epochs=6, checkpoints=begins) as branch:
+        branch.fit()
+        assert branch.best == best
+        loaded = branch.load_best()
+    assert loaded.is_relative_to(branch.dream.run_dir)
+    assert f"{best:.6g} at step {step}, was of simple/simple/parent, which this run began from at step 40" in (
+        " ".join(caplog.text.split())
+    )
+
+
+@pytest.mark.parametrize("callbacks", [[], [dt.EMA(0.5)]], ids=["weights", "averages"])
+@pytest.mark.parametrize("kind", ["frozen", "adapters", "tied"])
+def test_frozen_weights_that_are_not_saved_are_there_already(kind: str, callbacks: list[dt.Callback]) -> None:
+    def model() -> nn.Module:
+        made: Any = network()
+        if kind == "adapters":
+            from peft import LoraConfig, get_peft_model
+
+            with torch.random.fork_rng():
+                torch.manual_seed(1)
+                return get_peft_model(made, LoraConfig(r=2, target_modules=["0"])).double()
+        made[0].requires_grad_(False)
+        if kind == "tied":
+            made.again = made[0]
+            made.forward = lambda x: made[2](made[1](made.again(x)))
+        return made
+
+    options: dict[str, Any] = {"checkpoints": dt.CheckpointParameters(
+        save_frozen=False, keep_last=1, keep_best=1, best_metric="val/loss", save_on_best=True
+    )}  # fmt: skip
+    with bouncing(model(), val_every=3, callbacks=callbacks, **options) as trainer:
+        trainer.fit()
+        trainer.load_best()
+        assert trainer.evaluate()["val/loss"] == pytest.approx(trainer.best, rel=1e-12)
+    with bouncing(model(), val_every=3, callbacks=callbacks, **options) as trainer:
+        trainer.load_best()
+        assert trainer.evaluate()["val/loss"] == pytest.approx(trainer.best, rel=1e-12)
+        with torch.no_grad():
+            next(p for p in trainer.model.parameters() if not p.requires_grad).add_(1)
+        with pytest.raises(dt.errors.CheckpointError, match="saved without the frozen weights"):
+            trainer.load_best()

@@ -1,0 +1,237 @@
+"""A small model of sequences, trained by Dream Trainer on ranks that share them, and by a loop written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
+from tests.trainer.arithmetic import fill, full
+
+VOCABULARY, WIDTH, HEAD, LENGTH, STEPS = 13, 16, 4, 16, 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on which mesh."""
+
+    cp: int = 1
+    dp: int = 1
+    tp: int = 1
+    shard: int | str = 1
+    attention: str = "gathered"
+    packed: bool = False
+    causal: bool = True
+    accumulation: int = 1
+    clip: float | None = 0.05
+    recompute: str = "none"
+    overlap: bool = False
+    dropout: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        return self.cp * self.dp * self.tp
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.causal = case.causal
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.out, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        if mask is None:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        else:
+            attended = packed_attention(q, k, v, mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return self.dropout(x + F.gelu(self.mlp(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.embedding(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows as `PackedRows` gives them, of two or three documents; labels lie mostly at the front."""
+
+    def __init__(self, length: int, row_length: int = LENGTH) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.rows = []
+        for number in range(length):
+            tokens, labels = torch.randint(VOCABULARY, (2, row_length), generator=generator).unbind()
+            documents = torch.zeros(row_length, dtype=torch.long)
+            for cut in (3 + number % 5, 11 + number % 3):
+                documents[cut:] += 1
+            labels[5 + number * 3 % 11 :: 1 + number % 2] = -100
+            self.rows.append({"tokens": tokens, "labels": labels, "documents": documents})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def rows_per_batch(case: Case) -> int:
+    """Of one data-parallel rank, so that a step has as many in every case."""
+    return 8 // (case.dp * case.accumulation)
+
+
+def with_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch | {"positions": torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])}
+
+
+def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean over labels, and their number."""
+    mask = packed_attention_mask(batch["documents"], causal=case.causal) if case.packed else None
+    scores = model(batch["tokens"], batch["positions"], mask)
+    count = (batch["labels"] != -100).sum()
+    total = F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total / count.clamp(min=1), count
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    case: Case = field(default_factory=Case)
+
+
+class Trained(dt.DreamTrainer):
+    config: Config
+
+    def configure_models(self) -> None:
+        self.model = Model(self.config.case)
+
+    def init_weights(self) -> None:
+        fill(self.model)
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = dict.fromkeys(("query", "key", "value"), ColwiseParallel()) | {"out": RowwiseParallel()}
+        for block in self.model.blocks:
+            parallelize_module(block, mesh, plan)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return (
+            DistributedDataLoader(Rows(8 * STEPS), rows_per_batch(self.config.case)),
+            DistributedDataLoader(Rows(7), 2, drop_last=False),
+        )
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.norms: list[float] = []
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def cut_batch(self, batch: dict[str, Tensor], cut: Any) -> dict[str, Tensor]:
+        return {name: cut(tensor) for name, tensor in with_positions(batch).items()}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss, count = loss_of(self.model, self.config.case, batch)
+        self.backward(loss, weight=count)
+        self.log("labels", count, reduce="sum")
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, count = loss_of(self.model, self.config.case, batch)
+        return {"loss": loss}, count
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.model, self.config.case, batch)[0][None]
+
+
+def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="context-parallel",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            context_parallel=case.cp,
+            tensor_parallel=case.tp,
+            dp_replicate="auto" if isinstance(case.shard, int) else case.dp,
+            dp_shard=case.shard,  # type: ignore[arg-type]
+            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+            overlap_reduce=case.overlap,
+        ),
+        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
+        training_parameters=dt.TrainingParameters(
+            **{"n_epochs": 1, "gradient_clip_val": case.clip, "train_batch_size": rows_per_batch(case)}
+            | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
+            | training
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        case=case,
+    )
+
+
+def state_of(trainer: Trained) -> dict[str, Tensor]:
+    """Whole copies of weights and moments."""
+    state = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    for name, p in trainer.model.named_parameters():
+        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
+    return state
+
+
+def reference(case: Case) -> dict[str, Any]:
+    """The same training by hand: one process, whole sequences, no framework."""
+    model = Model(case)
+    fill(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = Rows(8 * STEPS)
+    losses, norms, labels = [], [], []
+    for first in range(0, len(data), 8):
+        rows = data.rows[first : first + 8]
+        batch = with_positions({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        loss, count = loss_of(model, case, batch)
+        loss.backward()
+        labels.append(count.item())
+        losses.append(loss.item())
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+        norms.append(norm.item())
+        if case.clip is not None and norm > case.clip:
+            for p in model.parameters():
+                p.grad *= case.clip / (norm + 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen = [
+            loss_of(model, case, with_positions({name: x[None] for name, x in row.items()})) for row in Rows(7).rows
+        ]
+    loss = sum(loss * count for loss, count in seen) / sum(count for _, count in seen)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "labels": labels,
+        "metrics": {"val/loss": float(loss)},
+        "predicted": [loss.item() for loss, _ in seen],
+        "weights": {name: p.detach() for name, p in model.named_parameters()},
+    }

@@ -1,0 +1,235 @@
+"""Context parallelism changes who has which positions and nothing else: weights, losses, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.sequences import (
+    HEAD,
+    LENGTH,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Rows,
+    Trained,
+    config_of,
+    reference,
+    state_of,
+)
+from tests.worlds import run_world
+
+WORLD_2 = [
+    Case(2),
+    Case(2, shard="auto", packed=True, accumulation=2),
+    Case(2, attention="ulysses", recompute="full"),
+    Case(2, attention="ulysses", packed=True, shard="auto"),
+    Case(2, causal=False, overlap=True),
+    Case(2, recompute="selective"),
+    Case(2, packed=True, causal=False, clip=None),
+]
+WORLD_4 = [
+    Case(2, dp=2, packed=True, accumulation=2),
+    Case(2, dp=2, shard=2, attention="ulysses"),
+    Case(2, dp=2, shard="auto", packed=True),
+    Case(2, tp=2, shard="auto"),
+    Case(4, shard="auto"),
+]
+
+
+class Sent(TorchDispatchMode):
+    """Counts what this rank sends of queries, keys and values, as if every collective were a ring."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.n_bytes = size, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        match str(func):
+            case "c10d._allgather_base_.default":
+                self.n_bytes += args[1].nbytes * (self.size - 1)
+            case "c10d._reduce_scatter_base_.default":
+                self.n_bytes += args[0].nbytes * (self.size - 1)
+            case "c10d.alltoall_base_.default":
+                self.n_bytes += args[1].nbytes * (self.size - 1) / self.size
+        return func(*args, **(kwargs or {}))
+
+
+def formula(case: Case) -> float:
+    """What docs/scale.md says that a rank sends in forward and backward of a step, in bytes of float64."""
+    batch, queries, keys, layers, n = 8 // case.dp, WIDTH // HEAD, WIDTH // HEAD // 2, 2, case.cp
+    heads = keys * 2 * (n - 1) / n if case.attention == "gathered" else 2 * (queries + keys) * (n - 1) / n**2
+    runs = 2 if case.recompute == "none" else 3
+    return 8 * layers * runs * batch * heads * LENGTH * HEAD
+
+
+class Observed(Trained):
+    """Notes what each step logs, and what the first one sends."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.global_step or self.config.case.shard != 1:
+            return super().training_step(batch, batch_idx)
+        with Sent(self.config.case.cp) as sent:
+            result = super().training_step(batch, batch_idx)
+        self.sent = sent.n_bytes
+        return result
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Observed(config_of(case)) as trainer:
+            trainer.fit()
+            weights = {name: value for name, value in state_of(trainer).items() if " of " not in name}
+            results.append(
+                {
+                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+                    "labels": [trainer.logged[step]["labels"] for step in range(1, STEPS + 1)],
+                    "norms": trainer.norms,
+                    "sent": vars(trainer).get("sent"),
+                    "mesh": trainer.describe(),
+                    "weights": weights,
+                    "metrics": trainer.evaluate(),
+                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(7), 1, drop_last=False))),
+                }
+            )
+    return results
+
+
+@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
+    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        expected = reference(case)
+        for result in ranks:
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10, abs=1e-10), case
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10, abs=1e-10), case
+            assert result["labels"] == expected["labels"]
+            assert f"| cp | {case.cp} |" in result["mesh"]
+            what = "weights and gradients of shards" if case.shard != 1 else "gradients of 0.0"
+            assert f"keys and values of each attention, and their gradients; {what}" in result["mesh"]
+            if case.shard == 1 and case.accumulation == 1 and not case.packed:
+                assert result["sent"] == formula(case), case
+            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10), case
+            assert result["predicted"].tolist() == pytest.approx(expected["predicted"], rel=1e-10), case
+            assert result["weights"].keys() == expected["weights"].keys()
+            for name, weight in expected["weights"].items():
+                torch.testing.assert_close(
+                    result["weights"][name], weight, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}"
+                )
+
+
+# -- a model that knows nothing of it
+
+
+class Foreign(Trained):
+    """A model of transformers, of which this trainer only says where the tokens are."""
+
+    def configure_models(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, attn_implementation="sdpa", **shape)
+        self.model = LlamaForCausalLM(config).double()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        scores = self.model(input_ids=batch["tokens"], position_ids=batch["positions"], use_cache=False).logits
+        count = (batch["labels"] != -100).sum()
+        loss = F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count.clamp(min=1)
+        self.backward(loss, weight=count)
+        self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+def train_foreign(case: Case, directory: str) -> list[float]:
+    os.chdir(directory)
+    with Foreign(config_of(case, val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return trainer.norms
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_shares_its_sequences_unchanged(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    alone = run_world(train_foreign, 1, Case(), str(tmp_path))[0]
+    for norms in run_world(train_foreign, 2, Case(2, attention="ulysses"), str(tmp_path)):
+        assert norms == pytest.approx(alone, rel=1e-6)  # its norms compute in float32
+
+
+# -- checkpoints
+
+
+class Random(Observed):
+    """Random weights, dropped outputs, and what was loaded."""
+
+    loaded: dict[str, Any] | None = None
+
+    def init_weights(self) -> None:
+        self.model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear | nn.Embedding) else None)
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.start = state_of(self)
+
+    def on_load(self, path: Path) -> None:
+        self.loaded = state_of(self)
+
+
+def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
+    os.chdir(directory)
+    results = []
+    for max_steps in steps:
+        config = replace(
+            config_of(case, experiment, max_steps=max_steps),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        )
+        with Random(config) as trainer:
+            trainer.fit()
+            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
+    return results
+
+
+def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
+    return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_ranks_own(tmp_path: Path) -> None:
+    dropping = Case(2, shard="auto", packed=True, dropout=0.3)
+    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, dropping, str(tmp_path)):
+        assert same_bits(resumed["loaded"], broken["state"])
+        assert same_bits(resumed["state"], unbroken["state"])
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_sequences(tmp_path: Path) -> None:
+    alone = run_world(travel, 1, Case(packed=True), "alone", str(tmp_path), 6)[0][0]
+    meshes = [Case(2, shard="auto", packed=True), Case(packed=True), Case(2, dp=2, shard=2, packed=True)]
+    before = None
+    for number, case in enumerate(meshes, start=1):
+        ranks = run_world(travel, case.world_size, case, "hops", str(tmp_path), 2 * number)
+        for (rank,) in ranks:
+            weights = {name: value for name, value in rank["start"].items() if " of " not in name}
+            assert same_bits(weights, alone["start"])
+            assert before is None or same_bits(rank["loaded"], before)
+        before = ranks[0][0]["state"]
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
