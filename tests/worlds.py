@@ -7,14 +7,18 @@ short world costs. Forked ranks share one order of hashing, which `torchrun`'s d
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
 import random
+import signal
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty
 from typing import Any, Self
 
@@ -51,7 +55,13 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _entry(
-    rank: int, environment: dict[str, str], directory: str, function: Callable[..., Any], args: tuple, queue: Any
+    rank: int,
+    environment: dict[str, str],
+    directory: str,
+    stacks: str,
+    function: Callable[..., Any],
+    args: tuple,
+    queue: Any,
 ) -> None:
     os.environ.clear()  # the server's is that of the moment when it was started
     os.environ.update(environment)
@@ -59,6 +69,8 @@ def _entry(
     import torch
 
     torch.set_num_threads(1)
+    asked_for_stacks = open(Path(stacks) / str(rank), "w")  # noqa: SIM115 (as long as the process lives)
+    faulthandler.register(signal.SIGUSR2, asked_for_stacks)
     try:
         # Bytes, since tensors sent as such live in files that die with this process.
         queue.put((rank, pickle.dumps(function(*args)), None))
@@ -81,12 +93,13 @@ def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     context = mp.get_context(start_method)
     queue = context.Queue()
-    processes = _start(context, world_size, function, [args] * world_size, queue)
-    results: list[Any] = []
-    try:
-        results = _collect(processes, queue, timeout)
-    finally:
-        _end(processes, [queue], patience=10 if results else 0.5)
+    with tempfile.TemporaryDirectory() as stacks:
+        processes = _start(context, world_size, stacks, function, [args] * world_size, queue)
+        results: list[Any] = []
+        try:
+            results = _collect(processes, stacks, queue, timeout)
+        finally:
+            _end(processes, [queue], patience=10 if results else 0.5)
     return results
 
 
@@ -106,6 +119,7 @@ class KeptWorld:
         self._processes: list[Any] = []
         self._inboxes: list[Any] = []
         self._results: Any = None
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -115,26 +129,28 @@ class KeptWorld:
 
     def call(self, *args: Any, timeout: float = 60.0) -> list[Any]:
         """Calls the function on every rank and returns the results in rank order; raises as `run_world` does."""
-        if not self._processes:
+        if self._stacks is None:
+            self._stacks = tempfile.TemporaryDirectory()
             self._inboxes = [self._context.Queue() for _ in range(self._world_size)]
             self._results = self._context.Queue()
             each = [(self._function, inbox, self._results) for inbox in self._inboxes]
-            self._processes = _start(self._context, self._world_size, _serve, each, self._results)
+            self._processes = _start(self._context, self._world_size, self._stacks.name, _serve, each, self._results)
             timeout += 60
         for inbox in self._inboxes:
             inbox.put(pickle.dumps(args))
         try:
-            return _collect(self._processes, self._results, timeout)
+            return _collect(self._processes, self._stacks.name, self._results, timeout)
         except BaseException:
             self._stop(patience=0.5)
             raise
 
     def _stop(self, patience: float = 10) -> None:
-        if self._processes:
+        if self._stacks is not None:
             for inbox in self._inboxes:
                 inbox.put(None)
             _end(self._processes, [*self._inboxes, self._results], patience)
-            self._processes = []
+            self._stacks.cleanup()
+            self._stacks = None
 
 
 def _serve(function: Callable[..., Any], inbox: Any, results: Any) -> None:
@@ -143,7 +159,9 @@ def _serve(function: Callable[..., Any], inbox: Any, results: Any) -> None:
         results.put((int(os.environ["RANK"]), pickle.dumps(function(*pickle.loads(args))), None))
 
 
-def _start(context: Any, world_size: int, function: Callable[..., Any], args: list[tuple], queue: Any) -> list[Any]:
+def _start(
+    context: Any, world_size: int, stacks: str, function: Callable[..., Any], args: list[tuple], queue: Any
+) -> list[Any]:
     port = free_port()
     processes = [
         context.Process(
@@ -152,6 +170,7 @@ def _start(context: Any, world_size: int, function: Callable[..., Any], args: li
                 rank,
                 os.environ | rank_environment(rank, world_size, port),
                 os.getcwd(),
+                stacks,
                 function,
                 args[rank],
                 queue,
@@ -164,8 +183,8 @@ def _start(context: Any, world_size: int, function: Callable[..., Any], args: li
     return processes
 
 
-def _collect(processes: list[Any], queue: Any, timeout: float) -> list[Any]:
-    """One result of each rank, in rank order."""
+def _collect(processes: list[Any], stacks: str, queue: Any, timeout: float) -> list[Any]:
+    """One result of each rank, in rank order. A rank that is asked to writes where its threads are under `stacks`."""
     world_size = len(processes)
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
@@ -180,12 +199,21 @@ def _collect(processes: list[Any], queue: Any, timeout: float) -> list[Any]:
                 codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
                 raise RuntimeError(f"ranks ended without a result, by exit code: {codes}") from None
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}") from None
+                where = _where_ranks_are(processes, stacks)
+                raise RuntimeError(f"no result within {timeout} s but of ranks {sorted(results)}\n{where}") from None
             continue
         if error is not None:
             raise RuntimeError(f"rank {rank} of {world_size} failed:\n{error}")
         results[rank] = pickle.loads(value)
     return [results[rank] for rank in range(world_size)]
+
+
+def _where_ranks_are(processes: list[Any], stacks: str) -> str:
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)
+    return "\n".join(f"rank {path.name}:\n{path.read_text()}" for path in sorted(Path(stacks).iterdir()))
 
 
 def _end(processes: list[Any], queues: list[Any], patience: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parent.parent
 LATER_SECONDS = 0.5
 """How much later the other ranks leave, so that torchrun takes the one that failed for the cause."""
+
+_told = False  # why this rank stops
 
 
 def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: int) -> NoReturn:
@@ -39,6 +42,32 @@ def end_job(exc: BaseException, store: Store | None, *, rank: int, world_size: i
         tell_failure(exc, "", rank=rank, first=first)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(LATER_SECONDS)
+    os._exit(1)
+
+
+def leave_lost_job(store: Store | None, rank: int) -> None:
+    """Ends this process with status 1 if a rank of its job has said that it failed; does not wait.
+
+    For a signal handler. torchrun tells the others to stop as soon as one rank is gone, which may be before they have
+    seen that by themselves.
+
+    Args:
+        store: The job's store, under this attempt's prefix; None alone.
+        rank: This rank.
+    """
+    if store is None:
+        return
+    try:
+        if not store.check(["failed"]):
+            return
+        why = f"because of rank {int(store.get('failed'))}"
+    except RuntimeError:
+        why = "because the process that hosted the job's store is gone"
+    with contextlib.suppress(RuntimeError):  # this rank was in the midst of a line of its own
+        if not _told:
+            sys.stderr.write(f"[rank {rank}] stops {why}.\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
     os._exit(1)
 
 
@@ -94,6 +123,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
         rank: This rank.
         first: The rank that `first_to_fail` named.
     """
+    global _told
     reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
     if first == rank:
         sys.stderr.write(f"[rank {rank}] failed, the job ends:\n{report.rstrip()}\n")
@@ -102,6 +132,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
     else:
         because = f" (here: {reason})" if not is_lost_connection(exc) else ""
         sys.stderr.write(f"[rank {rank}] stops because of rank {first}{because}.\n")
+    _told = True
     sys.stderr.flush()
     sys.stdout.flush()
 

@@ -66,16 +66,6 @@ def job_store_for_thread() -> Store | None:
     return PrefixStore(_attempt, connect_again(_store))
 
 
-def another_rank_failed() -> bool:
-    """Whether a rank of this attempt has said that it failed; does not wait."""
-    if _store is None:
-        return False
-    try:
-        return bool(_store.check([f"{_attempt}/failed"]))
-    except RuntimeError:  # the store went away with its rank
-        return True
-
-
 def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
     """Says `what`, and returns whether all ranks have said it within the time."""
     if _store is None:

@@ -66,8 +66,8 @@ class Signals:
 
     Args:
         requests: What they ask for is noted there.
-        another_rank_failed: Whether the job is lost already. torchrun then sends SIGTERM to the others, which must not
-            wait for a step that will never end.
+        leave_lost_job: Ends the process if the job is lost already. torchrun then sends SIGTERM to the others, which
+            must not wait for a step that will never end.
 
     Attributes:
         requests: As given.
@@ -75,9 +75,9 @@ class Signals:
         relayed: Signals that this process sent itself, since another rank had got them (`Relay`).
     """
 
-    def __init__(self, requests: Requests, another_rank_failed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, requests: Requests, leave_lost_job: Callable[[], None] = lambda: None) -> None:
         self.requests = requests
-        self._another_rank_failed = another_rank_failed
+        self._leave_lost_job = leave_lost_job
         self._pid = os.getpid()
         self._answer: Callable[[], bool] | None = None
         self._waits_since: float | None = None
@@ -154,8 +154,7 @@ class Signals:
                 os.kill(os.getpid(), number)
             return
         if number == signal.SIGTERM:
-            if self._another_rank_failed():
-                os._exit(1)
+            self._leave_lost_job()
             self.requests.terminated = True
         elif number == signal.SIGINT:
             if self.requests.interrupted:

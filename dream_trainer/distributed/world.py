@@ -21,7 +21,7 @@ import torch
 from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
-from dream_trainer.distributed.failure import end_job
+from dream_trainer.distributed.failure import end_job, leave_lost_job
 from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_all
 from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
@@ -362,9 +362,9 @@ class World(Ranks):
         copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies}
         return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
 
-    def another_rank_failed(self) -> bool:
-        """Whether a rank of this job has said that it failed; does not wait."""
-        return self.world_size > 1 and job_store.another_rank_failed()
+    def leave_lost_job(self) -> None:
+        """Ends this process with status 1 if a rank of this job has said that it failed; does not wait."""
+        leave_lost_job(job_store.job_store(), self.rank)
 
     # -- ends
 

@@ -45,15 +45,15 @@ class Agreement:
         self._trainer = trainer
         self._schedule = trainer._schedule
         self.requests = Requests()
-        self.signals = Signals(self.requests, self._another_rank_failed)
+        self.signals = Signals(self.requests, self._leave_lost_job)
         self.trains = self.stopped = False
         self.stopped_because: str | None = None
         self.ended_by: signal.Signals | None = None
         self.exchanges = 0
 
-    def _another_rank_failed(self) -> bool:
-        world = self._trainer._world
-        return world is not None and world.another_rank_failed()
+    def _leave_lost_job(self) -> None:
+        if self._trainer._world is not None:
+            self._trainer._world.leave_lost_job()
 
     def begin(self) -> None:
         """Called when the world exists."""

@@ -88,7 +88,7 @@ class BaseTrainer(AbstractTrainer):
         """
         agreement, session = self._agreement, self._session
         agreement.begin_training()
-        with session.failing_for_all(), agreement.signals.handled():
+        with agreement.signals.handled(), session.failing_for_all():
             session.start()
             session.go_on()
             with relayed(agreement.signals, self.world.connect_to_store()), watched(self):

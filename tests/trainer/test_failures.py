@@ -30,6 +30,27 @@ class Raises(Sharded):
         return super().training_step(batch, batch_idx)
 
 
+class ToldWhileComputing(Raises):
+    """torchrun tells rank 0 to stop while that computes: no collective has shown it that rank 1 is gone."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        if self.world.rank == 0 and self.global_step == 2:
+            for _ in range(100):
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+class ToldWhileFailing(Raises):
+    """torchrun tells rank 0 to stop while that ends, since a collective has shown it that rank 1 is gone."""
+
+    def on_exception(self, exc: BaseException) -> None:
+        super().on_exception(exc)
+        if self.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+
 class RaisesInSetup(Sharded):
     def configure_optimizers(self) -> None:
         if self.world.rank == 1:
@@ -69,6 +90,10 @@ def trainer_for(case: str) -> Any:
     match case:
         case "raises":
             return Raises(make_config(n_epochs=1), loader())
+        case "told while computing":
+            return ToldWhileComputing(make_config(n_epochs=1), loader())
+        case "told while failing":
+            return ToldWhileFailing(make_config(n_epochs=1), loader())
         case "raises in setup":
             return RaisesInSetup(make_config(n_epochs=1), loader())
         case "mesh":
@@ -177,10 +202,19 @@ def test_a_rank_that_raises_ends_the_job_within_15_seconds_and_its_traceback_is_
     assert "test_failures.py:" in lines[begin + 2]
     assert "dream_trainer/trainer" not in text
     assert text.count('raise KeyError("the cause")') == 2
-    assert "[rank 0] stops because of rank 1." in lines
+    assert "[rank 0] stops because of rank 1." in lines, text
     cause = text[text.index("Root Cause") :]
     assert "rank      : 1" in cause
     assert "SeeAbove: KeyError: 'the cause'" in cause
+
+
+@pytest.mark.pitfall(13)
+@pytest.mark.parametrize("case", ["told while computing", "told while failing"])
+def test_a_rank_that_is_told_to_stop_says_which_one_failed(case: str, tmp_path: Path) -> None:
+    ranks = fail(case, tmp_path)
+    assert [status for status, _ in ranks] == [1, 1], ranks
+    assert "[rank 1] failed, the job ends:" in ranks[1][1]
+    assert ranks[0][1].count("[rank 0] stops because of rank 1.\n") == 1, ranks[0][1]
 
 
 @pytest.mark.pitfall(13)
