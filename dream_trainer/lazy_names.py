@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
@@ -23,7 +24,13 @@ def lazy_names(
         if name in packages:
             return import_module(f"{package}.{name}")
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            inside = () if name.startswith("_") else packages
+            places = [place for place in inside if name in dir(import_module(f"{package}.{place}"))]
+            hint = "".join(f". It is {package}.{place}.{name}" for place in places[:1])
+            # Given these, Python names what is spelled alike.
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package]
+            )
         return vars(import_module(f"dream_trainer.{homes[name]}"))[name]
 
     return load, lambda: names, names

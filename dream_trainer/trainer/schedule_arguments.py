@@ -205,8 +205,10 @@ def _step_from_the_beginning(
         try:
             for _ in range(steps):
                 scheduler.step()  # type: ignore[call-arg]  # no ReduceLROnPlateau comes here
-        except ValueError as error:
-            raise CheckpointError(f"{said}, and that does not reach to its step {steps}: {error}") from error
+        except (ValueError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"{said}, and that does not reach to its step {steps} ({error}). Is the run longer than its limits now?"
+            ) from error
 
 
 def copied(value: Any) -> Any:

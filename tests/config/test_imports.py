@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import dream_trainer
+
 
 @pytest.mark.pitfall(51)
 def test_building_a_config_imports_no_library_of_its_own() -> None:
@@ -47,3 +49,15 @@ def test_the_public_packages_are_attributes_that_load_on_first_use() -> None:
         "['dream_trainer.lazy_names', 'dream_trainer.version'] False",
         "EMA Trainer ConfigError",
     ]
+
+
+def test_a_name_that_lies_deeper_or_is_misspelt_is_told_where_it_is() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'EarlyStopping'\. It is dream_trainer\.callbacks\.EarlyStopping"
+    ):
+        dream_trainer.EarlyStopping  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'nowhere'$"):
+        dream_trainer.nowhere  # type: ignore[attr-defined]
+    program = "import dream_trainer as dt\ndt.DreamTrainr"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stderr.rstrip().endswith("Did you mean: 'DreamTrainer'?")
