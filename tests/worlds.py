@@ -6,7 +6,6 @@ short world costs. Forked ranks share one order of hashing, which `torchrun`'s d
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import os
@@ -17,6 +16,7 @@ import socket
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty
@@ -29,16 +29,28 @@ SERVER.set_forkserver_preload(["tests.preloaded"])
 start_method = "forkserver"
 
 
+_reserved: deque[socket.socket] = deque()  # the oldest are let go, whose servers listen by then or have ended
+
+
 def free_port() -> int:
-    """A TCP port on localhost that nothing listens on at this moment.
+    """A TCP port on localhost that nothing listens on, and that no other test run takes at this moment.
 
     Not one of those that the system gives to outgoing connections: other ranks' would take it before it is listened on.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        # Until it is listened on, others fail to bind it as above, while a server, which sets the same, does not.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.append(held)
+        if len(_reserved) > 32:
+            _reserved.popleft().close()
+        return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
