@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -77,6 +77,32 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in dict.fromkeys([*before, *after])
         if before.get(name, _ABSENT) != after.get(name, _ABSENT)
     ]
+
+
+def with_later_fields(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """`saved`, which `to_dict` gave in an earlier version of this package, with the defaults of its later fields.
+
+    Args:
+        saved: Of a config or a part of one.
+        config: The same part now. A field that a user's class has gained is not filled in: only its author knows what
+            its absence stood for.
+    """
+    filled = dict(saved)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(then := saved.get(field.name), Mapping) and is_dataclass(value):
+            filled[field.name] = with_later_fields(then, value)
+        elif field.name not in saved and _is_of_this_package(type(config), field.name):
+            if field.default_factory is not MISSING:
+                filled[field.name] = _converter().unstructure(field.default_factory())
+            elif field.default is not MISSING:
+                filled[field.name] = _converter().unstructure(field.default)
+    return filled
+
+
+def _is_of_this_package(cls: type, name: str) -> bool:
+    owner = next(parent for parent in cls.__mro__ if name in vars(parent).get("__annotations__", {}))
+    return owner.__module__.startswith("dream_trainer.")
 
 
 def leaves(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dream_trainer.checkpoint.manifest import Manifest
-from dream_trainer.config.serialize import difference, to_dict
+from dream_trainer.config.serialize import difference, to_dict, with_later_fields
 from dream_trainer.errors import CheckpointError, DamagedCheckpointError
 from dream_trainer.trainer.data_setup import global_batch_size
 
@@ -26,7 +26,7 @@ _OF_ONE_START = (
 
 def changed_fields(manifest: Manifest, trainer: AbstractTrainer) -> list[str]:
     """Fields of the config that the checkpoint's run had otherwise, as `name: old -> new`."""
-    lines = difference(manifest.config, to_dict(trainer.config))
+    lines = difference(with_later_fields(manifest.config, trainer.config), to_dict(trainer.config))
     return [line for line in lines if not line.startswith(_OF_ONE_START)]
 
 

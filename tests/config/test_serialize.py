@@ -22,6 +22,7 @@ from dream_trainer.config import (
     from_dict,
     to_dict,
 )
+from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 
@@ -146,6 +147,20 @@ def test_the_difference_names_changed_fields_by_their_path() -> None:
     old = to_dict(rich(training_parameters=TrainingParameters(n_epochs=3)))
     new = to_dict(rich(training_parameters=TrainingParameters(n_epochs=5), learning_rate=1e-4))
     assert difference(old, new) == ["training_parameters.n_epochs: 3 -> 5", "learning_rate: 0.001 -> 0.0001"]
+
+
+@pytest.mark.pitfall(56)
+def test_fields_that_later_versions_have_at_their_defaults_are_no_difference_to_what_earlier_ones_wrote() -> None:
+    config = rich(training_parameters=TrainingParameters(n_epochs=3, max_steps=7))
+    old, new = to_dict(config), to_dict(config)
+    del old["device_parameters"], old["runs_dir"], old["learning_rate"]
+    for name in ("n_epochs", "max_steps", "nonfinite"):
+        del old["training_parameters"][name]
+    assert difference(with_later_fields(old, config), new) == [
+        "training_parameters.n_epochs: None -> 3",
+        "training_parameters.max_steps: None -> 7",
+        "learning_rate: (absent) -> 0.001",  # of the user's class
+    ]
 
 
 class Counts(Callback):
