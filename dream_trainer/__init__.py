@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dream_trainer import data as data
     from dream_trainer import errors as errors
     from dream_trainer import loggers as loggers
+    from dream_trainer import modules as modules
     from dream_trainer import optim as optim
     from dream_trainer import simple as simple
     from dream_trainer.callbacks.ema import EMA as EMA
@@ -148,5 +149,5 @@ else:
             "parameter_groups": "optim.groups",
             "push_to_hub": "weights.hub",
         },
-        packages=("callbacks", "config", "data", "errors", "loggers", "optim", "simple"),
+        packages=("callbacks", "config", "data", "errors", "loggers", "modules", "optim", "simple"),
     )

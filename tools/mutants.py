@@ -678,6 +678,27 @@ MUTANTS = [
         "tests/trainer/test_context_mistakes.py -k weights",
     ),
     Mutant(
+        "the biases of experts weigh, too",
+        "dream_trainer/modules/mixture_of_experts.py",
+        "            weights = scores.gather(1, chosen)\n",
+        "            weights = (scores + self.balance_bias).gather(1, chosen)\n",
+        "tests/modules/test_mixture_of_experts.py",
+    ),
+    Mutant(
+        "tokens of experts that are computed again count twice",
+        "dream_trainer/modules/mixture_of_experts.py",
+        "self.loads.add_(counts, alpha=self.counts_tokens)",
+        "self.loads.add_(counts)",
+        "tests/modules/test_mixture_of_experts.py",
+    ),
+    Mutant(
+        "biases of experts follow the loads of a rank's own",
+        "dream_trainer/modules/expert_balance.py",
+        "        if self._world.step_size > 1:\n",
+        "        if False:\n",
+        "tests/trainer/test_experts.py -k by_hand",
+    ),
+    Mutant(
         "a tensor-parallel plan trains what was frozen",
         "dream_trainer/modules/sharding.py",
         "            parameter_now.requires_grad_(False)\n",
@@ -1003,8 +1024,8 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics move twice under recomputation",
         "dream_trainer/modules/recompute.py",
-        "_again(norms, modes) if has_run else",
-        "_again(norms, modes) if False else",
+        "_again(norms, mixtures, modes) if has_run else",
+        "_again(norms, mixtures, modes) if False else",
         "tests/trainer/test_activation_checkpointing.py -k batch_norm",
     ),
     Mutant(

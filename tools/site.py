@@ -18,12 +18,13 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("", ".config", ".data", ".callbacks", ".loggers", ".optim", ".errors")  # below dream_trainer
+PACKAGES = ("", ".config", ".data", ".callbacks", ".loggers", ".modules", ".optim", ".errors")  # below dream_trainer
 ROOMS = {  # by where a name is defined
     "trainer": ("Trainers and mixins", "What a trainer is built from."),
     "config": ("Configs", "Every field that a config has, with its default and meaning."),
     "data": ("Data", "Loaders, mixtures, packing and streams."),
     "optim": ("Optimizers and schedules", "Built by name, or used as they are."),
+    "modules": ("Layers", "For models of one's own."),
     "weights": ("Weights", "Loading those that exist."),
     "callbacks": ("Callbacks", "Watchers of a run."),
     "events": ("Events", "What a callback is."),

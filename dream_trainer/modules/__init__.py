@@ -1,1 +1,24 @@
-"""What is done to modules: sharding, precision, recomputation, entry points, statistics of norms."""
+"""What is done to modules: sharding, precision, recomputation, entry points, statistics of norms; and layers of ours.
+
+The layers are public, and load on first use: `dream_trainer.modules.MoE`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dream_trainer.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from dream_trainer.modules.gated_experts import GatedExperts as GatedExperts
+    from dream_trainer.modules.mixture_of_experts import MoE as MoE
+    from dream_trainer.modules.mixture_of_experts import SharedExperts as SharedExperts
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "GatedExperts": "modules.gated_experts",
+            "MoE": "modules.mixture_of_experts",
+            "SharedExperts": "modules.mixture_of_experts",
+        },
+    )

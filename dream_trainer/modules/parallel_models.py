@@ -1,4 +1,4 @@
-"""What a trainer's models are on several ranks: which gradients cross ranks, when, and which statistics differ."""
+"""What a trainer's models are on several ranks: which gradients cross ranks, when, and what forwards count."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from dream_trainer.distributed.world import World
+    from dream_trainer.modules.expert_balance import ExpertBalance
 
 
 class ParallelModels:
@@ -22,10 +23,12 @@ class ParallelModels:
 
     Attributes:
         gradients: What this rank's backwards gave to them.
+        experts: The mixtures of experts whose loads are balanced; None without.
     """
 
     def __init__(self) -> None:
         self.gradients = LocalGradients()
+        self.experts: ExpertBalance | None = None
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
@@ -64,9 +67,12 @@ class ParallelModels:
                 module.set_requires_all_reduce(enabled, recurse=False)
 
     def average_statistics(self) -> None:
-        """Makes running statistics equal on all ranks of a step, after a window's last micro-batch; a collective."""
+        """Makes what forwards counted equal on all ranks of a step, after a window's last micro-batch; a collective:
+        running statistics, and loads of experts."""
         if self._norms and self._world is not None:
             average_statistics(self._norms, self._world.averaging_group())
+        if self.experts is not None:
+            self.experts.update()
 
     def reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""

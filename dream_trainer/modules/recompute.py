@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dream_trainer.compat.operations import operation
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.modules.mixture_of_experts import MoE
 
 
 class Recomputed(Changed):
@@ -40,10 +41,12 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
     """`forward`, whenever it runs, with the parameters of `module` as frozen as they are now.
 
     A loss may be computed while a model is `frozen` and go backward afterwards: what is computed again there would give
-    it gradients, and would not fit what the first run kept. Batch norm's statistics move in the first run alone.
+    it gradients, and would not fit what the first run kept. Batch norm's statistics move, and experts' tokens are
+    counted, in the first run alone.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     norms = [part for part in module.modules() if isinstance(part, _NORMS)]
+    mixtures = [part for part in module.modules() if isinstance(part, MoE)]
     modes = function_modes()  # backward runs without
     has_run = False
 
@@ -52,7 +55,7 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
         changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
         for parameter, required in changed:
             parameter.requires_grad_(required)
-        again = _again(norms, modes) if has_run else nullcontext()
+        again = _again(norms, mixtures, modes) if has_run else nullcontext()
         has_run = True
         try:
             with again:
@@ -65,9 +68,9 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
 
 
 @contextmanager
-def _again(norms: Sequence[nn.Module], modes: Sequence[Any]) -> Iterator[None]:
+def _again(norms: Sequence[nn.Module], mixtures: Sequence[MoE], modes: Sequence[Any]) -> Iterator[None]:
     """What the second run is in: the modes of the first that are not on, as in a backward, where none are."""
-    with statistics_at_rest(norms), ExitStack() as stack:
+    with statistics_at_rest(norms), loads_at_rest(mixtures), ExitStack() as stack:
         for mode in modes[len(function_modes()) :]:
             stack.enter_context(mode)
         yield
@@ -93,6 +96,18 @@ def statistics_at_rest(norms: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for norm, momentum, count in before:
             norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
+
+
+@contextmanager
+def loads_at_rest(mixtures: Sequence[MoE]) -> Iterator[None]:
+    """Inside, forwards of `mixtures` count no tokens; their operations are the same."""
+    for mixture in mixtures:
+        mixture.counts_tokens = 0
+    try:
+        yield
+    finally:
+        for mixture in mixtures:
+            mixture.counts_tokens = 1
 
 
 def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
+from dream_trainer.modules.expert_balance import ExpertBalance
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
 from dream_trainer.modules.precision import half_dtype, sharding_policy
@@ -37,6 +39,7 @@ from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.branched_rates import note_options
+from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import refuse_different_optimizers
@@ -282,6 +285,9 @@ def _materialise(trainer: SetupMixin) -> None:
     materialize(models, build.plan, world.parameter_device)
     build.tape = None  # it keeps what the constructors computed
     trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
+    is_logged = type(trainer).log is not Cooperation.log
+    balance = ExpertBalance(models, world, partial(trainer.log_dict, weight=1.0) if is_logged else None)
+    trainer._parallel.experts = balance or None
     if world.world_size == 1:
         return
     for model in models.values():

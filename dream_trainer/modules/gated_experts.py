@@ -1,0 +1,92 @@
+"""Experts of a mixture as stacked weights: all of them in one grouped matrix product where the device has it.
+
+Rows come sorted by expert, with the number of rows of each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class GatedExperts(nn.Module):
+    """Gated feed-forward networks of one shape: `down(silu(gate(x)) * up(x))`, without biases (Shazeer, 2020,
+    arXiv:2002.05202).
+
+    Args:
+        n_experts: How many there are.
+        width: Features of a row.
+        hidden: Features inside of each.
+
+    Attributes:
+        gate: `[n_experts, hidden, width]`, each expert's as in an `nn.Linear`.
+        up: The same.
+        down: `[n_experts, width, hidden]`.
+    """
+
+    def __init__(self, n_experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(n_experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(n_experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(n_experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws each expert's weights as `nn.Linear` does."""
+        for weight in self.parameters():
+            bound = 1 / math.sqrt(weight.shape[-1])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Each row through its expert.
+
+        Args:
+            rows: `[n, width]`, sorted by expert.
+            counts: `[n_experts]`, int64: rows of each expert.
+
+        Returns:
+            `[n, width]`, in the order of `rows`.
+        """
+        return gated(rows, counts, self.gate, self.up, self.down)
+
+
+def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each."""
+    apply = _Grouped(counts) if _has_grouped_product(rows, gate) else _OneByOne(counts)
+    return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)
+
+
+class _OneByOne:
+    """A product for each expert. Reads the counts on the host."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts: list[int] = counts.tolist()
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        parts = [F.linear(part, w) for part, w in zip(rows.split(self._counts), weights.unbind(), strict=True)]
+        return torch.cat(parts)
+
+
+class _Grouped:
+    """One product for all experts; nothing is read on the host."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._ends = counts.cumsum(0).to(torch.int32)
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(rows.device.type):  # which does not know this function
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, weights = rows.to(dtype), weights.to(dtype)
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=self._ends)
+
+
+def _has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
+    """Whether there is a kernel: on CUDA in bfloat16, of rows that are whole times 16 bytes."""
+    if rows.device.type != "cuda":
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else rows.dtype
+    return dtype is torch.bfloat16 and all(size % 8 == 0 for size in weights.shape[1:])

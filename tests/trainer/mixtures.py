@@ -1,0 +1,198 @@
+"""A small model with mixtures of experts, trained by Dream Trainer on any mesh, and by a loop written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.modules import MoE
+from tests.trainer.arithmetic import full
+
+VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 6, 10, 8
+RATE = 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on which mesh."""
+
+    world_size: int = 1
+    shard: int | str = 1
+    replicate: int | str = "auto"
+    accumulation: int = 1
+    clip: float | None = 0.05
+    recompute: str = "none"
+    fused: bool = False
+    experts: int = 4
+    rate: float = RATE
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, HIDDEN, case.experts, 2, n_shared=1, balance_rate=case.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x + self.mix(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Tokens and labels, some of which do not count."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
+        self.labels = torch.randint(VOCABULARY, (length, LENGTH), generator=generator)
+        self.labels[torch.rand(self.labels.shape, generator=generator) < 0.3] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.labels[index]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean over labels, and their number."""
+    tokens, labels = batch
+    count = (labels != -100).sum()
+    total = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / count.clamp(min=1), count
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    case: Case = field(default_factory=Case)
+
+
+class Trained(dt.DreamTrainer):
+    config: Config
+    loaded: dict[str, Tensor] | None = None
+
+    def configure_models(self) -> None:
+        self.model = Model(self.config.case)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        case = self.config.case
+        return (
+            DistributedDataLoader(Rows(BATCH * STEPS), BATCH // (case.world_size * case.accumulation), shuffle=False),
+            DistributedDataLoader(Rows(7), 2, drop_last=False),
+        )
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.config.case.fused)
+        self.start = state_of(self.model)
+        self.norms: list[float] = []
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss, count = loss_of(self.model, batch)
+        self.backward(loss, weight=count)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, count = loss_of(self.model, batch)
+        return {"loss": loss}, count
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def on_load(self, path: Any) -> None:
+        self.loaded = everything(self)
+
+
+def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
+    training = {"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
+    return Config(
+        project="tests",
+        group="experts",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            dp_replicate=case.replicate,  # type: ignore[arg-type]
+            dp_shard=case.shard,  # type: ignore[arg-type]
+            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+            **changes.pop("devices", {}),
+        ),
+        training_parameters=dt.TrainingParameters(**training | changes.pop("training", {})),
+        checkpoint_parameters=changes.pop(
+            "checkpoints", dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
+        ),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        case=case,
+        **changes,
+    )
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole copies of weights and biases of balancing."""
+    return {name: full(value.detach()).clone() for name, value in model.state_dict().items()}
+
+
+def everything(trainer: Trained) -> dict[str, Tensor]:
+    """Those and the optimizer's moments."""
+    state = state_of(trainer.model)
+    for name, p in trainer.model.named_parameters():
+        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
+    return state
+
+
+def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same training by hand from `start`: one process, no framework."""
+    model = Model(case)
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = Rows(BATCH * STEPS)
+    losses, norms, largest = [], [], []
+    for tokens, labels in zip(data.tokens.split(BATCH), data.labels.split(BATCH), strict=True):
+        loss, _ = loss_of(model, (tokens, labels))
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+        losses.append(loss.item())
+        norms.append(norm.item())
+        if case.clip is not None and norm > case.clip:
+            for p in model.parameters():
+                p.grad *= case.clip / (norm + 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        largest.append(float(model.blocks[1].moe.loads.max() / (2 * BATCH * LENGTH / case.experts)))
+        for block in model.blocks:
+            loads = block.moe.loads.double()
+            block.moe.balance_bias += case.rate * torch.sign(loads.mean() - loads)
+            block.moe.loads.zero_()
+    with torch.no_grad():
+        model.eval()
+        seen = [loss_of(model, (row[0][None], row[1][None])) for row in Rows(7)]  # type: ignore[attr-defined]
+    loss = sum(loss * count for loss, count in seen) / sum(count for _, count in seen)
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    return {"losses": losses, "norms": norms, "largest": largest, "val/loss": float(loss), "state": state}
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

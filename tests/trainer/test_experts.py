@@ -1,0 +1,143 @@
+"""Mixtures of experts under the trainer: as a loop by hand, with biases that are the same bits on every mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
+from tests.trainer.mixtures import STEPS, Case, Config, Trained, config_of, everything, reference, same_bits, state_of
+from tests.worlds import run_world
+
+
+def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Trained(config_of(case)) as trainer:
+            trainer.fit()
+            results.append(
+                {
+                    "start": trainer.start,
+                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+                    "largest": [trainer.logged[n]["experts/model.blocks.1.moe/max_load"] for n in range(1, STEPS + 1)],
+                    "norms": trainer.norms,
+                    "state": state_of(trainer.model),
+                    "val/loss": trainer.evaluate()["val/loss"],
+                }
+            )
+    return results
+
+
+def compare(cases: Sequence[Case], directory: Path) -> None:
+    by_rank = run_world(train, cases[0].world_size, cases, str(directory))
+    alone = run_world(train, 1, [Case()], str(directory))[0][0]
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        expected = reference(case, alone["start"])
+        for result in ranks:
+            assert same_bits(result["start"], alone["start"]), case
+            for key in ("losses", "norms", "largest"):
+                assert result[key] == pytest.approx(expected[key], rel=1e-10, abs=1e-10), (case, key)
+            assert result["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-10), case
+            for name, value in expected["state"].items():
+                if name.endswith("balance_bias"):
+                    assert torch.equal(result["state"][name], value), (case, name)
+                    assert value.any()
+                torch.testing.assert_close(result["state"][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+
+
+ALONE = [Case(), Case(accumulation=2, fused=True), Case(recompute="full", clip=None), Case(recompute="selective")]
+WORLD_2 = [Case(2), Case(2, shard="auto", accumulation=2, recompute="full"), Case(2, accumulation=2, fused=True)]
+
+
+@pytest.mark.parametrize("cases", [pytest.param(ALONE, id="1 rank"), pytest.param(WORLD_2, id="2 ranks")])
+def test_training_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
+    compare(cases, tmp_path)
+
+
+# -- checkpoints
+
+
+def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
+    results = []
+    for experiment, steps in (("unbroken", 4), ("broken", 2), ("broken", 4)):
+        config = config_of(
+            case,
+            experiment,
+            training={"max_steps": steps},
+            checkpoints=checkpoints,
+            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+        )
+        with Trained(config) as trainer:
+            trainer.fit()
+            averages = trainer.get_callback(EMA).averaged("model")
+            state = everything(trainer) | {f"EMA of {name}": value.clone() for name, value in averages.items()}
+            results.append({"loaded": trainer.loaded, "state": state})
+    return results
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
+    unbroken, broken, resumed = run_world(stop_and_go_on, 1, Case(accumulation=2, recompute="full"), str(tmp_path))[0]
+    assert broken["state"]["blocks.0.moe.balance_bias"].any()
+    assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
+    assert same_bits(resumed["state"], unbroken["state"])
+    assert not any("loads" in name for name in unbroken["state"])
+
+
+# -- a window that runs again
+
+
+class Unsteady(Trained):
+    """Its third step has a gradient that is not finite, once."""
+
+    is_spoiled = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 2 and not self.is_spoiled:
+            self.is_spoiled = True
+            loss = self.model(batch[0]).sum() * float("inf")
+            self.backward(loss, weight=1)
+            self.step(self.model, self.optimizer)
+            return {}
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_window_that_runs_again_counts_its_tokens_once() -> None:
+    states = []
+    for cls in (Trained, Unsteady):
+        with cls(config_of(Case(), training={"nonfinite": "retry", "max_steps": 4})) as trainer:
+            trainer.fit()
+            states.append(everything(trainer))
+    assert same_bits(*states)
+
+
+# -- what does not go together
+
+
+class Seldom(Trained, dt.LocalSGDMixin):
+    pass
+
+
+@dataclass(kw_only=True)
+class SeldomConfig(Config, dt.LocalSGDConfigMixin):
+    pass
+
+
+def test_workers_that_meet_seldom_do_not_balance() -> None:
+    config = config_of(Case())
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    trainer = Seldom(SeldomConfig(**values))
+    trainer.configure_models()
+    with pytest.raises(ConfigError, match=r"model\.blocks\.0\.moe balances its experts by the loads of all ranks"):
+        _refuse_what_crosses_workers(trainer)
