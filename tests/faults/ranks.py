@@ -20,9 +20,13 @@ from tests.faults.namespaces import Hosts, enter
 from tests.worlds import SERVER, free_port, rank_environment
 
 
-def _enter(rank: int, port: int, job: Job, attempt: int, cwd: Path, place: HostEnvironment | None) -> None:
+def _enter(
+    rank: int, port: int, job: Job, attempt: int, cwd: Path, environment: dict[str, str], place: HostEnvironment | None
+) -> None:
     """A rank's life, in the forked process."""
     os.setsid()
+    os.environ.clear()  # the server's is that of the moment when it was started
+    os.environ.update(environment)
     os.chdir(cwd)
     with attempt_directory(cwd, attempt).joinpath(f"rank_{rank}.err").open("a") as file:
         os.dup2(file.fileno(), 1)
@@ -94,7 +98,7 @@ class Attempt:
                 place_on(hosts, rank, job.ranks, of_hosts[rank * hosts.count // job.ranks]) for rank in range(job.ranks)
             ]
         self.processes: list[ForkServerProcess] = [
-            SERVER.Process(target=_enter, args=(rank, port, job, number, directory, place))
+            SERVER.Process(target=_enter, args=(rank, port, job, number, directory, dict(os.environ), place))
             for rank, place in enumerate(places)
         ]
         for process in self.processes:
