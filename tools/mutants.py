@@ -1190,6 +1190,13 @@ MUTANTS = [
         "tests/faults/test_hosts.py -k told_to_stop",
     ),
     Mutant(
+        "a rank that did not run for a while takes the job's store for lost",
+        "dream_trainer/distributed/heartbeat.py",
+        "silent + min(slept, 2 * pause) if",
+        "silent + slept if",
+        "tests/distributed/test_heartbeat.py",
+    ),
+    Mutant(
         "a ring's links between hosts are taken for links inside",
         "dream_trainer/trainer/traffic.py",
         "sent[world.host_of(following) == world.host_number] += n_bytes",

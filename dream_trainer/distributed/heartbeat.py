@@ -127,8 +127,13 @@ class Heartbeat:
     # -- the thread that needs no answer
 
     def _judge(self) -> None:
-        while not self._closing.wait(min(0.5, self._period)):
-            silent = time.monotonic() - self._answered
+        pause = min(0.5, self._period)
+        answered, woke, silent = self._answered, time.monotonic(), 0.0
+        while not self._closing.wait(pause):
+            # A long time between two looks is one in which this process did not run, and so could hear no answer.
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            silent = silent + min(slept, 2 * pause) if self._answered == answered else 0.0
+            answered = self._answered
             if silent > self._limit_seconds + self._period:
                 address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 self._end(

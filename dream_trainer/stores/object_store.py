@@ -9,6 +9,7 @@ arguments here, and are taken out of what errors say.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 # A connection that nobody answers would else be tried for minutes before the run hears of it.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}},
+    "az": {"connection_timeout": 10, "read_timeout": 60},
 }
 _SENDING: dict[str, dict[str, Any]] = {"s3": {"chunksize": 16 << 20}}  # of which ten go at once
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION|CREDENTIAL)")
@@ -70,6 +72,9 @@ class ObjectStore:
                 f'{scheme}:// needs the package {SCHEMES[scheme]}. Run: pip install "dream-trainer[{scheme}]"'
             ) from error
         self._scheme = scheme
+        log = logging.getLogger(SCHEMES[scheme])
+        if log.level == logging.NOTSET:  # it logs tracebacks of what it raises, secrets included
+            log.setLevel(logging.CRITICAL)
 
     def create(self, key: str, content: bytes) -> bool:
         """Writes an object where there is none; returns whether it did, and False where there was one.

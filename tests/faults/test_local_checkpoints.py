@@ -61,22 +61,23 @@ def killed(job: Job, directory: Path, number: int, **options: Any) -> Attempt:
     return attempt
 
 
-# The first save is a checkpoint of step 1 and its local copy, so the fifth is the local one of step 4.
+# The first save is a checkpoint of step 1 and its local copy, so the fifth is the local one of step 4. Between the two
+# the checkpoint's manifest is encoded once more, for its digest.
 @pytest.mark.parametrize(
-    ("phase", "resumed"),
+    ("phase", "call", "resumed"),
     [
-        pytest.param("after the first shard", 3, marks=pytest.mark.slow),
-        pytest.param("before the manifest", 3, marks=pytest.mark.slow),
-        ("before the rename", 3),
-        pytest.param("after the rename", 4, marks=pytest.mark.slow),
+        pytest.param("after the first shard", 5, 3, marks=pytest.mark.slow),
+        pytest.param("before the manifest", 6, 3, marks=pytest.mark.slow),
+        ("before the rename", 5, 3),
+        pytest.param("after the rename", 5, 4, marks=pytest.mark.slow),
     ],
 )
 def test_killed_while_a_local_one_is_written_it_goes_on_from_the_one_before_and_from_a_damaged_one_not_at_all(
-    phase: str, resumed: int, truth: Callable[..., dict[str, Any]], tmp_path: Path
+    phase: str, call: int, resumed: int, truth: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     memory = tmp_path / "memory"
     job = job_of(2, memory)
-    with Attempt(replace(job, fault=Fault(phase=phase, calls=(5,), victims=(0, 1))), tmp_path) as attempt:
+    with Attempt(replace(job, fault=Fault(phase=phase, calls=(call,), victims=(0, 1))), tmp_path) as attempt:
         assert attempt.wait(60) == [-9, -9], attempt.report()
     assert listed(tmp_path) == [1]  # local ones are none of the run's
     attempt = killed(job, tmp_path, 1)
@@ -137,3 +138,24 @@ def test_two_hosts_go_on_from_what_both_have_and_from_the_checkpoint_where_one_h
         assert all(attempt.numbers("resumed", rank) == [1] for rank in range(ranks)), attempt.report()
     assert outcome(tmp_path) == truth(ranks, **mesh)
     assert not any(kept(home / "memory") for home in homes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}])
+def test_hosts_that_train_on_their_own_go_on_from_the_midst_of_a_round(
+    mesh: dict[str, int], hosts: Hosts, tmp_path: Path
+) -> None:
+    """Each keeps its worker's own weights, and of the average what its ranks hold."""
+    straight = tmp_path / "straight"
+    homes = [tmp_path / f"host_{host}" for host in range(2)]
+    for directory in (straight, *homes):
+        directory.mkdir()
+    where: dict[str, Any] = {"hosts": hosts, "environment": [{"HOME": str(home)} for home in homes]}
+    job = job_of(4, "~/memory", devices=ON_HOSTS | mesh, local_sgd={"every_n_steps": 8, "outer": "sgd"})
+    with Attempt(replace(job, checkpoint={}), straight, hosts=hosts) as attempt:
+        assert attempt.wait(60) == [0] * 4, attempt.report()
+    killed(job, tmp_path, 0, **where)
+    with Attempt(job, tmp_path, 1, **where) as attempt:
+        assert attempt.wait(60) == [0] * 4, attempt.report()
+        assert all(attempt.numbers("resumed", rank)[0] > 1 for rank in range(4)), attempt.report()
+    assert outcome(tmp_path) == outcome(straight)

@@ -18,7 +18,9 @@ SECRET = "not-to-be-seen-0123456789"
 BUCKET = "bucket"
 
 
-class _Quiet(WSGIRequestHandler):
+class QuietHandler(WSGIRequestHandler):
+    """Writes no line for each request."""
+
     def log(self, *args: Any) -> None:
         pass
 
@@ -49,7 +51,7 @@ class Server:
     def start(self) -> None:
         if self._server is not None:
             return
-        self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=_Quiet)
+        self._server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=QuietHandler)
         self._server.daemon_threads = True  # type: ignore[attr-defined]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 

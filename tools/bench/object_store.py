@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +30,9 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.checkpoint.store import write_checkpoint
 from dream_trainer.compat.stores import HashStore
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.stores.object_store import open_store
 from dream_trainer.stores.store_path import StorePath
-from tests.stores.seaweed import running_seaweed
-from tests.stores.servers import BUCKET, environment
+from tests.stores.seaweed import working_store
+from tests.stores.servers import BUCKET
 
 DESCRIPTION = {"epoch": 0, "samples_seen": 0, "mesh_shape": {}, "config": {}, "metrics": {}}
 
@@ -148,21 +146,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, {platform.machine()}, {arguments.megabytes} MB")
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "weed").mkdir()
-        with running_seaweed(Path(directory) / "weed") as address:
-            os.environ.update(environment(address))
-            open_store("s3")._files.mkdir(BUCKET)
-            bench = Bench(Path(directory), address, arguments.megabytes)
-            print("| | bare client | Dream Trainer | ratio |\n| --- | --- | --- | --- |")
-            compare("send", bench.send, bench.send_bare, arguments.rounds, arguments.megabytes)
-            compare("load", bench.load, bench.load_bare, arguments.rounds, arguments.megabytes)
-            alone = computing(2.0)
-            bench.begin_to_send()
-            meanwhile = computing(2.0)
-            bench.finish()
-            print(f"matrix products a second: {alone:.0f} alone, {meanwhile:.0f} while one is sent")
-            bench.close()
+    with working_store() as (directory, address):
+        bench = Bench(directory, address, arguments.megabytes)
+        print("| | bare client | Dream Trainer | ratio |\n| --- | --- | --- | --- |")
+        compare("send", bench.send, bench.send_bare, arguments.rounds, arguments.megabytes)
+        compare("load", bench.load, bench.load_bare, arguments.rounds, arguments.megabytes)
+        alone = computing(2.0)
+        bench.begin_to_send()
+        meanwhile = computing(2.0)
+        bench.finish()
+        print(f"matrix products a second: {alone:.0f} alone, {meanwhile:.0f} while one is sent")
+        bench.close()
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 import dream_trainer as dt
-from dream_trainer.stores.object_store import open_store
-from tests.stores.seaweed import running_seaweed
-from tests.stores.servers import BUCKET, environment
+from tests.stores.seaweed import working_store
+from tests.stores.servers import BUCKET
 
 WIDTH = 1000
 BYTES_OF_A_LAYER = 3 * 4 * WIDTH * WIDTH  # with AdamW's two moments
@@ -169,12 +168,8 @@ def main() -> None:
         train(arguments.train, arguments.megabytes, arguments.local)
         return
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, {platform.machine()}, {arguments.megabytes} MB")
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "weed").mkdir()
-        with running_seaweed(Path(directory) / "weed") as address:
-            os.environ.update(environment(address))
-            open_store("s3")._files.mkdir(BUCKET)
-            compare(Path(directory), arguments.megabytes, arguments.rounds)
+    with working_store() as (directory, _):
+        compare(directory, arguments.megabytes, arguments.rounds)
 
 
 if __name__ == "__main__":

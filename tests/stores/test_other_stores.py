@@ -1,0 +1,176 @@
+"""The same promises at other servers than moto, as far as they are installed: what each of them may answer otherwise.
+
+SeaweedFS speaks S3's protocol and keeps objects on the disk; fake-gcs-server speaks Google's, and this project's own
+server what adlfs says to Azure's. The last two are skipped where the packages that speak to them are not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from dream_trainer.checkpoint.manifest import list_checkpoints
+from dream_trainer.errors import CheckpointError
+from dream_trainer.stores.object_store import open_store
+from dream_trainer.stores.ownership import Ownership
+from dream_trainer.stores.store_path import StorePath
+from tests.stores import azure, google
+from tests.stores.jobs import Fit, train
+from tests.stores.seaweed import SeaweedServer
+from tests.stores.test_runs import run_command, same, sharded, stored_steps, wait_until, waiting
+from tests.worlds import run_world
+
+
+class OtherServer(Protocol):
+    """A server with an empty bucket at `url`; a client finds it by `environment`."""
+
+    url: str
+    environment: dict[str, str]
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+SERVERS: dict[str, Callable[[Path], OtherServer]] = {
+    "seaweed": SeaweedServer,
+    "google": google.GoogleServer,
+    "azure": lambda directory: azure.AzureServer(),
+}
+MISSING = {"google": google.MISSING, "azure": azure.MISSING}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("seaweed", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(bool(lacks), reason=f"needs {' and '.join(lacks)}"))
+            for name, lacks in MISSING.items()
+        ),
+    ],
+    scope="module",
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherServer]:
+    server = SERVERS[request.param](tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def url(server: OtherServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A place in the store that no other test has; this process, and those that it starts, speak to the server."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    open_store.cache_clear()
+    yield f"{server.url}/{tmp_path.name}"
+    server.start()
+    open_store.cache_clear()
+
+
+def test_objects_are_written_once_and_read_back_in_parts(url: str, tmp_path: Path) -> None:
+    root = StorePath(url)
+    won = []
+
+    def race(number: int) -> None:
+        if root.store.create((root / "one").key, str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert (root / "one").read_bytes() == str(won[0]).encode()
+
+    content = os.urandom((70 << 20) + 12345)  # more than any client sends at once
+    (tmp_path / "large").write_bytes(content)
+    (tmp_path / "empty").touch()
+    for name in ("large", "empty"):
+        root.store.send(tmp_path / name, (root / "a" / name).key)
+    with (root / "a" / "large").open("rb") as stream:
+        assert stream.read() == content
+        stream.seek(-100, os.SEEK_END)
+        assert stream.read() == content[-100:]
+    assert (root / "a" / "empty").read_bytes() == b""
+    assert sorted((entry.name, entry.is_dir()) for entry in root.iterdir()) == [("a", True), ("one", False)]
+    (root / "a").rename(root / "b")
+    assert not (root / "a").exists()
+    assert (root / "b" / "large").stat().st_size == len(content)
+    root.store.remove((root / "one").key)
+    root.store.remove((root / "one").key)
+    assert list((root / "one").iterdir()) == []
+    with pytest.raises(FileNotFoundError, match=f"{root / 'one'} is not there"):
+        (root / "one").read_bytes()
+
+
+def test_a_killed_run_goes_on_is_kept_short_and_read_on_other_ranks(url: str) -> None:
+    for phase in ("between files", "before the manifest", "after the manifest"):
+        assert run_command([sys.executable, "-m", "tests.stores.jobs", url, "6", phase]).returncode != 0
+    run = train(url, 8, keep_last=2)
+    assert stored_steps(url) == [6, 8]
+    assert waiting() == []
+    assert same(run, train(None, 8, experiment="straight"))
+    two = run_world(sharded, 2, url, 4, "two")
+    one = run_world(sharded, 1, url, 4, "two")
+    assert all(torch.equal(two[0][0][name], one[0][0][name]) for name in one[0][0])
+
+
+def test_a_run_has_one_owner_and_one_manifest_of_a_step(url: str, tmp_path: Path) -> None:
+    run, others = StorePath(url) / "p/g/e", []
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = Ownership(StorePath(url) / "x", tmp_path / "a", renew_seconds=0.2)
+    with pytest.raises(CheckpointError, match="another live job"):
+        Ownership(StorePath(url) / "x", tmp_path / "b", lease_seconds=3.0)
+    first.release()
+
+    class Frozen(Fit):
+        def post_train_step(self) -> None:
+            if self.global_step == 3:  # as if this job had not renewed its claim for a minute
+                wait_until(lambda: stored_steps(url) == [2])
+                others.append(Ownership(run, tmp_path / "b", lease_seconds=0.1))
+
+    with pytest.raises(CheckpointError, match="another job has taken"):
+        train(url, 20, trainer=Frozen)
+    others[0].release()
+    assert [manifest.step for manifest in list_checkpoints(run / "checkpoints")] == [2]
+
+
+def test_the_run_goes_on_while_the_store_is_away(
+    url: str, server: OtherServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Watched(Fit):
+        def post_train_step(self) -> None:
+            if self.global_step == 3:
+                wait_until(lambda: stored_steps(url) == [2])
+                server.stop()
+            if self.global_step == 7:
+                wait_until(lambda: {"step_00000004", "step_00000006"} <= set(waiting()))
+                wait_until(lambda: "They wait in" in caplog.text, 120)  # clients try again for so long
+                server.start()
+
+    run = train(url, 10, trainer=Watched)
+    assert stored_steps(url) == [2, 4, 6, 8, 10]
+    assert waiting() == []
+    assert same(run, train(None, 10, experiment="straight"))
+    assert "takes checkpoints again" in caplog.text
+    assert {record.name for record in caplog.records if record.levelname == "ERROR"} <= {"dream_trainer"}
+
+
+def test_a_store_that_ignores_conditions_is_refused(url: str, server: Any, tmp_path: Path) -> None:
+    if not isinstance(server, azure.AzureServer):
+        pytest.skip("this server honours them")
+    server.ignores_conditions = True
+    try:
+        with pytest.raises(CheckpointError, match="If-None-Match"):
+            Ownership(StorePath(url), tmp_path)
+    finally:
+        server.ignores_conditions = False
+    assert list((StorePath(url) / "owners").iterdir()) == []
