@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.compile import CompileMixin as CompileMixin
     from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin as ContextParallelMixin
     from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
+    from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin as ExpertParallelMixin
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
@@ -115,6 +116,7 @@ else:
             "EvalConfigMixin": "config.evaluation_parameters",
             "EvalMixin": "trainer.mixins.evaluation",
             "EvalParameters": "config.evaluation_parameters",
+            "ExpertParallelMixin": "trainer.mixins.expert_parallel",
             "FSDPConfigMixin": "config.fsdp_parameters",
             "FSDPMixin": "trainer.mixins.fsdp",
             "FSDPParameters": "config.fsdp_parameters",

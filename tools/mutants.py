@@ -267,8 +267,8 @@ MUTANTS = [
     Mutant(
         "scalars are sharded",
         "dream_trainer/modules/sharding.py",
-        "if parameter.ndim == 0}",
-        "if False}",
+        "if parameter.ndim == 0 or is_shared",
+        "if is_shared",
         "tests/trainer/test_odd_parameters.py",
     ),
     Mutant(
@@ -699,6 +699,27 @@ MUTANTS = [
         "tests/trainer/test_experts.py -k by_hand",
     ),
     Mutant(
+        "shards of experts are averaged over too few ranks",
+        "dream_trainer/trainer/step/optimizer_step.py",
+        "            divide_sums(plan, grads)\n",
+        "            pass\n",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
+    ),
+    Mutant(
+        "copies of experts are averaged over the ranks that share experts",
+        "dream_trainer/trainer/step/buckets.py",
+        "            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.step_size\n",
+        "            return None, world.step_size\n",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
+    ),
+    Mutant(
+        "rows come back to other tokens",
+        "dream_trainer/modules/expert_exchange.py",
+        "        by_rank = torch.empty_like(rows).index_copy(0, self._order, rows)\n",
+        "        by_rank = rows\n",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
+    ),
+    Mutant(
         "a tensor-parallel plan trains what was frozen",
         "dream_trainer/modules/sharding.py",
         "            parameter_now.requires_grad_(False)\n",
@@ -947,8 +968,8 @@ MUTANTS = [
     Mutant(
         "groups of a mesh keep the long time-out",
         "dream_trainer/distributed/world.py",
-        "(*data_groups, *worker_groups, *self._further_groups, *of_meshes)",
-        "(*data_groups, *worker_groups, *self._further_groups)",
+        "(*data_groups, *worker_groups, *self.further_groups, *of_meshes)",
+        "(*data_groups, *worker_groups, *self.further_groups)",
         "tests/trainer/test_by_the_clock.py",
     ),
     Mutant(

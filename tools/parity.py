@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from train import DTYPES, Batch, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
+from dream_trainer.modules import MoE
 from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
@@ -57,10 +58,14 @@ class Cell(NamedTuple):
     cp: int = 1
     attention: Literal["gathered", "ulysses"] = "gathered"
     """How ranks that share sequences see each other's positions."""
+    ep: int = 1
+    """Ranks that share the experts of each mixture."""
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
     odd_parts: bool = False
     """Whether the model is `OddLlama`."""
+    experts: bool = False
+    """Whether it is `SparseLlama`."""
 
     @property
     def world_size(self) -> int:
@@ -109,6 +114,11 @@ def all_cells() -> list[Cell]:
             Cell(*mesh, 1, "selective", cp=cp, tied=True),
             Cell(*mesh, 2, "full", cp=cp, attention="ulysses"),
         ]
+    for ep, mesh in ((ep, mesh) for ep in sizes for mesh in meshes if mesh[2] == 1):
+        data, cp = mesh[1] if mesh[1] > 1 else mesh[0], 2 if math.prod(mesh) == 4 else 1
+        if data % ep == 0:
+            cells += [Cell(*mesh, 2, how, ep=ep, experts=True) for how in ("none", "full")]
+            cells += [Cell(*mesh, 1, "selective", cp=cp, ep=ep, tied=True, experts=True)]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
@@ -135,6 +145,20 @@ class OddLlama(Llama):
         logits = super().forward(tokens, positions) * self.logit_scale.exp()
         opens = tokens[:, 0] % 8 == 0
         return logits + opens[:, None, None] * self.opening if opens.any() else logits
+
+
+class SparseLlama(Llama):
+    """Mixtures of experts in place of the feed-forward networks."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.layers:
+            layer.feed_forward = MoE(config.dim, config.hidden_dim // 2, 8, 2, n_shared=1, balance_rate=0.01)
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
 
 
 class ParityTrainer(LlamaTrainer):
@@ -179,6 +203,13 @@ class OddTrainer(ParityTrainer):
         self.optimizer.add_param_group({"params": [self.model.logit_scale], "weight_decay": 0.0})
 
 
+class SparseTrainer(ParityTrainer):
+    """The same with a `SparseLlama`."""
+
+    def configure_models(self) -> None:
+        self.model = SparseLlama(self.config.model).to(DTYPES[self.config.dtype])
+
+
 def weights(trainer: LlamaTrainer) -> dict[str, Tensor]:
     """Whole copies of the parameters."""
     return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
@@ -198,6 +229,7 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             dp_replicate=cell.dp_replicate,
             dp_shard=cell.dp_shard,
             context_parallel=cell.cp,
+            expert_parallel=cell.ep,
             tensor_parallel=cell.tp,
             activation_checkpointing=cell.recompute,
             overlap_reduce=cell.overlap_reduce,
@@ -233,7 +265,8 @@ def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
 def _train(cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
     buckets.BUCKET_BYTES = 2**12 if cell.overlap_reduce else 25 * 2**20
-    with (OddTrainer if cell.odd_parts else ParityTrainer)(config_of(cell)) as trainer:
+    kind = SparseTrainer if cell.experts else OddTrainer if cell.odd_parts else ParityTrainer
+    with kind(config_of(cell)) as trainer:
         trainer.fit()
         found = {
             "start": trainer.start,
@@ -285,15 +318,15 @@ def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tupl
     """
     found: dict[Cell, tuple[Miss, float]] = {}
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
-        kinds = sorted({cell[-3:] for cell in cells})
-        single = [Cell(tied=tied, dtype=dtype, odd_parts=odd_parts) for tied, dtype, odd_parts in kinds]
+        kinds = sorted({cell[-4:] for cell in cells})
+        single = [Cell(**dict(zip(Cell._fields[-4:], kind, strict=True))) for kind in kinds]
         (references,) = run_world(train_cells, 1, single, directory, timeout=timeout)
         alone = dict(zip(kinds, references, strict=True))
         for world_size in sorted({cell.world_size for cell in cells}):
             chosen = [cell for cell in cells if cell.world_size == world_size]
             by_rank = run_world(train_cells, world_size, chosen, directory, timeout=timeout)
             for cell, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
-                found[cell] = compare(ranks, alone[cell[-3:]]), ranks[0]["seconds"]
+                found[cell] = compare(ranks, alone[cell[-4:]]), ranks[0]["seconds"]
     return found
 
 
@@ -304,6 +337,8 @@ def plan_of(cell: Cell) -> str:
     split = unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
     if cell.cp > 1:
         split = f"{split}, positions over {cell.cp} ({cell.attention})"
+    if cell.experts:
+        split = f"{split}, experts over {cell.ep}"
     return split if cell.backend is None else f"{split}, compiled ({cell.backend})"
 
 

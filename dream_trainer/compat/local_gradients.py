@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
 from dream_trainer.own_time import OwnTime
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass
@@ -22,6 +25,8 @@ class LocalGradients:
         waiting: Groups that ended a backward whose gradients are not reduced over ranks yet.
         graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
         own_time: How long this rank is busy with its windows, without collectives.
+        shares_experts: Whether ranks share experts.
+        expert_copies: The ranks that have the same experts as this one; None where it is the only one.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
     """
 
@@ -31,6 +36,8 @@ class LocalGradients:
     waiting: set[Any] = field(default_factory=set)
     graphs: dict[Any, None] = field(default_factory=dict)
     own_time: OwnTime = field(default_factory=OwnTime)
+    shares_experts: bool = False
+    expert_copies: dist.ProcessGroup | None = None
     order: int = 0
 
     def note_collective(self, number: int) -> None:

@@ -47,6 +47,9 @@ class DeviceParameters:
     context_parallel: int = 1
     """Ranks that share the positions of each sequence (ContextParallelMixin); they see parts of the same samples. Where
     parameters are sharded, they are over these ranks too."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of each mixture (ExpertParallelMixin): neighbours among the data-parallel ranks, so
+    that sizes multiply to the number of processes without it."""
     tensor_parallel: int = 1
     """Ranks that share the work of each layer (TensorParallelMixin); they see the same data."""
     cpu_offload: bool = False
@@ -91,6 +94,9 @@ class DeviceParameters:
                 f"compile=True with context_parallel={self.context_parallel}: compiled blocks do not see that their "
                 "attention is to be shared by ranks. Use one of the two."
             )
+        check_integer("expert_parallel", self.expert_parallel, minimum=1)
+        if self.expert_parallel > 1:
+            self._refuse_beside_experts()
         check_boolean("compile", self.compile)
         check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
@@ -104,6 +110,19 @@ class DeviceParameters:
             check_positive("host_timeout_seconds", self.host_timeout_seconds)
         if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
             check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
+
+    def _refuse_beside_experts(self) -> None:
+        asked = {
+            f"tensor_parallel={self.tensor_parallel}": self.tensor_parallel > 1,
+            "compile=True": self.compile,
+            "cpu_offload=True": self.cpu_offload,
+            "overlap_reduce=True": self.overlap_reduce,
+        }
+        for field, is_asked in asked.items():
+            if is_asked:
+                raise ConfigError(
+                    f"{field} with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
+                )
 
     @classmethod
     def single_device(cls) -> Self:
@@ -183,7 +202,18 @@ def resolve_mesh(
             f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
             f"(pp=1, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
         )
-    return MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
+    mesh = MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
+    _refuse_uneven_experts(parameters, parameter_shape(parameters, mesh, shard_by_default))
+    return mesh
+
+
+def _refuse_uneven_experts(parameters: DeviceParameters, shape: MeshShape) -> None:
+    name, ranks = ("dp_shard", shape.dp_shard) if shape.dp_shard > 1 else ("dp_replicate", shape.dp_replicate)
+    if ranks % parameters.expert_parallel != 0:
+        raise ConfigError(
+            f"expert_parallel={parameters.expert_parallel} does not divide the {ranks} ranks of {name}, which would "
+            f"share experts. Use {spell(divisors(ranks))}, or another {name}."
+        )
 
 
 def parameter_shape(parameters: DeviceParameters, shape: MeshShape, shard_by_default: bool) -> MeshShape:

@@ -150,7 +150,7 @@ class World(Ranks):
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
         self.parameter_mesh: DeviceMesh | None = None
-        self._further_groups: list[dist.ProcessGroup] = []
+        self.further_groups: list[dist.ProcessGroup] = []
         self._time_out = timedelta(seconds=parameters.start_timeout_seconds)
         self._parameters = parameters
         self.parameter_device = self._choose_parameter_device()
@@ -264,7 +264,7 @@ class World(Ranks):
             _owns_group = True
         _group_users += 1
         self.cpu_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
-        mesh = dict(zip(MESH_DIMS, self.mesh_shape, strict=True))  # laid differently on one rank, it would hang
+        mesh = {**self.mesh_shape._asdict(), "ep": self._parameters.expert_parallel}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
         self.parameter_mesh = (
@@ -308,7 +308,7 @@ class World(Ranks):
         data_groups = () if self.data_group is None else (self.data_group,)
         worker_groups = [group for group in (self.step_group, self.across_workers) if group is not None]
         of_meshes = (*self.mesh.get_all_groups(), *self.parameter_mesh.get_all_groups())
-        groups = (*data_groups, *worker_groups, *self._further_groups, *of_meshes)
+        groups = (*data_groups, *worker_groups, *self.further_groups, *of_meshes)
         for group in (None, self.cpu_group, *groups):
             set_group_timeout(group, self._time_out)
 
@@ -346,7 +346,7 @@ class World(Ranks):
         import torch.distributed as dist
 
         group = cast("dist.ProcessGroup", dist.new_group(timeout=self._time_out))
-        self._further_groups.append(group)
+        self.further_groups.append(group)
         return group
 
     def beside(self) -> Ranks:
@@ -419,7 +419,7 @@ class World(Ranks):
             gc.collect()
             time.sleep(0.1)
         self.cpu_group = self.mesh = self.parameter_mesh = None
-        self._further_groups.clear()
+        self.further_groups.clear()
 
 
 def _backend(device_type: str) -> str:

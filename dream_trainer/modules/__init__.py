@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from dream_trainer.modules.expert_exchange import ExpertExchange as ExpertExchange
+    from dream_trainer.modules.expert_exchange import split_experts as split_experts
     from dream_trainer.modules.gated_experts import GatedExperts as GatedExperts
     from dream_trainer.modules.mixture_of_experts import MoE as MoE
     from dream_trainer.modules.mixture_of_experts import SharedExperts as SharedExperts
@@ -17,8 +19,10 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "ExpertExchange": "modules.expert_exchange",
             "GatedExperts": "modules.gated_experts",
             "MoE": "modules.mixture_of_experts",
             "SharedExperts": "modules.mixture_of_experts",
+            "split_experts": "modules.expert_exchange",
         },
     )

@@ -1,16 +1,21 @@
 """Experts of a mixture as stacked weights: all of them in one grouped matrix product where the device has it.
 
-Rows come sorted by expert, with the number of rows of each.
+Rows come sorted by expert, with the number of rows of each. On several ranks that share experts (`expert_parallel`) the
+rows go to the rank that has their expert, and come back.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dream_trainer.modules.expert_exchange import ExpertExchange
 
 
 class GatedExperts(nn.Module):
@@ -26,7 +31,10 @@ class GatedExperts(nn.Module):
         gate: `[n_experts, hidden, width]`, each expert's as in an `nn.Linear`.
         up: The same.
         down: `[n_experts, width, hidden]`.
+        exchange: Between the ranks that share the experts; None where each rank has all.
     """
+
+    exchange: ExpertExchange | None = None
 
     def __init__(self, n_experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -51,7 +59,13 @@ class GatedExperts(nn.Module):
         Returns:
             `[n, width]`, in the order of `rows`.
         """
-        return gated(rows, counts, self.gate, self.up, self.down)
+        if self.exchange is None:
+            return gated(rows, counts, self.gate, self.up, self.down)
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))  # half as much to send
+        gate, up, down = (self.exchange.local(weight) for weight in (self.gate, self.up, self.down))
+        own = self.exchange.send(rows, counts)
+        return own.give_back(gated(own.rows, own.counts, gate, up, down))
 
 
 def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self._route(tokens)
         by_expert, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(self.n_experts, device=x.device)
-        counts = torch.searchsorted(by_expert, experts, right=True).diff(prepend=experts.new_zeros(1))
+        following = torch.arange(1, self.n_experts + 1, device=x.device)
+        counts = torch.searchsorted(by_expert, following).diff(prepend=following.new_zeros(1))
         if self.training and self.router.weight.requires_grad:
             self.loads.add_(counts, alpha=self.counts_tokens)
         rows = self.experts(tokens[order // self.top_k], counts)

@@ -56,7 +56,8 @@ class ParallelModels:
     @property
     def forward_communicates(self) -> bool:
         """Whether a forward runs collectives, so that all ranks must run as many."""
-        return self._world is not None and self._world.parameter_shape.dp_shard > 1
+        is_sharded = self._world is not None and self._world.parameter_shape.dp_shard > 1
+        return is_sharded or self.gradients.shares_experts
 
     def sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""

@@ -17,6 +17,7 @@ import torch.nn as nn
 from dream_trainer.compat.pytorch import gathered_twins, sharded_parameters, whole_parameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.class_change import own_class
+from dream_trainer.modules.expert_exchange import is_shared_by_experts, whole_experts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -39,7 +40,8 @@ def shard_by_blocks(
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
-    Parameters without a dimension cannot be cut: they stay plain and whole, and `step` averages their gradients.
+    Parameters without a dimension cannot be cut: they stay plain and whole, and `step` averages their gradients. So do
+    experts that ranks share; those that are sharded besides are wrapped already.
 
     Args:
         model: The model; its class changes in place.
@@ -53,9 +55,9 @@ def shard_by_blocks(
     from torch.distributed.fsdp import fully_shard
 
     _refuse_ties_across(model, blocks)
-    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    if scalars:
-        config, root = config | {"ignored_params": scalars}, root | {"ignored_params": scalars}
+    left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_shared_by_experts(parameter)}
+    if left_out:
+        config, root = config | {"ignored_params": left_out}, root | {"ignored_params": left_out}
     for block in blocks:
         fully_shard(block, **config)
     policy = root.get("mp_policy")
@@ -194,6 +196,7 @@ def gathered(*models: nn.Module) -> Iterator[None]:
                 stack.callback(_are_gathered.discard, model)
             for module in fsdp_modules(model):
                 stack.enter_context(whole_parameters(module))
+            stack.enter_context(whole_experts(model))
             stack.callback(model.register_load_state_dict_pre_hook(_refuse_to_load).remove)
         yield
 

@@ -13,6 +13,7 @@ from dream_trainer.trainer.mixins.checkpointing import CheckpointMixin
 from dream_trainer.trainer.mixins.compile import CompileMixin
 from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin
 from dream_trainer.trainer.mixins.evaluation import EvalMixin
+from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 from dream_trainer.trainer.mixins.fsdp import FSDPMixin
 from dream_trainer.trainer.mixins.logger import LoggerMixin
 from dream_trainer.trainer.mixins.setup import SetupMixin
@@ -24,6 +25,7 @@ class DreamTrainer(
     SetupMixin,
     FSDPMixin,
     ContextParallelMixin,
+    ExpertParallelMixin,
     TensorParallelMixin,
     ActivationCheckpointingMixin,
     CompileMixin,

@@ -64,6 +64,11 @@ class Hooks:
         """Splits layers over `mesh` (one dimension, tp) with `parallelize_module`; every model's plan is its own.
         Required if `device_parameters.tensor_parallel` > 1; see TensorParallelMixin."""
 
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
+        """Splits the experts of mixtures over `mesh` (one dimension, ep) with `dream_trainer.modules.split_experts`.
+        ExpertParallelMixin's default: those of every `dream_trainer.modules.MoE`. Called if
+        `device_parameters.expert_parallel` > 1."""
+
     def apply_activation_checkpointing(self) -> None:
         """Makes parts of the models recompute their activations. ActivationCheckpointingMixin's default: by
         `model_blocks`. Called if `device_parameters.activation_checkpointing` is not "none"."""

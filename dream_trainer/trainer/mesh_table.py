@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+_EXPERTS = "tokens to their experts and back, and their gradients, in each mixture"
+
+
 def mesh_lines(trainer: AbstractTrainer) -> list[str]:
     """Rows of a Markdown table, one for each dimension of more than one rank; none before launch, or on one rank."""
     world = trainer._world
@@ -29,6 +32,10 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
             links, crossing = world.links(ranks), _crossing(trainer, name)
             sent = _size(traffic.by_dimension[name]) if traffic is not None else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
+    experts = trainer.config.device_parameters.expert_parallel
+    if experts > 1:
+        ranks = [world.rank // experts * experts + place for place in range(experts)]
+        rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | - |")
     if traffic is not None:
         rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]
         rows[-1] += f", and other hosts {_size(traffic.between)}." if world.n_hosts > 1 else "."

@@ -40,9 +40,11 @@ class Traffic:
 
 def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, with split layers or
-    sequences."""
+    sequences, or shared experts, where it depends on the tokens."""
     world = trainer._world
     if world is None or world.mesh is None or world.sample_copies > 1 or not trainer.named_models():
+        return None
+    if trainer.config.device_parameters.expert_parallel > 1:
         return None
     by_dimension: dict[str, float] = {}
     sent = {True: 0.0, False: 0.0}

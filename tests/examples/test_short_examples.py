@@ -55,6 +55,14 @@ SHORT = [
     Example("diffusion", 100, "--width 64 --depth 1", "val/loss", (0.0, 0.6), stops_at=50),
     Example("ppo", 10, "--learning-rate 5e-3", "val/return", (60, 200), "train/return", 5),
     Example("contrastive", 20, "--width 16", "val/accuracy", (0.6, 1.0), stops_at=10),
+    Example(
+        "sparse_language",
+        30,
+        "--width 32 --depth 2 --training-parameters.val-every-n-steps 30",
+        "val/loss",
+        (0.0, 3.9),
+        stops_at=20,
+    ),
 ]
 BY_NAME = {example.name: example for example in SHORT}
 
@@ -122,6 +130,7 @@ def test_it_learns_and_draws_and_ranks_or_a_resume_change_nothing(
         ("diffusion", "val/loss", -0.32),
         ("ppo", "val/return", 190),
         ("contrastive", "val/accuracy", 0.82),
+        ("sparse_language", "val/loss", -2.3),
     ],
 )
 @pytest.mark.parametrize("n_processes", [1, 2])

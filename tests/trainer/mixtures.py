@@ -15,7 +15,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.modules import MoE
 from tests.trainer.arithmetic import full
 
-VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 6, 10, 8
+VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS, BATCH = 13, 8, 12, 8, 10, 8
 RATE = 0.02
 
 
@@ -31,6 +31,8 @@ class Case:
     recompute: str = "none"
     fused: bool = False
     experts: int = 4
+    ep: int = 1
+    cp: int = 1
     rate: float = RATE
 
 
@@ -98,8 +100,9 @@ class Trained(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         case = self.config.case
+        size = BATCH * case.cp // (case.world_size * case.accumulation)
         return (
-            DistributedDataLoader(Rows(BATCH * STEPS), BATCH // (case.world_size * case.accumulation), shuffle=False),
+            DistributedDataLoader(Rows(BATCH * STEPS), size, shuffle=False),
             DistributedDataLoader(Rows(7), 2, drop_last=False),
         )
 
@@ -108,6 +111,9 @@ class Trained(dt.DreamTrainer):
         self.start = state_of(self.model)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
+
+    def cut_batch(self, batch: tuple[Tensor, Tensor], cut: Any) -> tuple[Tensor, Tensor]:
+        return cut(batch[0]), cut(batch[1])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         loss, count = loss_of(self.model, batch)
@@ -119,6 +125,9 @@ class Trained(dt.DreamTrainer):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss, count = loss_of(self.model, batch)
         return {"loss": loss}, count
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0])
 
     def on_log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)
@@ -137,6 +146,8 @@ def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
             device="cpu",
             dp_replicate=case.replicate,  # type: ignore[arg-type]
             dp_shard=case.shard,  # type: ignore[arg-type]
+            expert_parallel=case.ep,
+            context_parallel=case.cp,
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             **changes.pop("devices", {}),
         ),

@@ -15,6 +15,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
+from tests.trainer.arithmetic import full
 from tests.trainer.mixtures import STEPS, Case, Config, Trained, config_of, everything, reference, same_bits, state_of
 from tests.worlds import run_world
 
@@ -39,8 +40,9 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
 
 
 def compare(cases: Sequence[Case], directory: Path) -> None:
-    by_rank = run_world(train, cases[0].world_size, cases, str(directory))
-    alone = run_world(train, 1, [Case()], str(directory))[0][0]
+    n_ranks = cases[0].world_size
+    by_rank = run_world(train, n_ranks, cases, str(directory)) if n_ranks > 1 else [train(cases, str(directory))]
+    (alone,) = train([Case()], str(directory))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = reference(case, alone["start"])
         for result in ranks:
@@ -82,13 +84,13 @@ def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
         with Trained(config) as trainer:
             trainer.fit()
             averages = trainer.get_callback(EMA).averaged("model")
-            state = everything(trainer) | {f"EMA of {name}": value.clone() for name, value in averages.items()}
+            state = everything(trainer) | {f"EMA of {name}": full(value).clone() for name, value in averages.items()}
             results.append({"loaded": trainer.loaded, "state": state})
     return results
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
-    unbroken, broken, resumed = run_world(stop_and_go_on, 1, Case(accumulation=2, recompute="full"), str(tmp_path))[0]
+    unbroken, broken, resumed = stop_and_go_on(Case(accumulation=2, recompute="full"), str(tmp_path))
     assert broken["state"]["blocks.0.moe.balance_bias"].any()
     assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
     assert same_bits(resumed["state"], unbroken["state"])

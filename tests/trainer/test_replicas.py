@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import dream_trainer as dt
+from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.data.loader import PerRankLoader
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.step import buckets
@@ -171,7 +172,7 @@ class Weighing(Spread):
     def pre_fit(self) -> None:
         self.totals: dict[torch.dtype, list[float]] = {}
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            cut = buckets.make_buckets(self.model.parameters(), self.world, (), dtype)
+            cut = buckets.make_buckets(self.model.parameters(), self.world, LocalGradients(), dtype)
             for weight in (2**24 + 1.1 * self.world.rank, 1e-30, torch.tensor(0.1 + self.world.rank), -0.0):
                 total = buckets.Averaging(cut, self.world).run(weight)
                 self.totals.setdefault(dtype, []).append(float(total))

@@ -96,6 +96,7 @@ def _refuse_what_needs_all_ranks(trainer: LocalSGDMixin) -> None:
     asked = {
         f"tensor_parallel={devices.tensor_parallel}": devices.tensor_parallel > 1,
         f"context_parallel={devices.context_parallel}": devices.context_parallel > 1,
+        f"expert_parallel={devices.expert_parallel}": devices.expert_parallel > 1,
         "cpu_offload=True": devices.cpu_offload,
         "overlap_reduce=True": devices.overlap_reduce,
         'precision="fp16", whose loss scale is one for all': devices.precision == "fp16",

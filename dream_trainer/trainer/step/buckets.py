@@ -9,7 +9,7 @@ carries the window's weight. PyTorch's `DistributedDataParallel` averages in suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import foreach_copy_, foreach_div_, local_tensor, local_tensors, with_local
 from dream_trainer.errors import StepError
+from dream_trainer.modules.expert_exchange import is_shared_by_experts
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from dream_trainer.compat.local_gradients import LocalGradients
     from dream_trainer.distributed.world import World
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ class Bucket:
     Attributes:
         dtype: The type that they are sent in.
         group: The ranks, of one step; None for all.
-        n_ranks: Their number.
+        n_ranks: The number of ranks whose backwards are in the sum.
         parameters: The parameters.
     """
 
@@ -51,26 +53,28 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], world: World, reduced: Collection[int], dtype: torch.dtype | None
+    parameters: Iterable[nn.Parameter], world: World, gradients: LocalGradients, dtype: torch.dtype | None
 ) -> list[Bucket]:
     """Buckets of those `parameters` whose gradients no backward reduces over ranks.
 
     Args:
         parameters: In an order that all ranks share.
         world: The ranks.
-        reduced: Ids of the parameters that a backward does reduce.
+        gradients: What a backward does reduce, and which ranks have the same experts.
         dtype: The type that gradients are sent in; None for their own.
     """
     from torch.distributed.tensor import DTensor
 
-    def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:
+    def of_ranks(p: nn.Parameter) -> tuple[dist.ProcessGroup | None, int]:
         # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
-        of_ranks = (
-            (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
-        )
-        return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks)
+        if is_shared_by_experts(p):  # whose gradients are sums over the ranks that share experts already
+            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.step_size
+        return (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
 
-    crossing = [p for p in parameters if id(p) not in reduced and kind(p)[2] > 1 and _can_be_trained(p)]
+    def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:
+        return (p.dtype if dtype is None or p.is_complex() else dtype, *of_ranks(p))
+
+    crossing = [p for p in parameters if id(p) not in gradients.shared and kind(p)[2] > 1 and _can_be_trained(p)]
     return [Bucket(*of, members) for of, members in in_buckets(crossing, kind, _bytes)]
 
 

@@ -21,10 +21,12 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.compat.pytorch import (
+    foreach_div_,
     foreach_mul_,
     foreach_norm,
     local_gradients,
 )
+from dream_trainer.modules.expert_exchange import is_shared_by_experts
 from dream_trainer.modules.precision import reduce_dtype
 from dream_trainer.optim.muon import Muon
 from dream_trainer.trainer.step.buckets import Averaging, make_buckets
@@ -44,11 +46,13 @@ class ParameterGroup:
     Attributes:
         copies: Number of ranks of a step that hold each element.
         is_sharded: Whether they are DTensors.
+        divisor: What gradients are still to be divided by, once a backward has averaged them over ranks.
         parameters: The parameters.
     """
 
     copies: int
     is_sharded: bool
+    divisor: int
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
@@ -65,6 +69,7 @@ class StepPlan:
     Attributes:
         parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
+        sums: Places of those groups whose gradients are still to be divided.
         averaging: Of the gradients that no backward reduces over ranks; of none at world size 1.
         is_whole: Whether all ranks have all of every parameter and see different data, so that averaged gradients are
             equal to the bit on all of them.
@@ -79,6 +84,7 @@ class StepPlan:
 
     parameters: list[nn.Parameter]
     groups: list[ParameterGroup]
+    sums: list[int]
     averaging: Averaging
     is_whole: bool
     shared: list[nn.Parameter]
@@ -104,9 +110,13 @@ def plan_step(
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
     unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
     parameters = list(unique.values())
-    kinds: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    kinds: dict[tuple[int, bool, int], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((copies_of(parameter, world.step_size), isinstance(parameter, DTensor)), []).append(parameter)
+        is_reduced = id(parameter) in gradients.shared or gradients.expert_copies is None
+        # Of experts it is the sum over the ranks that share them; a bucket would have divided by all ranks.
+        divisor = devices.expert_parallel if is_reduced and is_shared_by_experts(parameter) else 1
+        kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor
+        kinds.setdefault(kind, []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     dtype = torch.float32
     for other in dtypes:
@@ -116,7 +126,8 @@ def plan_step(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         averaging=_averaging(parameters, world, gradients, devices),
-        is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, _ in kinds),
+        sums=[place for place, (_, _, divisor) in enumerate(kinds) if divisor > 1],
+        is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, _, _ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
@@ -132,9 +143,9 @@ def _averaging(
 ) -> Averaging:
     dtype = reduce_dtype(devices)
     if not devices.overlap_reduce or world.step_size == 1:
-        return Averaging(make_buckets(parameters, world, gradients.shared, dtype), world)
+        return Averaging(make_buckets(parameters, world, gradients, dtype), world)
     # Backward comes to the last ones first.
-    return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients.shared, dtype), world)
+    return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients, dtype), world)
 
 
 def guards_itself(optimizer: Optimizer) -> bool:
@@ -165,6 +176,13 @@ def copies_of(parameter: nn.Parameter, n_ranks: int) -> int:
 def gradients_of(plan: StepPlan) -> list[list[Tensor]]:
     """This rank's part of the gradients that exist, group by group."""
     return [group.gradients() for group in plan.groups]
+
+
+def divide_sums(plan: StepPlan, grads: list[list[Tensor]]) -> None:
+    """Makes means of the gradients of `plan.sums`."""
+    for place in plan.sums:
+        if grads[place]:
+            foreach_div_(grads[place], float(plan.groups[place].divisor))
 
 
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ from dream_trainer.trainer.registry import refuse_another_model
 from dream_trainer.trainer.scheduler_steps import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
+    divide_sums,
     global_norm,
     gradients_of,
     group_sizes,
@@ -163,6 +164,8 @@ class OptimizerStep:
         self._local_gradients.own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         grads = gradients_of(plan)
+        if plan.sums:
+            divide_sums(plan, grads)
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
         self._local_gradients.own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.

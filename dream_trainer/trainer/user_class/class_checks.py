@@ -219,6 +219,12 @@ def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParamet
         "Split each model's layers over the mesh there with parallelize_module, or set tensor_parallel=1.",
     )
     refuse(
+        "apply_expert_parallel",
+        "expert_parallel",
+        devices.expert_parallel > 1,
+        "Add ExpertParallelMixin to its bases, which brings a default.",
+    )
+    refuse(
         "apply_activation_checkpointing",
         "activation_checkpointing",
         devices.activation_checkpointing != "none",

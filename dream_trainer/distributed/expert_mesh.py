@@ -1,0 +1,43 @@
+"""The mesh of experts: ranks that share experts are neighbours among those with different data.
+
+dp_replicate   copies of a rank's experts that gradients are averaged over
+dp_shard       ranks that share a copy (FSDP)
+ep             ranks that have different experts
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.distributed.world import World
+
+EXPERT_MESH_DIMS = ("dp_replicate", "dp_shard", "ep")
+
+
+def expert_mesh_shape(replicate: int, shard: int, experts: int) -> tuple[int, int, int]:
+    """Sizes of the mesh's dimensions: shards are cut by experts first, and copies where nothing is sharded.
+
+    Args:
+        replicate: Copies of the parameters.
+        shard: Ranks that share one.
+        experts: Ranks that share experts; divides `shard`, or `replicate` where that is 1.
+    """
+    return (replicate, shard // experts, experts) if shard > 1 else (replicate // experts, 1, experts)
+
+
+def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
+    """Lays the mesh; every rank calls it.
+
+    Args:
+        world: With data-parallel ranks alone.
+        experts: Ranks that share experts.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=EXPERT_MESH_DIMS)
+    world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
+    return mesh

@@ -1,0 +1,51 @@
+"""ExpertParallelMixin: several ranks share the experts of each mixture, and send tokens to the ranks that have theirs.
+
+`device_parameters.expert_parallel` switches it. The ranks are neighbours among the data-parallel ones, each with
+samples of its own; everything else in a model is replicated or sharded over all of them as ever, and experts over the
+rest. A step is the same to rounding, and checkpoints move between numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from dream_trainer.errors import HookError
+from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ExpertParallelMixin(AbstractTrainer):
+    """Expert-parallel training of every `dream_trainer.modules.MoE`, with nothing to write. Override
+    `apply_expert_parallel(mesh)` for layers of others.
+
+    Example:
+        ```python
+        def apply_expert_parallel(self, mesh):
+            for layer in self.model.layers:  # whose experts are stacked weights [n_experts, ...]
+                split_experts(layer.experts, mesh)
+        ```
+    """
+
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
+
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
+        """Splits the experts of every `MoE` of the models over `mesh`.
+
+        Raises:
+            HookError: There is none.
+        """
+        super().apply_expert_parallel(mesh)
+        from dream_trainer.modules.expert_exchange import split_experts
+
+        mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
+        if not mixtures:
+            raise HookError(
+                f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "
+                "dream_trainer.modules.MoE. Override apply_expert_parallel for others, or set expert_parallel=1."
+            )
+        for mixture in mixtures:
+            split_experts(mixture.experts, mesh)

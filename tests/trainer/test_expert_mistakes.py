@@ -1,0 +1,114 @@
+"""What expert parallelism cannot do is named, on all ranks, before the first step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.nn as nn
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.config.device_parameters import resolve_mesh
+from dream_trainer.distributed.expert_mesh import expert_mesh_shape
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules import MoE, split_experts
+from dream_trainer.modules.gated_experts import GatedExperts
+from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of
+from tests.trainer.small import run_ranks
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class WithoutExperts(Trained):
+    def configure_models(self) -> None:
+        self.model = Dense()
+
+
+TWO: Any = SimpleNamespace(size=lambda: 2)  # a mesh of two ranks
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"gate has shape \[3, 12, 8\], and expert_parallel=2 ranks cannot share its"):
+        split_experts(GatedExperts(3, 8, 12), TWO)
+    with pytest.raises(ConfigError, match="MoE has no parameters of its own to share by experts"):
+        split_experts(MoE(8, 12, 4, 2), TWO)
+
+
+def test_a_model_without_mixtures_is_named() -> None:
+    trainer = WithoutExperts(config_of(Case(2, ep=2)))
+    trainer.configure_models()
+    with pytest.raises(HookError, match=r"no model of WithoutExperts has a layer of dream_trainer\.modules\.MoE"):
+        trainer.apply_expert_parallel(TWO)
+
+
+class SplitsNothing(Trained):
+    def apply_expert_parallel(self, mesh: Any) -> None:
+        pass
+
+
+MISTAKES = {
+    "nothing": "SplitsNothing.apply_expert_parallel split no experts: each of the 2 ranks would have all of them",
+    "differ": "Use the same device_parameters on every rank",
+}
+
+
+def make_mistake(mistake: str) -> None:
+    if mistake == "nothing":
+        SplitsNothing(config_of(Case(2, ep=2))).fit()
+    Trained(config_of(Case(2, ep=1 + int(os.environ["RANK"])))).fit()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_expert_mistakes import make_mistake; make_mistake({mistake!r})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert MISTAKES[mistake] in text
+
+
+@pytest.mark.parametrize(
+    "beside", [{"tensor_parallel": 2}, {"compile": True}, {"cpu_offload": True}, {"overlap_reduce": True}], ids=str
+)
+def test_what_does_not_go_together_is_named_when_the_config_is_built(beside: dict[str, Any]) -> None:
+    (field,) = beside
+    with pytest.raises(ConfigError, match=f"{field}=.* with expert_parallel=2 is not there yet. Use one of the two"):
+        dt.DeviceParameters(device="cpu", expert_parallel=2, **beside)
+    with pytest.raises(ConfigError, match="expert_parallel=0"):
+        dt.DeviceParameters(expert_parallel=0)
+
+
+def test_a_trainer_without_the_mixin_is_told_which() -> None:
+    class Plain(dt.BaseTrainer, dt.SetupMixin):
+        configure_models = Trained.configure_models
+        configure_optimizers = Trained.configure_optimizers
+        configure_dataloaders = Trained.configure_dataloaders
+        training_step = Trained.training_step
+
+    with pytest.raises(ConfigError, match=r"expert_parallel=2, but Plain .* Add ExpertParallelMixin to its bases"):
+        Plain(config_of(Case(2, ep=2)))
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "experts", "expected"),
+    [(4, 1, 2, (2, 1, 2)), (1, 8, 2, (1, 4, 2)), (2, 4, 4, (2, 1, 4)), (2, 4, 2, (2, 2, 2)), (8, 1, 8, (1, 1, 8))],
+)
+def test_experts_are_shared_by_ranks_that_share_shards(
+    replicate: int, shard: int, experts: int, expected: tuple[int, int, int]
+) -> None:
+    assert expert_mesh_shape(replicate, shard, experts) == expected
+    devices = dt.DeviceParameters(dp_replicate=replicate, dp_shard=shard, expert_parallel=experts)
+    resolve_mesh(devices, replicate * shard, shard_by_default=True)
+    with pytest.raises(ConfigError, match=r"expert_parallel=3 does not divide the \d ranks of dp_"):
+        resolve_mesh(replace(devices, expert_parallel=3), replicate * shard, shard_by_default=True)

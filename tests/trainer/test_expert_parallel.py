@@ -1,0 +1,221 @@
+"""Ranks that share experts train as one process does: weights, norms, biases and checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.modules import ExpertExchange, split_experts
+from tests.trainer.mixtures import (
+    BATCH,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Rows,
+    Trained,
+    config_of,
+    everything,
+    same_bits,
+)
+from tests.trainer.test_experts import compare, stop_and_go_on
+from tests.worlds import run_world
+
+WORLD_2 = [
+    Case(2, ep=2),
+    Case(2, ep=2, accumulation=2, recompute="full", fused=True),
+    Case(2, ep=2, shard="auto", recompute="selective", clip=None),
+    Case(2, ep=2, cp=2),
+]
+WORLD_4 = [
+    Case(4, ep=2),
+    Case(4, ep=2, shard="auto", accumulation=2, fused=True),
+    Case(4, ep=2, shard=2, replicate=2, recompute="full"),
+    Case(4, ep=4, shard="auto"),
+    Case(4, ep=2, cp=2, shard="auto"),
+]
+
+
+@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
+    compare(cases, tmp_path)
+
+
+# -- what crosses ranks
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes of rows that this rank gives to be exchanged, those for itself too."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "c10d.alltoall_base_.default" and args[1].is_floating_point():
+            self.n_bytes += args[1].numel() * args[1].element_size()
+        return func(*args, **kwargs or {})
+
+
+class Counted(Trained):
+    sent = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        with Sent() as sent:
+            result = super().training_step(batch, batch_idx)
+        self.sent += sent.n_bytes
+        return result
+
+
+def count(cases: Sequence[Case], directory: str) -> list[tuple[int, str]]:
+    os.chdir(directory)
+    found = []
+    for case in cases:
+        with Counted(config_of(case, training={"max_steps": 1})) as trainer:
+            trainer.fit()
+            found.append((trainer.sent, trainer.describe()))
+    return found
+
+
+def test_a_step_sends_what_the_page_says(tmp_path: Path) -> None:
+    cases = {Case(2, ep=2, accumulation=2): 4, Case(2, ep=2, shard="auto", recompute="full"): 6}
+    for case, ranks in zip(cases, zip(*run_world(count, 2, list(cases), str(tmp_path)), strict=True), strict=True):
+        layers, tokens, chosen = 2, BATCH * LENGTH, 2
+        assert sum(sent for sent, _ in ranks) == cases[case] * layers * tokens * chosen * WIDTH * 8
+        assert all("| ep, of these | 2 | 0, 1 | inside the host | tokens to their experts" in text for _, text in ranks)
+
+
+# -- layers of others
+
+
+class Stacked(nn.Module):
+    """Experts that know nothing of ranks but `exchange`."""
+
+    exchange: ExpertExchange | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert = x.detach().abs().argmax(-1) % 4
+        order = expert.argsort(stable=True)
+        rows, counts = x[order], torch.bincount(expert, minlength=4)
+        if self.exchange is None:
+            out = self.compute(rows, counts, self.weight, self.bias)
+        else:
+            own = self.exchange.send(rows, counts)
+            weights = (self.exchange.local(weight) for weight in (self.weight, self.bias))
+            out = own.give_back(self.compute(own.rows, own.counts, *weights))
+        return torch.empty_like(x).index_copy(0, order, out)
+
+    def compute(self, rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        expert = torch.arange(len(counts)).repeat_interleave(counts)
+        return torch.einsum("nd,ndh->nh", rows, weight[expert]) + bias[expert]
+
+
+class OfOthers(Trained):
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Flatten(0, 1), Stacked(), nn.Linear(WIDTH, 13))
+        self.model.append(nn.Unflatten(0, (-1, LENGTH))).double()
+
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> None:
+        split_experts(self.model[2], mesh)
+
+
+def train_others(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
+    os.chdir(directory)
+    with OfOthers(config_of(case)) as trainer:
+        trainer.fit()
+        return trainer.norms, everything(trainer)
+
+
+def test_layers_of_others_share_their_experts_by_a_hook(tmp_path: Path) -> None:
+    norms, state = train_others(Case(), str(tmp_path))
+    for found, there in run_world(train_others, 2, Case(2, ep=2), str(tmp_path)):
+        assert found == pytest.approx(norms, rel=1e-10)
+        for name, value in state.items():
+            torch.testing.assert_close(there[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+# -- what is done with the weights
+
+
+def use(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    found = []
+    for case in cases:
+        with Trained(config_of(case, training={"max_steps": 1})) as trainer:
+            trainer.fit()
+            rows = Rows(3)
+            with trainer.gathered(trainer.model):
+                alone = trainer.model(rows.tokens) if trainer.world.is_main else None
+            predicted = trainer.predict(DistributedDataLoader(Rows(5), 2, drop_last=False))
+            trainer.export(f"{case.world_size}-{case.shard}.safetensors", dtype=torch.float64)
+            found.append({"alone": alone, "together": trainer.model(rows.tokens), "predicted": torch.cat(predicted)})
+    return found
+
+
+def test_whole_weights_are_at_hand_on_a_rank_alone_and_in_exports(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (expected,) = use([Case()], str(tmp_path))
+    weights = load_file(tmp_path / "1-1.safetensors")
+    for case, ranks in (
+        (Case(2, ep=2), run_world(use, 2, [Case(2, ep=2)], str(tmp_path))),
+        (Case(4, ep=2, shard=4), run_world(use, 4, [Case(4, ep=2, shard=4)], str(tmp_path))),
+    ):
+        for (result,) in ranks:
+            torch.testing.assert_close(result["together"], expected["together"], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ranks[0][0]["alone"], expected["alone"], rtol=1e-10, atol=1e-10)
+        found = load_file(tmp_path / f"{case.world_size}-{case.shard}.safetensors")
+        torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
+
+
+# -- checkpoints
+
+
+def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
+    os.chdir(directory)
+    results = []
+    for max_steps in steps:
+        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
+        with Trained(
+            config_of(case, experiment, training={"max_steps": max_steps}, checkpoints=checkpoints)
+        ) as trainer:
+            trainer.fit()
+            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": everything(trainer)})
+    return results
+
+
+def test_a_run_on_shared_experts_goes_on_to_the_bit(tmp_path: Path) -> None:
+    case = Case(2, ep=2, accumulation=2, recompute="full")
+    for unbroken, broken, resumed in run_world(stop_and_go_on, 2, case, str(tmp_path)):
+        assert all(torch.equal(broken["state"][name], value) for name, value in resumed["loaded"].items())
+        assert same_bits(resumed["state"], unbroken["state"])
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_experts(tmp_path: Path) -> None:
+    (alone,) = travel(Case(), "alone", str(tmp_path), 8)
+    meshes = [Case(2, ep=2), Case(4, ep=2, shard="auto"), Case(), Case(4, ep=4)]
+    before = None
+    for number, case in enumerate(meshes, start=1):
+        arguments = case, "hops", str(tmp_path), 2 * number
+        ranks = run_world(travel, case.world_size, *arguments) if case.world_size > 1 else [travel(*arguments)]
+        for (rank,) in ranks:
+            assert same_bits(rank["start"], alone["start"])
+            assert before is None or same_bits(rank["loaded"], before)
+        before = ranks[0][0]["state"]
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
