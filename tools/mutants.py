@@ -1215,7 +1215,14 @@ MUTANTS = [
         "dream_trainer/distributed/heartbeat.py",
         "silent + min(slept, 2 * pause) if",
         "silent + slept if",
-        "tests/distributed/test_heartbeat.py",
+        "tests/distributed/test_heartbeat.py -k lock",
+    ),
+    Mutant(
+        "a host that is silent in its setup is taken for lost as in training",
+        "dream_trainer/distributed/heartbeat.py",
+        "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",
+        "1.0",
+        "tests/distributed/test_heartbeat.py -k silent_for_longer",
     ),
     Mutant(
         "a ring's links between hosts are taken for links inside",

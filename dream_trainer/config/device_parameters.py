@@ -65,8 +65,9 @@ class DeviceParameters:
     step_timeout_seconds: float = 600.0
     """Seconds a collective may take after the first step; longer means that a rank is gone."""
     host_timeout_seconds: float | None = 10.0
-    """Seconds of silence after which a host counts as lost and the job ends, where it has several; None: as any lost
-    rank, after a collective's time-out. A shorter silence costs nothing."""
+    """Seconds of silence after which a host counts as lost and the job ends, where it has several, and six times as
+    long until the first step is done; None: as any lost rank, after a collective's time-out. A shorter silence costs
+    nothing."""
     hang_timeout_seconds: float | Literal["auto"] | None = "auto"
     """Seconds without a batch after which a rank ends the job, with every rank's stacks in the run directory; None:
     never. "auto" is 0.9 of `step_timeout_seconds`, so that stacks come before a collective gives up. Until the first

@@ -10,7 +10,8 @@ What the store does not answer within the limit is a lost host too: the one that
 is judged by a second thread, since a call into a store that is gone does not return.
 
 All ranks of a host renew one key, so that a rank whose main thread holds Python's lock for long is not taken for a lost
-host; a process that is stopped (SIGSTOP) is found by its neighbours on the host.
+host; a process that is stopped (SIGSTOP) is found by its neighbours on the host. Until the first step is done all ranks
+of a host may hold it at once, each reading the same annotations, so a host may then be silent for longer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from dream_trainer.distributed.failure import LATER_SECONDS, first_to_fail, tell_failure
 from dream_trainer.distributed.hosts import HostPlace, name_of_host
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 BEATS = 5
 """Beats within the limit."""
 LONGEST_BEAT_SECONDS = 2.0
+LIMITS_OF_A_SETUP = 6.0
+"""How many times the limit a host may be silent until the first step is done."""
 JOIN_SECONDS = 3.0
 
 
@@ -46,12 +49,14 @@ class Heartbeat:
 
     Attributes:
         where: Says where training is, such as "step 12"; called from a thread.
+        is_training: Whether the first step is done.
     """
 
     def __init__(self, store: Store, store_of_main: Store, place: HostPlace, *, limit_seconds: float) -> None:
         self._store, self._store_of_main, self._place = store, store_of_main, place
         self._limit_seconds = limit_seconds
         self.where: Callable[[], str] = lambda: "launch"
+        self.is_training = False
         self._period = min(LONGEST_BEAT_SECONDS, limit_seconds / BEATS)
         self._answered = time.monotonic()
         self._processes: dict[int, int] = {}
@@ -61,10 +66,15 @@ class Heartbeat:
             threading.Thread(target=self._judge, name="heartbeat judge", daemon=True),
         ]
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Begins to beat and to look."""
         for thread in self._threads:
             thread.start()
+        return self
+
+    def is_set_up_for(self, where: Callable[[], str]) -> None:
+        """A trainer begins its setup, and says where it is."""
+        self.where, self.is_training = where, False
 
     def close(self) -> None:
         """Ends it, and tells the others that this host's silence means nothing from now on. Safe to call twice."""
@@ -92,7 +102,7 @@ class Heartbeat:
                 self._answered = now = time.monotonic()
                 if beats != seen or has_left:
                     seen, since = beats, now
-                elif now - since > self._limit_seconds:
+                elif now - since > self._limit_seconds * (1.0 if self.is_training else LIMITS_OF_A_SETUP):
                     self._end_all(self._lost(next_host, now - since))
                 stopped = self._look_at_neighbours(stopped, now)
             except RuntimeError:  # the store went with its rank; whoever talks to that one fails by itself

@@ -284,13 +284,12 @@ class World(Ranks):
         meet_hosts(store, place, self.world_size, timeout_seconds=self._parameters.start_timeout_seconds)
         own_store, limit = self.connect_to_store(), self._parameters.host_timeout_seconds
         if limit is not None and own_store is not None:
-            _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit)
-            _heartbeat.start()
+            _heartbeat = Heartbeat(own_store, store, place, limit_seconds=limit).start()
 
     def tell_where(self, where: Callable[[], str]) -> None:
         """Has the message that names a lost host say where training was; `where` is called from a thread."""
         if _heartbeat is not None:
-            _heartbeat.where = where
+            _heartbeat.is_set_up_for(where)
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(MESH_DIMS, self.mesh_shape, strict=True))
@@ -299,6 +298,8 @@ class World(Ranks):
     def first_step_is_done(self) -> None:
         """Shortens the groups' time-outs: compiling and loading are over, so a late rank is a lost rank."""
         self._set_time_outs(self._parameters.step_timeout_seconds)
+        if _heartbeat is not None:
+            _heartbeat.is_training = True
 
     def _set_time_outs(self, seconds: float) -> None:
         """How long collectives may take from now on, in every group; those of a mesh are made with torch's default."""

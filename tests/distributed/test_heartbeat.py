@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from dream_trainer.compat.stores import TCPStore
@@ -20,17 +22,25 @@ def hold_the_lock(port: int) -> None:
     """A rank whose main thread runs native code that keeps Python's lock, for much longer than the limit."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     stores = [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2)]
-    heartbeat = Heartbeat(stores[0], stores[1], HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT)
-    heartbeat.start()
+    heartbeat = Heartbeat(stores[0], stores[1], HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
     time.sleep(LIMIT / 2)
     ctypes.PyDLL(None).sleep(3)
     time.sleep(LIMIT)
     heartbeat.close()
 
 
+def bear_silence(port: int) -> None:
+    """A rank that hears nothing of the other host, in its setup and then in training."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    stores = [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20)) for _ in range(2)]
+    heartbeat = Heartbeat(stores[0], stores[1], HostPlace(0, 2, 0, range(1), 1), limit_seconds=LIMIT).start()
+    time.sleep(2.5 * LIMIT)
+    heartbeat.is_training = True
+    time.sleep(60)
+
+
 def test_a_rank_that_held_the_lock_for_long_does_not_take_the_store_for_lost() -> None:
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = store_of_the_job()
     ended = threading.Event()
 
     def other_host() -> None:
@@ -40,10 +50,29 @@ def test_a_rank_that_held_the_lock_for_long_does_not_take_the_store_for_lost() -
     thread = threading.Thread(target=other_host)
     thread.start()
     try:
-        rank = SERVER.Process(target=hold_the_lock, args=(port,))
-        rank.start()
-        rank.join(60)
+        assert exit_code(hold_the_lock, store) == 0
     finally:
         ended.set()
         thread.join()
-    assert rank.exitcode == 0
+
+
+def test_a_host_may_be_silent_for_longer_until_the_first_step_is_done() -> None:
+    """All of its ranks may read a large file by native code at once, which keeps Python's lock."""
+    store = store_of_the_job()
+    store.set("1/hosts/1", json.dumps({"name": "b"}))
+    began = time.monotonic()
+    assert exit_code(bear_silence, store) == 1
+    assert time.monotonic() - began > 2.5 * LIMIT
+    assert "host 1 (b) has not been heard of for" in store.get("1/lost").decode()
+
+
+def store_of_the_job() -> TCPStore:
+    return TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def exit_code(target: Callable[[int], None], store: TCPStore) -> int | None:
+    rank = SERVER.Process(target=target, args=(store.port,))
+    rank.start()
+    rank.join(50)
+    rank.kill()
+    return rank.exitcode
