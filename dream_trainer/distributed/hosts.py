@@ -89,7 +89,8 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
 
     Raises:
         ConfigError: Some host would be reached by no other, or did not come in time; the same on every rank.
-        RanksDifferError: The hosts run other versions or other code; the same on every rank.
+        RanksDifferError: The hosts have other numbers of ranks, run other versions or other code; the same on every
+            rank.
     """
     problem = None
     try:
@@ -98,6 +99,7 @@ def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_secon
         problem = str(error)
     if place.is_leader:
         facts = {"name": socket.gethostname(), "problem": problem, "versions": _versions(), "code": _code()}
+        facts["ranks"] = {"the number of its processes": str(len(place.ranks))}
         store.set(_key(place, place.number), json.dumps(facts))
     if place.rank == 0:
         refusal = _missing(store, place, timeout_seconds) or _refusal(store, place)
@@ -141,6 +143,12 @@ def _refusal(store: Store, place: HostPlace) -> ConfigError | RanksDifferError |
     problems = [f"{name}: {host['problem']}" for name, host in zip(names, hosts, strict=True) if host["problem"]]
     if problems:
         return ConfigError("\n".join(problems))
+    ranks = "; ".join(_differences(names, [host["ranks"] for host in hosts]))
+    if ranks:
+        return RanksDifferError(
+            f"not every host of this job has as many ranks, by which it is known which of them share a host: {ranks}. "
+            "Start each with the same --nproc-per-node."
+        )
     versions = "; ".join(_differences(names, [host["versions"] for host in hosts]))
     if versions:
         return RanksDifferError(f"the hosts of this job run other versions: {versions}. Install the same on each.")

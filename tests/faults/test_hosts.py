@@ -218,6 +218,19 @@ def test_hosts_with_other_code_are_refused_on_all_ranks(hosts: Hosts, tmp_path: 
         )
 
 
+def test_hosts_with_other_numbers_of_ranks_are_refused_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    """Else the mesh, workers and local checkpoints of some ranks would take other ranks for those of their host."""
+    environment = [{}, {"LOCAL_WORLD_SIZE": "1"}]
+    mesh = {"dp_replicate": 1, "dp_shard": 4}
+    job = Job(ranks=4, devices=mesh | {"start_timeout_seconds": 30.0})
+    with Attempt(job, tmp_path, hosts=hosts, environment=environment) as attempt:
+        assert attempt.wait(30) == [1] * 4
+    for rank in range(4):
+        error = (attempt.directory / f"rank_{rank}.err").read_text()
+        assert "RanksDifferError: not every host of this job has as many ranks" in error
+        assert "the number of its processes is 2 on host 0 (" in error
+
+
 def test_the_hosts_are_gone_afterwards() -> None:
     with Hosts(2) as hosts:
         assert all(hosts.namespace(host).exists() for host in range(2))
