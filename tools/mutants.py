@@ -1218,6 +1218,13 @@ MUTANTS = [
         "tests/distributed/test_heartbeat.py -k lock",
     ),
     Mutant(
+        "hosts share a directory of local checkpoints",
+        "dream_trainer/checkpoint/local_checkpoints.py",
+        "lambda: self._parts() != [self._part]",
+        "lambda: False",
+        "tests/faults/test_local_checkpoints.py -k share_is_refused",
+    ),
+    Mutant(
         "a host that is silent in its setup is taken for lost as in training",
         "dream_trainer/distributed/heartbeat.py",
         "(1.0 if self.is_training else LIMITS_OF_A_SETUP)",

@@ -32,7 +32,7 @@ from dream_trainer.cleanup import in_a_line
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.outcomes import from_all_ranks, from_main_rank, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import CheckpointError
+from dream_trainer.errors import CheckpointError, ConfigError
 
 LEFT_TO_OTHERS = 1 << 30
 """Bytes of the directory's room that are left free, or a tenth of it where that is less: the workers of loaders share
@@ -126,9 +126,23 @@ class LocalCheckpoints:
             self._follows = manifest_digest(manifest) if is_own else None
 
     def begin(self) -> None:
-        """Training begins: only what it goes on from stays here."""
+        """Training begins: only what it goes on from stays here.
+
+        Raises:
+            ConfigError: Hosts have the same directory, and each would remove what the others keep; on every rank.
+        """
         self._start = from_main_rank(self._world, "begin", lambda: secrets.token_hex(4))
         self._tidy(self._world)
+        task = f"make {self._part}"
+        with suppress(CheckpointError):  # the first save says so
+            on_all_ranks(self._world, task, self._make_part)
+            has_others = from_all_ranks(self._world, task, lambda: self._parts() != [self._part])
+            if any(has_others) and self._host.world_size < self._world.world_size:
+                raise ConfigError(
+                    f"local_directory: several hosts have the same {self._of_user.parent}, and each keeps what is in "
+                    "its own memory, or on a disk of its own. Name such a directory, or leave local_directory=None; "
+                    "what all hosts share is for `directory`."
+                )
 
     # -- in the thread that writes
 
@@ -155,7 +169,7 @@ class LocalCheckpoints:
 
     def _write(self, save: Path, snapshot: Snapshot) -> None:
         size = sum(from_all_ranks(self._host, "measure", lambda: self._bytes(snapshot)))
-        on_all_ranks(self._host, "make room", lambda: self._make_directory(size))
+        on_all_ranks(self._host, "make room", lambda: self._make_room(size))
         job = None if self._host.world_size == self._beside.world_size else self._beside
         write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
 
@@ -166,13 +180,18 @@ class LocalCheckpoints:
         own = [tensor for tensor in snapshot.tensors.values() if self._host.is_main or isinstance(tensor, DTensor)]
         return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
 
-    def _make_directory(self, size: int) -> None:
+    def _make_part(self) -> None:
         if not self._host.is_main:
             return
         self._of_user.parent.mkdir(parents=True, exist_ok=True)
         self._of_user.mkdir(mode=0o700, exist_ok=True)
         self._refuse_strangers()
         self._part.mkdir(parents=True, exist_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        self._make_part()
+        if not self._host.is_main:
+            return
         room = shutil.disk_usage(self._part)
         if room.free < size + min(LEFT_TO_OTHERS, room.total // 10):
             raise CheckpointError(
@@ -193,13 +212,23 @@ class LocalCheckpoints:
         """Removes all that is kept of this run here, but for the save that is whole on all hosts; a collective."""
         world.barrier()  # nobody reads or writes any more
         if self._is_leader:
-            for part in self._run.iterdir() if self._run.is_dir() else ():
-                for save in part.iterdir() if part == self._part else ():
-                    if save != self._kept:
-                        remove_tree(save)
-                if part != self._part:
-                    remove_tree(part)
+            try:
+                self._remove_all_but_kept()
+            except OSError as error:
+                logger.warning("%s could not be tidied: %s", self._run, in_a_line(error))
         world.barrier()
+
+    def _remove_all_but_kept(self) -> None:
+        for part in self._parts():
+            if part != self._part:
+                remove_tree(part)
+        for save in self._part.iterdir() if self._part.is_dir() else ():
+            if save != self._kept:
+                remove_tree(save)
+
+    def _parts(self) -> list[Path]:
+        """Of this run, what lies here for some ranks."""
+        return list(self._run.iterdir()) if self._run.is_dir() else []
 
     @property
     def _is_leader(self) -> bool:

@@ -140,6 +140,14 @@ def test_two_hosts_go_on_from_what_both_have_and_from_the_checkpoint_where_one_h
     assert not any(kept(home / "memory") for home in homes)
 
 
+def test_a_directory_that_hosts_share_is_refused_on_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    """Each would take the others' parts for what is left of an earlier start, and remove them."""
+    with Attempt(job_of(2, tmp_path / "memory", devices=ON_HOSTS), tmp_path, hosts=hosts) as attempt:
+        assert attempt.wait(60) == [1, 1], attempt.report()
+    for rank in range(2):
+        assert f"ConfigError: local_directory: several hosts have the same {tmp_path / 'memory'}" in attempt.error(rank)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}])
 def test_hosts_that_train_on_their_own_go_on_from_the_midst_of_a_round(
