@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from dream_trainer.config.logger_parameters import MLflowParameters as MLflowParameters
     from dream_trainer.config.logger_parameters import TrackioParameters as TrackioParameters
     from dream_trainer.config.logger_parameters import WandbParameters as WandbParameters
+    from dream_trainer.config.pipeline_parallel_parameters import (
+        PipelineParallelConfigMixin as PipelineParallelConfigMixin,
+    )
+    from dream_trainer.config.pipeline_parallel_parameters import (
+        PipelineParallelParameters as PipelineParallelParameters,
+    )
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin as TensorParallelConfigMixin
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelParameters as TensorParallelParameters
     from dream_trainer.config.trainer_config import BaseTrainerConfig as BaseTrainerConfig
@@ -80,6 +86,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
+    from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin as PipelineParallelMixin
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
     from dream_trainer.weights.adapters import load_adapters as load_adapters
@@ -130,6 +137,9 @@ else:
             "LoggerParameters": "config.logger_parameters",
             "OptimizerParameters": "optim.optimizer_parameters",
             "ScheduleParameters": "optim.learning_rates",
+            "PipelineParallelConfigMixin": "config.pipeline_parallel_parameters",
+            "PipelineParallelMixin": "trainer.mixins.pipeline_parallel",
+            "PipelineParallelParameters": "config.pipeline_parallel_parameters",
             "SetupConfigMixin": "config.device_parameters",
             "SetupMixin": "trainer.mixins.setup",
             "TensorParallelConfigMixin": "config.tensor_parallel_parameters",

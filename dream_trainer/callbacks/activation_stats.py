@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -51,6 +51,8 @@ class ActivationStats(LoggingCallback):
     Raises:
         ConfigError: A value does not work; when setup ends, also if an expression is found in no name.
     """
+
+    needs_whole_models: ClassVar[bool] = True
 
     def __init__(
         self, every_n_steps: int = 100, *, modules: Sequence[str] | None = None, name: str = "activations"

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -96,6 +96,8 @@ class NonFiniteReport(Callback):
     Raises:
         ConfigError: A value does not work.
     """
+
+    needs_whole_models: ClassVar[bool] = True
 
     def __init__(self, *, every_step: bool = False, max_reports: int = 10) -> None:
         check_boolean("every_step", every_step)

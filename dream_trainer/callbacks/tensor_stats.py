@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -48,6 +48,8 @@ class TensorStats(LoggingCallback):
     Raises:
         ConfigError: A number does not work.
     """
+
+    needs_whole_models: ClassVar[bool] = True
 
     def __init__(self, every_n_steps: int, *, name: str, depth: int | None, histograms: bool) -> None:
         super().__init__(name)

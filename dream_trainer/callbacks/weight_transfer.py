@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -43,6 +43,8 @@ class WeightTransfer(Callback):
         ConfigError: A value cannot work; when setup ends, also if a model is not there, no optimizer trains the source,
             or the two do not match.
     """
+
+    needs_whole_models: ClassVar[bool] = True
 
     def __init__(
         self,

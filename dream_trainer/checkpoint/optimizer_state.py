@@ -8,7 +8,7 @@ metadata.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,35 @@ def _refuse(differing: set[str]) -> None:
             f"{', '.join(sorted(differing)[:20])}: plain tensors that differ from rank 0's, though their parameters "
             "are sharded; one rank's would be kept for all. Make them DTensors with the parameter's placement."
         )
+
+
+def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer's values of what the stages of a pipeline have: the second results of `optimizer_state` by rank.
+
+    Raises:
+        CheckpointError: The stages have different numbers of parameter groups; the same on every rank.
+    """
+    counts = {len(of_rank["groups"]) for of_rank in values}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"the stages of the pipeline have {sorted(counts)} parameter groups in one optimizer. Make the same groups "
+            "on each, an empty one where a stage has no such parameters."
+        )
+    groups = [dict(group) for group in values[0]["groups"]]
+    for number, group in enumerate(groups):
+        names = (name for of_rank in values for name in of_rank["groups"][number]["parameters"])
+        group["parameters"] = list(dict.fromkeys(names))
+    state = {name: of for of_rank in values for name, of in of_rank["state"].items()}
+    return {"class": values[0]["class"], "groups": groups, "state": state}
+
+
+def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What of an optimizer's values belongs to the parameters `names`; the rest is other stages'."""
+    groups = [
+        group | {"parameters": [name for name in group["parameters"] if name in names]} for group in values["groups"]
+    ]
+    state = {name: of for name, of in values["state"].items() if name in names}
+    return {**values, "groups": groups, "state": state}
 
 
 def prepare_optimizer_state(

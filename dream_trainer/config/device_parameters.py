@@ -38,6 +38,9 @@ class DeviceParameters:
     """Whether replicas' gradients begin to cross ranks while the backward that computes them still runs, and not in
     `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
     one `backward` per micro-batch and set of optimizers. Shards are always reduced in backward."""
+    pipeline_parallel: int = 1
+    """Groups of ranks that each hold some of the model's layers and hand micro-batches on (PipelineParallelMixin); they
+    see the same data."""
     dp_replicate: int | Literal["auto"] = "auto"
     """Copies of the model, each on its own data; "auto" takes the ranks that sharding leaves; where both are "auto",
     one for each host."""
@@ -90,6 +93,8 @@ class DeviceParameters:
                 check_integer(name, value, minimum=1, hint=' "auto" takes the ranks that are left.')
         check_integer("tensor_parallel", self.tensor_parallel, minimum=1)
         check_integer("context_parallel", self.context_parallel, minimum=1)
+        check_integer("pipeline_parallel", self.pipeline_parallel, minimum=1)
+        self._refuse_beside_a_pipeline()
         if self.compile and self.context_parallel > 1:
             raise ConfigError(
                 f"compile=True with context_parallel={self.context_parallel}: compiled blocks do not see that their "
@@ -123,6 +128,24 @@ class DeviceParameters:
             if is_asked:
                 raise ConfigError(
                     f"{field} with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
+                )
+
+    def _refuse_beside_a_pipeline(self) -> None:
+        if self.pipeline_parallel == 1:
+            return
+        asked = {
+            f"context_parallel={self.context_parallel}": self.context_parallel > 1,
+            f"tensor_parallel={self.tensor_parallel}": self.tensor_parallel > 1,
+            f"expert_parallel={self.expert_parallel}": self.expert_parallel > 1,
+            "compile=True": self.compile,
+            "cpu_offload=True": self.cpu_offload,
+            "overlap_reduce=True": self.overlap_reduce,
+            f'precision="{self.precision}"': self.precision in ("bf16", "fp16"),
+        }
+        for field, is_asked in asked.items():
+            if is_asked:
+                raise ConfigError(
+                    f"{field} with pipeline_parallel={self.pipeline_parallel} is not there yet. Use one of the two."
                 )
 
     @classmethod
@@ -176,7 +199,12 @@ def resolve_mesh(
     Raises:
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
-    tensor, context = parameters.tensor_parallel, parameters.context_parallel
+    pipeline, tensor, context = parameters.pipeline_parallel, parameters.tensor_parallel, parameters.context_parallel
+    if world_size % pipeline != 0:
+        raise ConfigError(
+            f"pipeline_parallel={pipeline} does not divide world_size={world_size}. Use "
+            f"{spell(divisors(world_size))}, or start another number of processes."
+        )
     if world_size % tensor != 0:
         raise ConfigError(
             f"tensor_parallel={tensor} does not divide world_size={world_size}. Use "
@@ -188,7 +216,7 @@ def resolve_mesh(
             f"context_parallel={context} does not divide world_size={world_size}{left}. Use "
             f"{spell(divisors(world_size // tensor))}, or start another number of processes."
         )
-    data_ranks = world_size // (tensor * context)
+    data_ranks = world_size // (pipeline * tensor * context)
     replicate, shard = _data_parallel(parameters, world_size, shard_by_default, ranks_per_host or world_size)
     if shard > 1 and not shard_by_default:
         raise ConfigError(
@@ -197,13 +225,13 @@ def resolve_mesh(
             f'Add FSDPMixin to the trainer\'s bases, or use dp_replicate="auto", dp_shard=1.'
         )
     if replicate * shard != data_ranks:
-        shares = tensor > 1 or context > 1
+        shares = pipeline > 1 or tensor > 1 or context > 1
         left = f"{data_ranks} are left for data parallelism" if shares else "that is to be their product"
         raise ConfigError(
             f"dp_replicate={replicate} x dp_shard={shard} makes {replicate * shard} ranks, but world_size={world_size} "
-            f"(pp=1, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
+            f"(pp={pipeline}, cp={context}, tp={tensor}): {left}. {_what_fits(data_ranks, shard_by_default)}"
         )
-    mesh = MeshShape(pp=1, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
+    mesh = MeshShape(pp=pipeline, dp_replicate=replicate, dp_shard=shard, cp=context, tp=tensor)
     _refuse_uneven_experts(parameters, parameter_shape(parameters, mesh, shard_by_default))
     return mesh
 
@@ -247,10 +275,16 @@ def refuse_split_copies(shape: MeshShape, workers: int) -> None:
     """Refuses groups of ranks that step on their own (LocalSGDMixin) where they would not hold whole copies.
 
     Raises:
-        ConfigError: The replicas cannot be divided into so many groups, or a group would have several sharded copies.
+        ConfigError: The replicas cannot be divided into so many groups, or a group would have several sharded copies,
+            or a pipeline.
     """
     if workers == 1:
         return
+    if shape.pp > 1:
+        raise ConfigError(
+            f"workers={workers} with pipeline_parallel={shape.pp} is not there yet: a worker would be a pipeline. Use "
+            "one of the two."
+        )
     if shape.dp_replicate % workers != 0:
         raise ConfigError(
             f"workers={workers} does not divide the dp_replicate={shape.dp_replicate} copies of the model. Use "
@@ -268,6 +302,7 @@ def _data_parallel(
 ) -> tuple[int, int]:
     """`(dp_replicate, dp_shard)` with "auto" filled in."""
     same_samples = parameters.tensor_parallel * parameters.context_parallel
+    world_size //= parameters.pipeline_parallel  # each stage has as many
     match parameters.dp_replicate, parameters.dp_shard:
         case "auto", "auto" if shard_by_default and world_size % ranks_per_host == ranks_per_host % same_samples == 0:
             return world_size // ranks_per_host, ranks_per_host // same_samples
@@ -284,11 +319,13 @@ def _data_parallel(
 def _left_over(name: str, size: int, other: str, world_size: int, parameters: DeviceParameters) -> int:
     """Ranks that `other` gets when `name` takes `size`."""
     context, tensor = parameters.context_parallel, parameters.tensor_parallel
+    pipeline = parameters.pipeline_parallel
     data_ranks = world_size // (context * tensor)
     if data_ranks % size != 0:
         raise ConfigError(
-            f'{name}={size} does not divide world_size={world_size} (pp=1, {other}="auto", cp={context}, tp={tensor} '
-            f'leave {data_ranks}). Use {name}="auto", or {spell(divisors(data_ranks))}.'
+            f'{name}={size} does not divide world_size={world_size * pipeline} (pp={pipeline}, {other}="auto", '
+            f"cp={context}, tp={tensor} leave {data_ranks}). "
+            f'Use {name}="auto", or {spell(divisors(data_ranks))}.'
         )
     return data_ranks // size
 

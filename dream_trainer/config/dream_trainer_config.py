@@ -12,6 +12,7 @@ from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
 from dream_trainer.config.logger_parameters import LoggerConfigMixin
+from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin
 from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 
@@ -21,6 +22,7 @@ class DreamTrainerConfig(
     BaseTrainerConfig,
     SetupConfigMixin,
     FSDPConfigMixin,
+    PipelineParallelConfigMixin,
     ContextParallelConfigMixin,
     TensorParallelConfigMixin,
     ActivationCheckpointingConfigMixin,

@@ -27,6 +27,7 @@ class Ranks:
         cpu_group: Process group over all of them that nothing else uses meanwhile; None at world size 1.
         data_copies: How many neighbouring ranks see the same data (tp).
         sample_copies: How many see the same samples, or parts of them (cp x tp).
+        stages: Into how many groups of neighbouring ranks they fall that see the same data (pp).
 
     Attributes:
         rank: This rank, 0-based.
@@ -34,6 +35,7 @@ class Ranks:
         cpu_group: Process group for agreement beside the step path; None at world size 1.
         data_copies: How many neighbouring ranks see the same data (tp).
         sample_copies: How many see the same samples, or parts of them (cp x tp).
+        stages: Into how many groups of neighbouring ranks they fall that see the same data (pp).
         forbidden: While set, collectives raise and name it: code that runs on one rank only.
     """
 
@@ -45,12 +47,14 @@ class Ranks:
         *,
         data_copies: int = 1,
         sample_copies: int = 1,
+        stages: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.cpu_group = cpu_group
         self.data_copies = data_copies
         self.sample_copies = sample_copies
+        self.stages = stages
         self.forbidden: str | None = None
 
     @classmethod
@@ -74,13 +78,18 @@ class Ranks:
 
     @property
     def counts_data(self) -> bool:
-        """Whether this rank is the first of those that see the same data, so that each token is counted once."""
-        return self.rank % self.data_copies == 0
+        """Whether this rank is the one of those that see the same data by which each token is counted once."""
+        return self.rank % self.data_copies == 0 and self._is_of_last_stages
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank is the first of those that see parts of the same samples, so that each is counted once."""
-        return self.rank % self.sample_copies == 0
+        """Whether this rank is the one of those that see parts of the same samples by which each is counted once."""
+        return self.rank % self.sample_copies == 0 and self._is_of_last_stages
+
+    @property
+    def _is_of_last_stages(self) -> bool:
+        """They have the outputs, and so what a loss function logs."""
+        return self.rank >= self.world_size - self.world_size // self.stages
 
     def barrier(self) -> None:
         """Waits until every rank has come here."""

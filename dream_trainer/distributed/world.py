@@ -26,6 +26,7 @@ from dream_trainer.distributed.gather import refuse_what_has_no_rows, rows_of_al
 from dream_trainer.distributed.heartbeat import Heartbeat
 from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_hosts
 from dream_trainer.distributed.lost_ranks import announce
+from dream_trainer.distributed.rank_groups import make_groups
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError
 
@@ -135,7 +136,7 @@ class World(Ranks):
         place = place_among_hosts(_launches)
         self._ranks_per_host = world_size if place is None else len(place.ranks)
         self.workers = (1 if place is None else place.n_hosts) if workers == "hosts" else workers
-        self.step_size = ranks_per_worker(world_size, self.workers)
+        self.step_size = ranks_per_worker(world_size, self.workers) // parameters.pipeline_parallel
         self.mesh_shape: MeshShape = resolve_mesh(
             parameters,
             world_size,
@@ -144,9 +145,9 @@ class World(Ranks):
         )
         self.parameter_shape = parameter_shape(parameters, self.mesh_shape, shard_by_default)
         refuse_split_copies(self.mesh_shape, self.workers)
-        self.worker = rank // self.step_size
-        cp, tp = self.mesh_shape.cp, self.mesh_shape.tp
-        super().__init__(rank, world_size, None, data_copies=tp, sample_copies=cp * tp)
+        self.worker = rank // self.step_size if self.workers > 1 else 0
+        pp, *_, cp, tp = self.mesh_shape
+        super().__init__(rank, world_size, None, data_copies=tp, sample_copies=cp * tp, stages=pp)
         self.device = choose_device(parameters.device, self.local_rank)
         self.mesh: DeviceMesh | None = None
         self.parameter_mesh: DeviceMesh | None = None
@@ -159,8 +160,8 @@ class World(Ranks):
         if self.world_size > 1:
             self._join()
         self.dp_size = self.mesh_shape.dp_replicate * self.mesh_shape.dp_shard
-        self.data_group = self._new_data_group()
-        self.step_group, self.across_workers = self._new_worker_groups()
+        groups = make_groups(self.world_size, self.mesh_shape, self.workers)
+        self.data_group, self.step_group, self.across_workers = groups
         self._set_time_outs(parameters.start_timeout_seconds)
         self.dp_rank = self.rank // self.sample_copies % self.dp_size
         self.data_size = self.dp_size * cp
@@ -178,26 +179,6 @@ class World(Ranks):
             )
         return torch.device("cpu")
 
-    def _new_data_group(self) -> dist.ProcessGroup | None:
-        same_data = self.data_copies
-        if same_data == 1:
-            return None
-        import torch.distributed as dist
-
-        groups = [list(range(first, self.world_size, same_data)) for first in range(same_data)]
-        group, _ = dist.new_subgroups_by_enumeration(groups)
-        return cast("dist.ProcessGroup", group)
-
-    def _new_worker_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        if self.workers == 1:
-            return None, None
-        import torch.distributed as dist
-
-        size, ranks = self.step_size, list(range(self.world_size))
-        within, _ = dist.new_subgroups_by_enumeration([ranks[n : n + size] for n in range(0, self.world_size, size)])
-        across, _ = dist.new_subgroups_by_enumeration([ranks[n::size] for n in range(size)])
-        return cast("dist.ProcessGroup", within), cast("dist.ProcessGroup", across)
-
     def averaging_group(self) -> dist.ProcessGroup | None:
         """Ranks over which gradients of plain parameters are averaged, and so equal bit for bit; None if there are no
         others."""
@@ -206,6 +187,10 @@ class World(Ranks):
         import torch.distributed as dist
 
         return self.step_group or self.data_group or dist.group.WORLD
+
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages of this one's model, in order; None without a pipeline."""
+        return None if self.mesh is None or self.stages == 1 else self.mesh["pp"].get_group()
 
     def all_gather_with_gradient(self, values: Tensor) -> Tensor:
         """The rows of all data-parallel ranks, with gradients: for losses that compare samples, as contrastive ones do.
@@ -223,9 +208,14 @@ class World(Ranks):
         Raises:
             ValueError: `values` has no rows to gather: it is 0-dim, or a DTensor.
             RanksDifferError: Other sizes than n, or dtypes, differ.
-            ConfigError: Groups of ranks step on their own, or share sequences.
+            ConfigError: Groups of ranks step on their own, share sequences, or hold the stages of a pipeline.
         """
         self.refuse_if_forbidden()
+        if self.stages > 1:
+            raise ConfigError(
+                f"all_gather_with_gradient speaks to all ranks, and of pipeline_parallel={self.stages} only the last "
+                "stages compute a loss. Use pipeline_parallel=1 with losses that compare samples."
+            )
         if self.mesh_shape.cp > 1:
             raise ConfigError(
                 f"all_gather_with_gradient gathers the rows of samples, of which each of context_parallel="
@@ -360,7 +350,7 @@ class World(Ranks):
         import torch.distributed as dist
 
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._parameters.start_timeout_seconds))
-        copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies}
+        copies = {"data_copies": self.data_copies, "sample_copies": self.sample_copies, "stages": self.stages}
         return Ranks(self.rank, self.world_size, cast("dist.ProcessGroup", group), **copies)
 
     def leave_lost_job(self) -> None:

@@ -32,10 +32,12 @@ class Callback:
         order: Lower runs earlier among callbacks. Default 0.
         main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
             other ranks would never join them.
+        needs_whole_models: It looks at all layers of the models, of which a rank of a pipeline has some; refused there.
     """
 
     order: int = 0
     main_process_only: ClassVar[bool] = False
+    needs_whole_models: ClassVar[bool] = False
 
     def state_dict(self) -> dict[str, Any]:
         """What the callback needs back after a resume: numbers, strings, containers of them. Default: nothing."""

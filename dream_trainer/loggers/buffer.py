@@ -232,12 +232,12 @@ class MetricBuffer:
         for name, (_, total) in landed.items():
             self._columns[name].total = total
         local_totals = {name: [reduce, *total] for name, (reduce, total) in _counted(landed, world).items()}
-        return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies}
+        return {"ranks": world.all_gather_object(local_totals), "copies": world.data_copies * world.stages}
 
     def load_state_dict(self, state: dict[str, Any], world: Ranks) -> None:
         """Puts back what `state_dict` gave. Where the ranks share data in another way, rank 0 holds it all."""
         ranks = state["ranks"]
-        if len(ranks) == world.world_size and state.get("copies") == world.data_copies:
+        if len(ranks) == world.world_size and state.get("copies") == world.data_copies * world.stages:
             ranks = [ranks[world.rank]]
         elif not world.is_main:
             ranks = []

@@ -60,6 +60,7 @@ class Agreement:
         world = self._trainer.world
         self._pulse = Pulse(world)
         self._is_alone, self._is_main, self._counts_samples = world.world_size == 1, world.is_main, world.counts_samples
+        self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
 
@@ -101,7 +102,7 @@ class Agreement:
                 self._due_callbacks() if self._timed and self._is_main else 0,
                 samples,
                 tokens,
-                (order := trainer._parallel.gradients.order),
+                (order := trainer._parallel.gradients.order if self._is_one_stage else 0),
                 order * order,
             )
         )
@@ -174,8 +175,9 @@ class Agreement:
             StepError: They did not, so gathered parameters and reduced gradients were mixed up.
         """
         if self._trainer.world.parameter_shape.dp_shard > 1:
-            orders = self._trainer.world.all_gather(torch.tensor([self._trainer._parallel.gradients.order]))
-            if (orders != orders[0]).any():
+            world = self._trainer.world
+            orders = world.all_gather(torch.tensor([self._trainer._parallel.gradients.order])).view(world.stages, -1)
+            if (orders != orders[:, :1]).any():
                 self._refuse_unlike_order()
 
     def _refuse_unlike_order(self) -> NoReturn:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch.nn as nn
@@ -127,19 +127,6 @@ class BaseTrainer(AbstractTrainer):
         if not self._session.is_ready:
             raise StepError("backward() was called outside of training. Call it in training_step, under fit().")
         self._accumulation.backward(loss, weight, model)
-
-    def forward_backward(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        loss_fn: Callable[[Any], Tensor],
-        *,
-        weight: Tensor | float | None = None,
-    ) -> Tensor:
-        """`loss = loss_fn(model(*inputs))`, then `backward(loss, weight=weight, model=model)`; returns the loss."""
-        loss = loss_fn(model(*inputs))
-        self.backward(loss, weight=weight, model=model)
-        return loss
 
     def step(
         self,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dream_trainer.checkpoint.saving import Saving
 from dream_trainer.config.checkpoint_parameters import Mode
@@ -28,6 +29,8 @@ class Cooperation:
 
     _notify: Callable[..., None]
     warn_once: Callable[[str, str], None]
+    training: bool
+    backward: Callable[..., None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
     # How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch.
@@ -107,6 +110,41 @@ class Cooperation:
 
     def _close(self) -> None:
         """Releases what the mixins opened."""
+
+    # -- what training code calls, and PipelineParallelMixin does in another way
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
+    ) -> Tensor:
+        """The loss of a batch, and its gradients: `loss = loss_fn(model(*inputs), targets)`, then `backward(loss)`.
+
+        With a pipeline (PipelineParallelMixin) a batch's micro-batches go through its stages there and back, and the
+        same `training_step` serves both. In a validation, or under `torch.no_grad()`, it is the loss alone.
+
+        Args:
+            model: Called with `inputs`.
+            inputs: Positional arguments; with a pipeline every tensor in them is cut along its first dimension.
+            targets: What else the loss needs; cut alike.
+            loss_fn: Gives the mean loss, a scalar, of outputs and targets.
+            weight: Over how many tokens or samples that is the mean, as `backward` takes it: a number, or a function of
+                targets, which a pipeline asks for each micro-batch and needs.
+
+        Returns:
+            The loss of the whole batch.
+
+        Raises:
+            StepError: As `backward` does; or a pipeline cannot do what is asked for.
+        """
+        loss = loss_fn(model(*inputs), targets)
+        if self.training and torch.is_grad_enabled():
+            self.backward(loss, weight=weight(targets) if callable(weight) else weight, model=model)
+        return loss
 
     # -- what training code calls, and LoggerMixin does
 

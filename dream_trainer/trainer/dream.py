@@ -16,6 +16,7 @@ from dream_trainer.trainer.mixins.evaluation import EvalMixin
 from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
 from dream_trainer.trainer.mixins.fsdp import FSDPMixin
 from dream_trainer.trainer.mixins.logger import LoggerMixin
+from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
 from dream_trainer.trainer.mixins.setup import SetupMixin
 from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin
 
@@ -24,6 +25,7 @@ class DreamTrainer(
     BaseTrainer,
     SetupMixin,
     FSDPMixin,
+    PipelineParallelMixin,
     ContextParallelMixin,
     ExpertParallelMixin,
     TensorParallelMixin,

@@ -67,6 +67,8 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
         case "cp":
             of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {_size(_here(trained))}"
             return f"keys and values of each attention, and their gradients; {of_parameters}, as between other ranks"
+        case "pp":
+            return "what each stage gives of each micro-batch, and its gradients; the loss"
         case _:
             return "activations and their gradients, in each split layer"
 

@@ -161,7 +161,8 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
         facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             prefix = f"optimizer {name!r}, group {index}"
-            facts[f"{prefix}: parameters"] = len(group["params"])
+            if trainer.world.stages == 1:
+                facts[f"{prefix}: parameters"] = len(group["params"])
             for key, value in group.items():
                 if key not in _NOT_OPTIONS:
                     facts |= plain_facts(f"{prefix}: {key}", _number(value))

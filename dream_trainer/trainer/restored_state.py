@@ -19,10 +19,11 @@ from dream_trainer.checkpoint.metric_state import load_metric_state
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
     load_rank_buffers,
+    model_extra_state,
     model_tensors,
     parameter_fqns,
 )
-from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, prepare_optimizer_state
+from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, of_one_stage, prepare_optimizer_state
 from dream_trainer.checkpoint.random_state import set_random_state
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
@@ -85,7 +86,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
         with_options = branch.optimizer == "keep"
         for name, optimizer in optimizers.items():
             name = kept_name(name, world.worker if workers > 1 else 0)
-            tensors |= prepare_optimizer_state(name, optimizer, fqns, saved[name], metadata, with_options=with_options)
+            values = saved[name] if world.stages == 1 else of_one_stage(saved[name], set(fqns.values()))
+            tensors |= prepare_optimizer_state(name, optimizer, fqns, values, metadata, with_options=with_options)
         for _, prefix, callback in numbered(trainer.callbacks):
             callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
             if any(name in metadata for name in callback_tensors):
@@ -136,7 +138,11 @@ def _restore_shared(
     trainer.progress.load_state_dict(_progress(shared["progress"], branch))
     if branch.optimizer != "new":
         trainer._accumulation.load_loss_scale_state(shared.get("loss_scale"))
-    load_model_extra_state(trainer.named_models(), shared["extra_state"])
+    extra_state = shared["extra_state"]
+    if trainer.world.stages > 1:
+        own = model_extra_state(trainer.named_models())
+        extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
+    load_model_extra_state(trainer.named_models(), extra_state)
     restore_rates(trainer, shared, branch)
     restore_callbacks(trainer, shared["callbacks"], names, begins)
     if branch.counters == "keep":

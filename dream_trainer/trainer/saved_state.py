@@ -26,7 +26,7 @@ from dream_trainer.checkpoint.model_state import (
     parameter_fqns,
     rank_buffers,
 )
-from dream_trainer.checkpoint.optimizer_state import optimizer_state
+from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
 from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.serialize import to_dict
@@ -68,6 +68,7 @@ def snapshot(
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
+    extra_state = _extra_state(trainer)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
@@ -78,7 +79,7 @@ def snapshot(
             "workers": world.workers,
             "optimizers": optimizers,
             "mixins": mixins,
-            "extra_state": model_extra_state(models),
+            "extra_state": extra_state,
             "left_out": left_out,
             "model_configs": model_configs(models),
             "adapters": {name: asdict(a) for name, model in models.items() if (a := adapters_of(model)) is not None},
@@ -134,6 +135,9 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
         name = kept_name(name, trainer.world.worker)
         state_tensors, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
         tensors |= state_tensors
+    if trainer.world.stages > 1:
+        of_ranks = trainer.world.all_gather_object(optimizers)
+        optimizers = {name: of_all_stages([of_rank[name] for of_rank in of_ranks]) for name in optimizers}
     if trainer.world.workers > 1:
         optimizers = {
             name: values for one in trainer.world.all_gather_object(optimizers) for name, values in one.items()
@@ -141,6 +145,15 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
     for _, prefix, callback in numbered(trainer.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
     return tensors, optimizers
+
+
+def _extra_state(trainer: AbstractTrainer) -> dict[str, dict[str, Any]]:
+    """That of all stages' modules; a collective where there are several."""
+    extra_state = model_extra_state(trainer.named_models())
+    if trainer.world.stages == 1:
+        return extra_state
+    of_ranks = trainer.world.all_gather_object(extra_state)
+    return {name: {fqn: v for of_rank in of_ranks for fqn, v in of_rank[name].items()} for name in extra_state}
 
 
 def kept_name(optimizer: str, worker: int) -> str:

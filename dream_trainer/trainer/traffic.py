@@ -40,9 +40,9 @@ class Traffic:
 
 def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, with split layers or
-    sequences, or shared experts, where it depends on the tokens."""
+    sequences, stages, or shared experts, where it depends on the tokens."""
     world = trainer._world
-    if world is None or world.mesh is None or world.sample_copies > 1 or not trainer.named_models():
+    if world is None or world.mesh is None or world.sample_copies * world.stages > 1 or not trainer.named_models():
         return None
     if trainer.config.device_parameters.expert_parallel > 1:
         return None

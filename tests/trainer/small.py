@@ -70,6 +70,7 @@ class Config(
     dt.BaseTrainerConfig,
     dt.SetupConfigMixin,
     dt.FSDPConfigMixin,
+    dt.PipelineParallelConfigMixin,
     dt.ContextParallelConfigMixin,
     dt.TensorParallelConfigMixin,
     dt.ActivationCheckpointingConfigMixin,

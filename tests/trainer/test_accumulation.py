@@ -310,15 +310,16 @@ def test_each_of_several_weighted_steps_of_a_model_in_one_window_has_its_own_tot
     assert_same_weights(weights(trainer.model), model)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_forward_backward_is_forward_and_backward(weighted: bool) -> None:
+@pytest.mark.parametrize("weighted", [False, True, "by a function"])
+def test_forward_backward_is_forward_and_backward(weighted: bool | str) -> None:
     returned: list[tuple[float, float]] = []
 
     def step(trainer: Alone, batch: Batch, batch_idx: int) -> None:
         x, y, _ = batch
         expected = mse_loss(trainer.model(x), y).item()
         weight = batch_idx % 3 + 1 if weighted else None
-        loss = trainer.forward_backward(trainer.model, (x,), lambda out: mse_loss(out, y), weight=weight)
+        given = (lambda targets: len(targets) // len(y) * weight) if weighted == "by a function" else weight
+        loss = trainer.forward_backward(trainer.model, (x,), y, mse_loss, weight=given)
         returned.append((loss.item(), expected))
         finish(trainer)
 

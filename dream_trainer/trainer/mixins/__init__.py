@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from dream_trainer.config.logger_parameters import MLflowParameters as MLflowParameters
     from dream_trainer.config.logger_parameters import TrackioParameters as TrackioParameters
     from dream_trainer.config.logger_parameters import WandbParameters as WandbParameters
+    from dream_trainer.config.pipeline_parallel_parameters import (
+        PipelineParallelConfigMixin as PipelineParallelConfigMixin,
+    )
+    from dream_trainer.config.pipeline_parallel_parameters import (
+        PipelineParallelParameters as PipelineParallelParameters,
+    )
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelConfigMixin as TensorParallelConfigMixin
     from dream_trainer.config.tensor_parallel_parameters import TensorParallelParameters as TensorParallelParameters
     from dream_trainer.trainer.mixins.activation_checkpointing import (
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
+    from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin as PipelineParallelMixin
     from dream_trainer.trainer.mixins.setup import SetupMixin as SetupMixin
     from dream_trainer.trainer.mixins.tensor_parallel import TensorParallelMixin as TensorParallelMixin
 else:
@@ -77,6 +84,9 @@ else:
             "LocalSGDMixin": "trainer.mixins.local_sgd",
             "LocalSGDParameters": "config.local_sgd_parameters",
             "LoggerParameters": "config.logger_parameters",
+            "PipelineParallelConfigMixin": "config.pipeline_parallel_parameters",
+            "PipelineParallelMixin": "trainer.mixins.pipeline_parallel",
+            "PipelineParallelParameters": "config.pipeline_parallel_parameters",
             "SetupConfigMixin": "config.device_parameters",
             "SetupMixin": "trainer.mixins.setup",
             "TensorParallelConfigMixin": "config.tensor_parallel_parameters",

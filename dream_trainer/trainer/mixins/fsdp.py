@@ -24,7 +24,8 @@ class FSDPMixin(AbstractTrainer):
     def apply_fully_shard(self, config: dict[str, Any]) -> None:
         """Wraps each block of every model with parameters, then the model, in `fully_shard`; frozen models too.
 
-        The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default.
+        The root keeps its own parameters gathered between forward and backward, as `fully_shard` does by default; with
+        a pipeline, blocks keep theirs too, through all micro-batches of a batch.
 
         Args:
             config: Keyword arguments of `fully_shard`: the mesh, and the policies of precision and offload if
@@ -32,5 +33,9 @@ class FSDPMixin(AbstractTrainer):
         """
         super().apply_fully_shard(config)
         blocks = config | {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward}
+        if self.config.device_parameters.pipeline_parallel > 1:
+            # Gathered once for all micro-batches of a batch; given back between them, some schedules' gradients are
+            # wrong without an error.
+            blocks = config = config | {"reshard_after_forward": False}
         for model in self._parameterised_models():
             shard_by_blocks(model, self.model_blocks(model), blocks, config)

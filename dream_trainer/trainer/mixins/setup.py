@@ -206,6 +206,11 @@ def _make_real_weights_equal(trainer: SetupMixin) -> None:
         )
 
 
+def _apply_pipeline_parallel(trainer: SetupMixin) -> None:
+    if trainer.world.stages > 1:
+        trainer.apply_pipeline_parallel(_mesh(trainer)["pp"])
+
+
 def _apply_tensor_parallel(trainer: SetupMixin) -> None:
     ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
     if ranks == 1:
@@ -363,8 +368,13 @@ CONFIGURE: tuple[SetupStage, ...] = (
 )
 SETUP: tuple[SetupStage, ...] = (
     SetupStage(
+        "pipeline parallel",
+        "first of what changes modules: what other ranks hold is gone before anything is done to it",
+        _apply_pipeline_parallel,
+    ),
+    SetupStage(
         "tensor parallel",
-        "first of what changes modules: it names layers as the model's author did",
+        "before what wraps modules: it names layers as the model's author did",
         _apply_tensor_parallel,
     ),
     SetupStage(

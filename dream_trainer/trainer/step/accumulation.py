@@ -7,6 +7,7 @@ counts are exact: derivation and measured error are in docs/measurements.md#exac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.nn as nn
@@ -50,7 +51,7 @@ class Accumulation:
         devices = trainer.config.device_parameters
         self.loss_scale = LossScale(trainer.world.parameter_device) if devices.precision == "fp16" else None
         self._backward_context = without_autocast(devices, self._world.device)
-        self._context_ranks = trainer.world.mesh_shape.cp
+        self._context_ranks, self._stages = trainer.world.mesh_shape.cp, trainer.world.stages
         self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
         self.losses: list[Tensor] | None = None
@@ -116,8 +117,8 @@ class Accumulation:
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
         """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
-        if not self.is_open:
-            raise StepError("backward() was called between two windows, where its gradients would leak into the next.")
+        if not self.is_open or self._stages > 1:
+            self._refuse_backward()
         if loss is None:
             self._skip_batch()
             return
@@ -125,6 +126,44 @@ class Accumulation:
             _refuse_loss(loss)
         if self.losses is not None:
             self.losses.append(loss.detach())
+        self._count(weight, model)
+        if weight is not None:
+            loss = loss * weight
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
+        self.turns.before_backward()
+        for averaging in self._averagings:
+            averaging.before_backward()
+        for group in self._local_gradients.graphs:
+            group.hold()
+        if self._backward_context is None:
+            loss.backward()
+        else:
+            with self._backward_context:
+                loss.backward()
+        self.turns.after_backward()
+
+    def run_pipeline(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
+        """Accumulates the gradients that `run` gives, which are those of the loss that it returns times `weight`."""
+        if not self.is_open:
+            self._refuse_backward()
+        if self._batch_backwards > 0:
+            raise StepError(
+                f"forward_backward() was called twice for one batch, under pipeline_parallel={self._stages}, whose "
+                "schedule runs once for each. Add the losses up in one loss_fn, or set pipeline_parallel=1."
+            )
+        self._count(weight, model)
+        self.turns.before_backward()
+        for averaging in self._averagings:
+            averaging.before_backward()
+        loss = run()
+        if self.losses is not None:
+            self.losses.append(loss)
+        self.turns.after_backward()
+        return loss
+
+    def _count(self, weight: Weight | None, model: nn.Module | None) -> None:
+        """A backward of the window, and its weight."""
         if weight is None:
             if self._weighted:
                 self._refuse_mixture()
@@ -151,24 +190,19 @@ class Accumulation:
                 self._totals[key] = weight
                 self._spent.discard(key)
             self.batch_weight = weight
-            loss = loss * weight
         if self._batch_is_empty and self._batch_backwards == 0:
             self.counted_batches += 1
         self._backwards += 1
         self._batch_backwards += 1
-        if self.loss_scale is not None:
-            loss = self.loss_scale.scaled(loss, is_weighted=weight is not None)
-        self.turns.before_backward()
-        for averaging in self._averagings:
-            averaging.before_backward()
-        for group in self._local_gradients.graphs:
-            group.hold()
-        if self._backward_context is None:
-            loss.backward()
-        else:
-            with self._backward_context:
-                loss.backward()
-        self.turns.after_backward()
+
+    def _refuse_backward(self) -> NoReturn:
+        if not self.is_open:
+            raise StepError("backward() was called between two windows, where its gradients would leak into the next.")
+        raise StepError(
+            f"backward() was called under pipeline_parallel={self._stages}, where no rank has a whole model's graph. "
+            "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; it does "
+            "the same in one process."
+        )
 
     def _refuse_mixture(self) -> None:
         raise StepError(

@@ -234,6 +234,15 @@ def global_norm(
     return sums[0].sqrt().to(plan.dtype), sums[1] if weight is not None else None, unused
 
 
+def norm_over_stages(norm: Tensor, stages: dist.ProcessGroup) -> Tensor:
+    """The 2-norm over the stages of a pipeline, of each one's norm; a collective."""
+    import torch.distributed as dist
+
+    square = norm.double().square()
+    dist.all_reduce(square, group=stages)
+    return square.sqrt().to(norm.dtype)
+
+
 def scale_gradients(plan: StepPlan, grads: list[list[Tensor]], factor: Tensor) -> None:
     """Multiplies the gradients in place by a 0-dim tensor; by a Python float it would cost three times as much."""
     for group_gradients in grads:

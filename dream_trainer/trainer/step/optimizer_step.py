@@ -31,6 +31,7 @@ from dream_trainer.trainer.step.gradients import (
     gradients_of,
     group_sizes,
     local_norm,
+    norm_over_stages,
     plan_step,
     scale_gradients,
 )
@@ -60,6 +61,7 @@ class OptimizerStep:
         self._loss_scale = accumulation.loss_scale
         self._turns = accumulation.turns
         self._world = trainer.world
+        self._stages = trainer.world.pipeline_group()
         self._device = trainer.world.parameter_device
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
@@ -167,6 +169,8 @@ class OptimizerStep:
         if plan.sums:
             divide_sums(plan, grads)
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
+        if self._stages is not None:
+            norm = norm_over_stages(norm, self._stages)
         self._local_gradients.own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.
         n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
@@ -182,6 +186,8 @@ class OptimizerStep:
                     listener(model, optimizer)
             grads, scale = gradients_of(plan), None
             norm = self._norm_of_changed(plan, grads)
+            if self._stages is not None:
+                norm = norm_over_stages(norm, self._stages)
         elif scale is not None:
             norm = norm * scale.to(norm.dtype)
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand

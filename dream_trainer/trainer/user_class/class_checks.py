@@ -213,6 +213,12 @@ def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParamet
     )
     add = "Add {0} to its bases and {1} to its config's, which bring a default."
     refuse(
+        "apply_pipeline_parallel",
+        "pipeline_parallel",
+        devices.pipeline_parallel > 1,
+        add.format("PipelineParallelMixin", "PipelineParallelConfigMixin"),
+    )
+    refuse(
         "apply_tensor_parallel",
         "tensor_parallel",
         devices.tensor_parallel > 1,

@@ -1,0 +1,123 @@
+"""Which layers of a model make which stage of a pipeline, and a model cut down to the layers of its rank.
+
+What a rank does not hold is gone before anything is real: layers in lists are left out, and of other modules' parts and
+parameters None is left, which a `forward` asks for: `if self.embedding is not None`. Names stay those of the whole
+model, so a checkpoint does not tell how many stages it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch.nn as nn
+
+from dream_trainer.checks import spell
+from dream_trainer.errors import ConfigError, HookError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
+    """The names that each stage holds: equally many blocks, what comes before them first, and what follows last.
+
+    Args:
+        model: The model.
+        blocks: Its repeated blocks.
+        n_stages: Number of stages.
+
+    Raises:
+        ConfigError: There are fewer blocks than stages.
+    """
+    parts = list(_parts(model, {id(block) for block in blocks}, ""))
+    places = [place for place, (_, is_block) in enumerate(parts) if is_block]
+    if len(places) < n_stages:
+        raise ConfigError(
+            f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {len(places)} "
+            f"repeated blocks. Use pipeline_parallel={max(1, len(places))} or less, name the blocks in model_blocks, "
+            "or say in pipeline_stages what each stage holds."
+        )
+    first_blocks = [places[len(places) * stage // n_stages] for stage in range(n_stages)]
+    ends = [*first_blocks[1:], len(parts)]
+    starts = [0, *first_blocks[1:]]
+    return [[name for name, _ in parts[start:end]] for start, end in zip(starts, ends, strict=True)]
+
+
+def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
+    """What a stage holds or does not, in order of registration, each with whether it is a block: blocks, parts without
+    any, and parameters of what is around them."""
+    for name, _ in module.named_parameters(recurse=False):
+        yield f"{prefix}{name}", False
+    for name, child in module.named_children():
+        if id(child) in blocks:
+            yield f"{prefix}{name}", True
+        elif any(id(part) in blocks for part in child.modules()):
+            yield from _parts(child, blocks, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", False
+
+
+def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: int) -> None:
+    """Checks that `stages` name each parameter of `model` once.
+
+    Raises:
+        HookError: They do not; the message names what is missing, unknown or named twice.
+        ConfigError: Two stages share a parameter, or one has none to train.
+    """
+    if len(stages) != n_stages or not all(stages):
+        counts = ", ".join(str(len(names)) for names in stages)
+        raise HookError(
+            f"pipeline_stages gave {len(stages)} stages ({counts} names), and {n_stages} are needed, each with a name."
+        )
+    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    unknown = [name for names in stages for name in names if name not in known]
+    if unknown:
+        raise HookError(
+            f"pipeline_stages names {spell(map(repr, unknown[:3]))}, which {type(model).__name__} does not have. Name "
+            "its parts as named_modules() and named_parameters() do."
+        )
+    holders: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        of = [number for number, names in enumerate(stages) if is_held(name, names)]
+        if len(of) != 1:
+            wrong = f"in stages {spell(map(str, of))}" if of else "in no stage"
+            raise HookError(
+                f"pipeline_stages has the parameter {name!r} {wrong}. Name each parameter, or a part around it, in one "
+                "stage."
+            )
+        first, stage = holders.setdefault(id(parameter), (name, of[0]))
+        if stage != of[0]:
+            raise ConfigError(
+                f"{first} and {name} are one parameter, in stages {stage} and {of[0]} of the pipeline. Tied parameters "
+                "have to be in one stage: untie them, or keep both in one stage by pipeline_stages."
+            )
+
+    for number, names in enumerate(stages):
+        held = [p for name, p in model.named_parameters() if is_held(name, names)]
+        if not any(p.requires_grad for p in held):
+            raise ConfigError(
+                f"stage {number} of the pipeline has no parameter that is trained ({', '.join(list(names)[:4])}), and "
+                "its rank no optimizer. Say in pipeline_stages what each stage holds, with something to train in each."
+            )
+
+
+def is_held(name: str, names: Collection[str]) -> bool:
+    """Whether `names` has `name`, or a part around it."""
+    return any(name == held or name.startswith(f"{held}.") for held in names)
+
+
+def keep_only(module: nn.Module, names: Collection[str], prefix: str = "") -> None:
+    """Cuts `module` down to what `names` hold, in place. Buffers of what is around it stay."""
+    for name, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if not is_held(f"{prefix}{name}", names):
+            setattr(module, name, None)
+    children = [(name, part) for name, part in module.named_modules(remove_duplicate=False) if name and "." not in name]
+    for name, child in children:
+        full_name = f"{prefix}{name}"
+        if is_held(full_name, names):
+            continue
+        if any(held.startswith(f"{full_name}.") for held in names):
+            keep_only(child, names, f"{full_name}.")
+        elif isinstance(module, _CONTAINERS):
+            delattr(module, name)
+        else:
+            setattr(module, name, None)

@@ -1,0 +1,50 @@
+"""A batch cut into micro-batches, whatever it is nested in: every tensor along its first dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dream_trainer.data.nested import leaves, map_tensors
+from dream_trainer.errors import DataError
+
+
+def rows_of(batch: Any) -> int:
+    """Number of samples: the first dimension of the first tensor that has one; 0 if there is none."""
+    return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
+
+
+def cut(batch: Any, parts: int, rows: int) -> list[Any]:
+    """`batch` in `parts` micro-batches, the first of which may have a sample more. Numbers go along whole.
+
+    Args:
+        batch: Any nested structure.
+        parts: Number of micro-batches.
+        rows: Number of samples.
+
+    Raises:
+        DataError: A tensor's first dimension is another.
+    """
+    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    split: dict[int, tuple[Tensor, ...]] = {}
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            if len(leaf) != rows:
+                raise DataError(
+                    f"forward_backward was given {rows} samples and a tensor of shape {list(leaf.shape)}, and cuts "
+                    "each tensor into micro-batches along its first dimension. Expand what is the same for all "
+                    "samples, or keep it in the model."
+                )
+            split[id(leaf)] = torch.split(leaf, sizes)
+
+    def part(number: int) -> Any:
+        return map_tensors(lambda leaf: split[id(leaf)][number] if leaf.ndim else leaf, batch)
+
+    return [part(number) for number in range(parts)]
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """What of a batch decides what its micro-batches look like on their way."""
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves(batch))

@@ -1,0 +1,168 @@
+"""PipelineParallelMixin: each rank holds some of the model's layers, and micro-batches go from rank to rank.
+
+`device_parameters.pipeline_parallel` switches it. The model is cut on meta, before anything is real, and
+`forward_backward` runs the schedule; without a pipeline it is a forward and a backward, so a step serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
+from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.pipeline_stages import check_stages, keep_only
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.trainer.pipeline import Pipeline, StagePlace
+
+
+class PipelineParallelMixin(AbstractTrainer):
+    """Pipeline-parallel training. Override `pipeline_stages` to choose what each stage holds.
+
+    The model's forward asks for what its stage may lack: of what other stages hold, lists have nothing, and other names
+    are None. What it returns there is the next stage's argument.
+
+    Example:
+        ```python
+        class Model(nn.Module):
+            def forward(self, x):
+                if self.embedding is not None:
+                    x = self.embedding(x)
+                for block in self.blocks:
+                    x = block(x)
+                return x if self.head is None else self.head(x)
+
+        class Trainer(DreamTrainer):
+            def training_step(self, batch, batch_idx):
+                loss = self.forward_backward(self.model, (batch["tokens"],), batch["labels"], mean_loss, weight=count)
+                if not self.is_accumulating_gradients:
+                    self.step(self.model, self.optimizer)
+                return {"loss": loss}
+        ```
+    """
+
+    _config_class: ClassVar[type | None] = PipelineParallelConfigMixin
+
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
+    _stage: StagePlace
+    _kept_blocks: list[nn.Module]
+    _pipeline: Pipeline | None = None
+
+    def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """As without a pipeline; of a model that was cut, those that are left, be it a single one."""
+        if self._world is not None and self.world.stages > 1 and "_kept_blocks" in vars(self):
+            return self._kept_blocks
+        return super().model_blocks(model)
+
+    def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
+        """Cuts the model down to the stage of this rank.
+
+        Args:
+            mesh: The ranks of the pipeline, in order.
+
+        Raises:
+            ConfigError: The trainer has several models, this one cannot be cut into so many stages, or something else
+                is asked for that a pipeline cannot do.
+            HookError: `pipeline_stages` does not name each parameter once.
+        """
+        super().apply_pipeline_parallel(mesh)
+        from dream_trainer.trainer.pipeline import StagePlace
+        from dream_trainer.trainer.stage_check import StageCheck
+
+        models, count = self.named_models(), mesh.size()
+        if len(models) != 1:
+            names = ", ".join(f"self.{name}" for name in models)
+            raise ConfigError(
+                f"pipeline_parallel={count} cuts one model, and the trainer has {names}. Put them into one module, or "
+                "use pipeline_parallel=1."
+            )
+        (model,) = models.values()
+        self._refuse_beside_a_pipeline(count)
+        blocks, stages = self.model_blocks(model), self.pipeline_stages(model, count)
+        check_stages(model, stages, count)
+        number = mesh.get_local_rank()
+        self._stage = StagePlace(number, count, StageCheck(model, stages))
+        keep_only(model, stages[number])
+        kept = {id(module) for module in model.modules()}
+        self._kept_blocks = [block for block in blocks if id(block) in kept]
+
+    def _refuse_beside_a_pipeline(self, count: int) -> None:
+        training = self.config.training_parameters
+        checkpoints = vars(self.config).get("checkpoint_parameters")
+        beside = {
+            f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
+            f'nonfinite="{training.nonfinite}"': training.nonfinite == "retry",
+            "save_frozen=False": checkpoints is not None and not checkpoints.save_frozen,
+            "local_directory": checkpoints is not None and checkpoints.local_directory is not None,
+        }
+        beside |= {type(callback).__name__: callback.needs_whole_models for callback in self.callbacks}
+        for what, is_asked_for in beside.items():
+            if is_asked_for:
+                raise ConfigError(f"{what} with pipeline_parallel={count} is not there yet. Use one of the two.")
+
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if self.world.stages == 1:
+            return
+        from dream_trainer.trainer.pipeline import Pipeline
+
+        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        microbatches = parameters.microbatches or 2 * self.world.stages
+        if microbatches < self.world.stages:
+            raise ConfigError(
+                f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
+                "never work at once. Use as many or more."
+            )
+        (model,) = self.named_models().values()
+        self._pipeline = Pipeline(
+            model,
+            self._stage,
+            self.world,
+            schedule=parameters.schedule,
+            microbatches=microbatches,
+            warn=lambda message: self.warn_once("stages", message),
+        )
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
+    ) -> Tensor:
+        """See Cooperation; with a pipeline the batch's micro-batches go through its stages."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return super().forward_backward(model, inputs, targets, loss_fn, weight=weight)
+        if weight is not None and not callable(weight):
+            raise StepError(
+                f"forward_backward() was given weight={type(weight).__name__} under pipeline_parallel="
+                f"{self.world.stages}, where each micro-batch has its own. Pass a function of targets, as in "
+                "weight=lambda targets: (targets != -100).sum()."
+            )
+        batch: tuple[Any, dict[str, Any]] = (inputs, {})
+        if not self.training or not torch.is_grad_enabled():
+            return pipeline.evaluate(batch, targets, loss_fn, weight)
+        pipeline.refuse_uneven(batch)
+        weights = None if weight is None else pipeline.weights(targets, batch, weight)
+        total = None if weights is None else sum(weights[1:], start=weights[0])
+        accumulation, own_time = self._accumulation, self._parallel.gradients.own_time
+        reduces = accumulation.is_last
+
+        def run() -> Tensor:
+            own_time.enter_collective()  # most of what a stage waits is for the others
+            loss = pipeline.train(batch, targets, loss_fn, weights, reduces=reduces)
+            own_time.leave_collective()
+            return loss
+
+        return accumulation.run_pipeline(run, total, model)

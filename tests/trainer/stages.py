@@ -1,0 +1,217 @@
+"""A small model of blocks, trained by Dream Trainer as stages on several ranks, and by a loop written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.arithmetic import full
+
+VOCABULARY, WIDTH, LENGTH, STEPS, BATCH, BLOCKS = 13, 8, 6, 4, 16, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on which mesh."""
+
+    pp: int = 1
+    dp: int = 1
+    shard: int | str = 1
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    accumulation: int = 1
+    weighted: bool = True
+    clip: float | None = 0.05
+    recompute: str = "none"
+    dropout: float = 0.0
+    frozen: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """As one writes it for a pipeline."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block(case) for _ in range(BLOCKS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("scale", torch.full((), 0.5))
+        if case.frozen:
+            self.embedding.requires_grad_(False)
+            self.position.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x)) * self.scale
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences with unequal numbers of labels."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens, self.labels = torch.randint(VOCABULARY, (2, length, LENGTH), generator=generator).unbind()
+        for row in range(length):
+            self.labels[row, 1 + row * 5 % LENGTH :] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.labels[index]
+
+
+def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def count(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    case: Case = field(default_factory=Case)
+
+
+class Trained(dt.DreamTrainer):
+    config: Config
+
+    def configure_models(self) -> None:
+        self.model = Model(self.config.case)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        case = self.config.case
+        return (
+            DistributedDataLoader(Rows(BATCH * STEPS), BATCH // (case.dp * case.accumulation)),
+            DistributedDataLoader(Rows(13), 3, drop_last=False),
+        )
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        self.norms: list[float] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.start = weights_of(self)
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        weight = count if self.config.case.weighted else None
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=weight)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        tokens, labels = batch
+        scores = self.model(tokens)
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
+        torch.testing.assert_close(loss, mean_loss(scores, labels), check_dtype=False, rtol=1e-12, atol=1e-12)
+        return {"loss": loss}, count(labels)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+
+def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="pipeline-parallel",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            pipeline_parallel=case.pp,
+            dp_replicate="auto" if isinstance(case.shard, int) else 1,
+            dp_shard=case.shard,  # type: ignore[arg-type]
+            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+        ),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(
+            schedule=case.schedule,  # type: ignore[arg-type]
+            microbatches=case.microbatches,
+        ),
+        training_parameters=dt.TrainingParameters(
+            **{
+                "n_epochs": 1,
+                "gradient_clip_val": case.clip,
+                "train_batch_size": BATCH // (case.dp * case.accumulation),
+            }
+            | {"gradient_accumulation_steps": case.accumulation, "num_sanity_val_steps": 0}
+            | training
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        case=case,
+    )
+
+
+def weights_of(trainer: Trained) -> dict[str, Tensor]:
+    """Whole copies of the weights that this rank's stage has."""
+    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+def state_of(trainer: Trained) -> dict[str, Tensor]:
+    """Whole copies of its weights and moments."""
+    state = weights_of(trainer)
+    for name, p in trainer.model.named_parameters():
+        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
+    return state
+
+
+def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same training by hand from `start`: one process, the whole batch cut as the ranks and micro-batches do."""
+    model = Model(case)
+    model.load_state_dict(start, strict=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    data, parts = Rows(BATCH * STEPS), case.dp * case.accumulation * (case.microbatches or 2 * case.pp)
+    losses, norms = [], []
+    for first in range(0, len(data), BATCH):
+        tokens, labels = data.tokens[first : first + BATCH], data.labels[first : first + BATCH]
+        chunks = list(zip(tokens.chunk(parts), labels.chunk(parts), strict=True))
+        weights = [count(b).double() if case.weighted else torch.ones(()).double() for _, b in chunks]
+        loss = sum(mean_loss(model(a), b) * w for (a, b), w in zip(chunks, weights, strict=True)) / sum(weights)
+        loss.backward()
+        losses.append(loss.item())
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained))
+        norms.append(norm.item())
+        if case.clip is not None and norm > case.clip:
+            for p in trained:
+                p.grad *= case.clip / (norm + 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = Rows(13)
+    with torch.no_grad():
+        predicted = model(rows.tokens)
+        val = mean_loss(predicted, rows.labels)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "val": float(val), "predicted": predicted, "weights": weights}

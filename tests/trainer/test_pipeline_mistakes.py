@@ -1,0 +1,252 @@
+"""What a pipeline cannot do is named, on all ranks, before a step ends wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.callbacks import WeightStats
+from dream_trainer.config import resolve_mesh
+from dream_trainer.errors import ConfigError, DataError, HookError, StepError
+from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
+from dream_trainer.trainer.micro_batches import cut
+from dream_trainer.trainer.stage_check import StageCheck
+from tests.trainer.small import run_ranks
+from tests.trainer.stages import BLOCKS, VOCABULARY, WIDTH, Case, Model, Trained, config_of, count, mean_loss
+from tests.worlds import run_world
+
+
+def stages_of(model: Model, n_stages: int = 2) -> list[list[str]]:
+    return even_stages(model, list(model.blocks), n_stages)
+
+
+def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None:
+    model = Model(Case())
+    assert stages_of(model) == [
+        ["position", "embedding", "blocks.0", "blocks.1"],
+        ["blocks.2", "blocks.3", "blocks.4", "norm", "head"],
+    ]
+    inner = nn.ModuleDict({"inner": model, "end": nn.Linear(2, 2)})
+    assert even_stages(inner, list(model.blocks), 5)[4] == ["inner.blocks.4", "inner.norm", "inner.head", "end"]
+    whole = dict(model.named_parameters())
+    for names in stages_of(Model(Case()), 3):
+        part = Model(Case())
+        keep_only(part, names)
+        assert part.scale is not None  # buffers of what is around the layers
+        for name, _ in part.named_parameters():
+            del whole[name]
+    assert not whole
+
+
+def test_a_model_that_cannot_be_cut_is_named_with_what_to_do() -> None:
+    model = Model(Case())
+    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use pipeline_parallel={BLOCKS} or les"):
+        stages_of(model, 6)
+    first, last = stages_of(model)
+    with pytest.raises(HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):
+        check_stages(model, [first, last], 3)
+    with pytest.raises(HookError, match="names 'layers.0', which Model does not have"):
+        check_stages(model, [[*first, "layers.0"], last], 2)
+    with pytest.raises(HookError, match="has the parameter 'position' in no stage"):
+        check_stages(model, [first[1:], last], 2)
+    with pytest.raises(HookError, match=r"has the parameter 'blocks.2.norm.weight' in stages 0 or 1"):
+        check_stages(model, [[*first, "blocks.2"], last], 2)
+    model.embedding.weight = model.head.weight
+    with pytest.raises(ConfigError, match="embedding.weight and head.weight are one parameter, in stages 0 and 1"):
+        check_stages(model, [first, last], 2)
+    frozen = Model(Case())
+    for name in first:
+        frozen.get_submodule(name).requires_grad_(False) if name != "position" else frozen.position.requires_grad_(
+            False
+        )
+    with pytest.raises(ConfigError, match="stage 0 of the pipeline has no parameter that is trained"):
+        check_stages(frozen, [first, last], 2)
+
+
+class Unaware(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class CountsLayers(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x) + self.position[: x.shape[1]]
+        for number, block in enumerate(self.blocks):
+            x = block(x) * (1 + number)
+        return x if self.head is None else self.head(self.norm(x)) * self.scale
+
+
+class ScalesInEachStage(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class GivesADict(Model):
+    def forward(self, x: Any) -> Any:
+        x = super().forward(x["x"] if isinstance(x, dict) else x)
+        return {"x": x} if self.head is None else x
+
+
+class ReadsValues(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1 if float(x.max()) < 0 else x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Unaware,
+            r"stage 0 of 2 of Unaware \(position, embedding, .*\) cannot run: TypeError: 'NoneType' object is not",
+        ),
+        (
+            CountsLayers,
+            r"stages of CountsLayers together do not compute what the whole model does, but aten.mul.Tensor",
+        ),
+        (ScalesInEachStage, "the stages of ScalesInEachStage together do not compute what the whole model does"),
+        (GivesADict, "stage 0 of 2 of GivesADict .* cannot run: it gave the next one a dict"),
+    ],
+)
+def test_stages_that_do_not_make_the_model_are_found_without_values(kind: type[Model], message: str) -> None:
+    model = kind(Case())
+    with pytest.raises(HookError, match=message):
+        StageCheck(model, stages_of(model)).run(((torch.zeros(2, 6, dtype=torch.long),), {}), pytest.fail)
+
+
+def test_a_model_that_needs_values_is_not_compared_and_one_is_told() -> None:
+    inputs: Any = ((torch.zeros(2, 6, dtype=torch.long),), {})
+    told: list[str] = []
+    StageCheck(ReadsValues(Case()), stages_of(Model(Case()))).run(inputs, told.append)
+    assert "does not run without values (RuntimeError" in told[0]
+    StageCheck(Model(Case(dropout=0.5)), stages_of(Model(Case()))).run(inputs, pytest.fail)
+
+
+def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
+    parts = cut({"x": torch.arange(5), "n": torch.tensor(3), "name": "a"}, 2, 5)
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
+    assert all(part["n"] == 3 and part["name"] == "a" for part in parts)
+    with pytest.raises(DataError, match=r"5 samples and a tensor of shape \[7, 5\], and cuts each"):
+        cut((torch.zeros(5, 2), torch.zeros(7, 5)), 2, 5)
+
+
+def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
+    devices = dt.DeviceParameters(device="cpu", pipeline_parallel=2)
+    for other in ({"tensor_parallel": 2}, {"context_parallel": 2}, {"compile": True}, {"precision": "bf16"}):
+        (name,) = other
+        with pytest.raises(
+            ConfigError, match=f"{name}=.* with pipeline_parallel=2 is not there yet. Use one of the tw"
+        ):
+            replace(devices, **other)
+    with pytest.raises(ConfigError, match="pipeline_parallel=3 does not divide world_size=8. Use 1, 2, 4 or 8"):
+        resolve_mesh(replace(devices, pipeline_parallel=3), 8, shard_by_default=True)
+    with pytest.raises(ConfigError, match=r"dp_shard=3 does not divide world_size=8 \(pp=2, .* leave 4\)"):
+        resolve_mesh(replace(devices, dp_shard=3), 8, shard_by_default=True)
+    with pytest.raises(ConfigError, match="schedule='zigzag' is not known"):
+        dt.PipelineParallelParameters(schedule="zigzag")  # type: ignore[arg-type]
+
+    @dataclass
+    class PlainConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin): ...
+
+    class Plain(dt.BaseTrainer, dt.SetupMixin):
+        configure_models = Trained.configure_models
+        configure_optimizers = Trained.configure_optimizers
+        configure_dataloaders = Trained.configure_dataloaders
+        training_step = Trained.training_step
+
+    with pytest.raises(ConfigError, match="Add PipelineParallelMixin to its bases and PipelineParallelConfigMixin"):
+        Plain(PlainConfig(project="p", group="g", experiment="e", device_parameters=devices))
+
+
+class Careless(Trained):
+    """Makes every mistake of a step, and then the step as it should be."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        model, inputs = self.model, (tokens,)
+
+        def twice() -> None:
+            for _ in range(2):
+                self.forward_backward(model, inputs, labels, mean_loss, weight=count)
+
+        self.told = {}
+        for name, mistake in {
+            "model": lambda: model(tokens),
+            "backward": lambda: self.backward(torch.zeros((), requires_grad=True)),
+            "weight": lambda: self.forward_backward(model, inputs, labels, mean_loss, weight=3.0),
+            "odd": lambda: self.forward_backward(model, (tokens[:15],), labels[:15], mean_loss, weight=count),
+            "targets": lambda: self.forward_backward(model, inputs, labels[:8], mean_loss, weight=count),
+            "rows": lambda: self.world.all_gather_with_gradient(tokens.double()),
+            "twice": twice,
+        }.items():
+            with pytest.raises((StepError, DataError, ConfigError)) as raised:
+                mistake()
+            self.told[name] = str(raised.value)
+        self.step(model, self.optimizer)
+        return {}
+
+
+def be_careless(directory: str) -> dict[str, str]:
+    os.chdir(directory)
+    with Careless(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return trainer.told
+
+
+def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for told in run_world(be_careless, 2, str(tmp_path)):
+        assert "the model was called under pipeline_parallel=2, with gradients, where each rank has" in told["model"]
+        assert "backward() was called under pipeline_parallel=2, where no rank has a whole" in told["backward"]
+        assert "was given weight=float under pipeline_parallel=2, where each micro-batch has its own" in told["weight"]
+        assert "a batch of 15 samples cannot be cut into microbatches=4 of one size" in told["odd"]
+        assert "was given 16 samples and a tensor of shape [8, 6]" in told["targets"]
+        assert "forward_backward() was called twice for one batch, under pipeline_parallel=2" in told["twice"]
+        assert "of pipeline_parallel=2 only the last stages compute a loss" in told["rows"]
+
+
+class Other(Trained):
+    """With a mistake that ends the setup, or the first step."""
+
+    mistake = ""
+
+    def configure_models(self) -> None:
+        kinds = {"unaware": Unaware, "two models": Model}
+        self.model = kinds.get(self.mistake, Model)(self.config.case)
+        if self.mistake == "two models":
+            self.critic = nn.Linear(WIDTH, VOCABULARY)
+
+
+MISTAKES = {
+    "unaware": "stage 0 of 2 of Unaware",
+    "two models": "pipeline_parallel=2 cuts one model, and the trainer has self.model, self.critic",
+    "callback": "WeightStats with pipeline_parallel=2 is not there yet",
+    "microbatches": "microbatches=1 is less than pipeline_parallel=2",
+}
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=pytest.mark.slow if name != "unaware" else ()) for name in MISTAKES]
+)
+def test_a_model_that_is_no_pipeline_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_pipeline_mistakes import make_mistake; make_mistake({mistake!r})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert MISTAKES[mistake] in text
+
+
+def make_mistake(mistake: str) -> None:
+    Other.mistake = mistake
+    case = Case(2, microbatches=1 if mistake == "microbatches" else None)
+    callbacks = dt.CallbackCollection([WeightStats()] if mistake == "callback" else [])
+    Other(replace(config_of(case, max_steps=1), callbacks=callbacks)).fit()

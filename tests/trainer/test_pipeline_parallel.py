@@ -1,0 +1,250 @@
+"""A pipeline changes where layers are and nothing else: weights, losses, metrics and checkpoints are one process's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.arithmetic import full
+from tests.trainer.small import run_ranks
+from tests.trainer.stages import (
+    BATCH,
+    LENGTH,
+    STEPS,
+    WIDTH,
+    Case,
+    Rows,
+    Trained,
+    config_of,
+    reference,
+    state_of,
+    weights_of,
+)
+from tests.worlds import run_world
+
+WORLD_2 = [
+    Case(2),
+    Case(2, schedule="GPipe", accumulation=2, microbatches=2, clip=None),
+    Case(2, weighted=False, recompute="full", microbatches=8),
+    Case(2, frozen=True),
+]
+WORLD_4 = [
+    Case(2, dp=2, shard="auto"),
+    Case(2, dp=2, accumulation=2, microbatches=2),
+    Case(
+        2, dp=2, shard="auto", schedule="GPipe", accumulation=2, weighted=False, microbatches=2, recompute="selective"
+    ),
+    Case(4, microbatches=4),
+]
+
+
+class Sent(TorchDispatchMode):
+    """Counts what this rank sends to other stages."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "c10d.send.default":
+            self.n_bytes += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Observed(Trained):
+    """Notes what the second step sends; the first one finds out what stages have to expect."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.global_step != 1 or self.config.case.accumulation > 1:
+            return super().training_step(batch, batch_idx)
+        with Sent() as sent:
+            result = super().training_step(batch, batch_idx)
+        self.sent = sent.n_bytes
+        return result
+
+
+def formula(case: Case, stage: int) -> int:
+    """What docs/scale.md says that a rank sends in a batch, in bytes of float64."""
+    microbatches = case.microbatches or 2 * case.pp
+    rows = BATCH // case.dp // microbatches
+    return 8 * microbatches * rows * LENGTH * WIDTH * ((stage < case.pp - 1) + (stage > 0))
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Observed(config_of(case)) as trainer:
+            trainer.fit()
+            results.append(
+                {
+                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)],
+                    "norms": trainer.norms,
+                    "val": trainer.logged[STEPS]["val/loss"],
+                    "start": trainer.start,
+                    "weights": weights_of(trainer),
+                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False))),
+                    "sent": vars(trainer).get("sent"),
+                    "mesh": trainer.describe(),
+                }
+            )
+    return results
+
+
+def united(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All stages' tensors by name; equal where two ranks have one."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(whole.setdefault(name, value), value), name
+    return whole
+
+
+@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
+    (alone,) = run_world(train, 1, [Case(frozen=frozen) for frozen in (False, True)], str(tmp_path))
+    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        start = alone[case.frozen]["start"]
+        assert all(0 < len(result["start"]) < len(start) for result in ranks)
+        found = united([result["start"] for result in ranks])
+        assert found.keys() == start.keys()
+        assert all(torch.equal(found[name], start[name]) for name in start), case
+        expected = reference(case, start)
+        for rank, result in enumerate(ranks):
+            if case.accumulation == 1:
+                assert result["sent"] == formula(case, rank // case.dp)
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10, abs=1e-10), case
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10, abs=1e-10), case
+            assert result["val"] == pytest.approx(expected["val"], rel=1e-10), case
+            torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-10, atol=1e-10)
+            assert f"| pp | {case.pp} |" in result["mesh"]
+        weights = united([result["weights"] for result in ranks])
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+
+
+# -- checkpoints
+
+
+class Travelling(Trained):
+    """Notes what was loaded, and what was drawn: by the step, and by the first layer of the stage."""
+
+    loaded: dict[str, Any] | None = None
+
+    def pre_fit(self) -> None:
+        self.drawn: list[float] = []
+        self.dropped = torch.empty(0)
+        first = next(module for module in self.model.modules() if isinstance(module, torch.nn.Dropout))
+        first.register_forward_hook(self.note_what_is_dropped)
+
+    def note_what_is_dropped(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            self.dropped = output == 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        self.drawn.append(torch.rand(()).item())
+        return super().training_step(batch, batch_idx)
+
+    def on_load(self, path: Path) -> None:
+        self.loaded = state_of(self)
+
+
+def averages(trainer: Trained) -> dict[str, Tensor]:
+    return {name: full(value).clone() for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
+
+
+def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
+    os.chdir(directory)
+    results = []
+    for max_steps in steps:
+        config = replace(
+            config_of(case, experiment, max_steps=max_steps),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+        )
+        with Travelling(config) as trainer:
+            trainer.fit()
+            state = state_of(trainer) | averages(trainer)
+            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state})
+            results[-1] |= {"drawn": trainer.drawn, "dropped": trainer.dropped}
+    return results
+
+
+def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
+    return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_stages_own(tmp_path: Path) -> None:
+    ranks = run_world(stop_and_go_on, 2, Case(2, dropout=0.3), str(tmp_path))
+    for unbroken, broken, resumed in ranks:
+        assert resumed["loaded"].keys() <= broken["state"].keys()
+        assert all(torch.equal(value, broken["state"][name]) for name, value in resumed["loaded"].items())
+        assert same_bits(resumed["state"], unbroken["state"])
+        assert broken["drawn"] + resumed["drawn"] == unbroken["drawn"]
+    (first, *_), (last, *_) = ranks
+    assert first["drawn"] == last["drawn"]
+    assert first["dropped"].any()
+    assert not torch.equal(first["dropped"], last["dropped"])
+
+
+def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:
+    alone = run_world(travel, 1, Case(), "alone", str(tmp_path), 3)[0][0]
+    meshes, before = [Case(2), Case(), Case(2, dp=2, shard="auto")], {}
+    for steps, case in enumerate(meshes, start=1):
+        ranks = [result for (result,) in run_world(travel, case.world_size, case, "hops", str(tmp_path), steps)]
+        assert same_bits(united([rank["start"] for rank in ranks]), alone["start"])
+        if before:
+            loaded = united([rank["loaded"] for rank in ranks])
+            assert all(torch.equal(value, before[name]) for name, value in loaded.items())
+        before = united([rank["state"] for rank in ranks])
+    assert before.keys() == alone["state"].keys()
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Killed(Trained):
+    """Dies in the third step of its first start."""
+
+    dies = False
+
+    def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
+        if self.dies and self.global_step == 3 and self.world.rank == 2:
+            os.kill(os.getpid(), SIGKILL)
+
+
+def run_to_the_end(experiment: str, *, dies: bool) -> None:
+    Killed.dies = dies
+    case = Case(2, dp=2, shard="auto", dropout=0.3)
+    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None, save_every_n_steps=1, async_save=False)
+    with Killed(replace(config_of(case, experiment), checkpoint_parameters=checkpoints)) as trainer:
+        trainer.fit()
+        torch.save(state_of(trainer), f"{experiment}-{trainer.world.rank}.pt")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_started_again_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    def statuses(experiment: str, *, dies: bool) -> list[int]:
+        code = "from tests.trainer.test_pipeline_parallel import run_to_the_end; "
+        return [status for status, _ in run_ranks(f"{code}run_to_the_end({experiment!r}, dies={dies})", 4, tmp_path)]
+
+    assert statuses("straight", dies=False) == [0] * 4
+    assert -SIGKILL in statuses("killed", dies=True)
+    assert statuses("killed", dies=False) == [0] * 4
+    for rank in range(4):
+        straight, killed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("straight", "killed"))
+        assert same_bits(killed, straight)
