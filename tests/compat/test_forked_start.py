@@ -60,7 +60,7 @@ def test_a_worker_that_hangs_in_its_fork_is_forked_again(
     assert batches_of(2, context) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert not first_fork_hangs.exists()
     assert "hung in its fork" in caplog.text
-    assert _children() == before
+    assert _children() <= before  # one of an earlier test may have ended
 
 
 @only_where_forks_hang
@@ -75,7 +75,7 @@ def test_an_interrupt_of_the_wait_leaves_no_process_behind(
         batches_of(1, "fork")
     timer.join()
     assert not first_fork_hangs.exists()
-    assert _children() == before
+    assert _children() <= before  # one of an earlier test may have ended
 
 
 def test_a_worker_that_runs_keeps_its_process_and_a_loader_its_context() -> None:
