@@ -671,6 +671,27 @@ MUTANTS = [
         "tests/trainer/test_context_parallel.py -k written_by_hand",
     ),
     Mutant(
+        "float8 is given what autocast has not cast",
+        "dream_trainer/modules/float8_linears.py",
+        "if torch.is_autocast_enabled(device):",
+        "if False:",
+        "tests/trainer/test_float8.py -k half_precision",
+    ),
+    Mutant(
+        "a layer is left out of float8 only by its whole name",
+        "dream_trainer/modules/float8_linears.py",
+        "re.search(p, name) for p in skip",
+        "re.fullmatch(p, name) for p in skip",
+        "tests/trainer/test_float8.py -k by_name",
+    ),
+    Mutant(
+        "shards in float8 count as those of the weights",
+        "dream_trainer/trainer/traffic.py",
+        "gathered_dtype(p) or half_dtype(devices)",
+        "half_dtype(devices)",
+        "tests/trainer/test_float8.py -k cross_ranks",
+    ),
+    Mutant(
         "ranks that share sequences need no weight",
         "dream_trainer/trainer/step/accumulation.py",
         "            if self._context_ranks > 1:\n",

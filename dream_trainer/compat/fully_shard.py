@@ -10,6 +10,7 @@ This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -185,6 +186,14 @@ def gathers_of(module: FSDPModule) -> int:
     """How often a micro-batch gathers them: for forward, and for backward where they were given back."""
     group = module._get_fsdp_state()._fsdp_param_group
     return 2 if group is not None and group._reshard_after_forward else 1
+
+
+def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
+    """The type in which it crosses ranks where it has one of its own: float8, if torchao gathers it."""
+    torchao, local = sys.modules.get("torchao.float8.fsdp_utils"), local_tensor(parameter)
+    if torchao is None or not isinstance(local, torchao.WeightWithDynamicFloat8CastTensor):
+        return None
+    return cast("torch.dtype", local._dtype)
 
 
 def reduce_what_waits(

@@ -12,6 +12,7 @@ from dream_trainer.errors import ConfigError
 DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ReduceType = Literal["fp32", "bf16", "fp16"]
+Float8Recipe = Literal["none", "tensorwise", "rowwise"]
 
 
 @parameters
@@ -34,6 +35,9 @@ class DeviceParameters:
     reduce_dtype: ReduceType | None = None
     """Type in which gradients cross the data-parallel ranks; None: float32 under bf16 and fp16, else the parameters'
     own."""
+    float8: Float8Recipe = "none"
+    """Whether the linear layers of blocks multiply in float8, beside `precision` for the rest (Float8Mixin): "none",
+    with one scale for each tensor ("tensorwise", the fastest), or for each row and column ("rowwise", more exact)."""
     overlap_reduce: bool = False
     """Whether replicas' gradients begin to cross ranks while the backward that computes them still runs, and not in
     `step`: for devices and links that work at the same time. It takes the memory of another copy of the gradients, and
@@ -80,6 +84,7 @@ class DeviceParameters:
         check_choice("device", self.device, get_args(DeviceType))
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("reduce_dtype", self.reduce_dtype, (*get_args(ReduceType), None))
+        check_choice("float8", self.float8, get_args(Float8Recipe))
         check_boolean("cpu_offload", self.cpu_offload)
         check_boolean("overlap_reduce", self.overlap_reduce)
         if self.overlap_reduce and (self.cpu_offload or self.tensor_parallel != 1):

@@ -10,6 +10,7 @@ from dream_trainer.config.compile_parameters import CompileConfigMixin
 from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.evaluation_parameters import EvalConfigMixin
+from dream_trainer.config.float8_parameters import Float8ConfigMixin
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
 from dream_trainer.config.logger_parameters import LoggerConfigMixin
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin
@@ -25,6 +26,7 @@ class DreamTrainerConfig(
     PipelineParallelConfigMixin,
     ContextParallelConfigMixin,
     TensorParallelConfigMixin,
+    Float8ConfigMixin,
     ActivationCheckpointingConfigMixin,
     CompileConfigMixin,
     EvalConfigMixin,

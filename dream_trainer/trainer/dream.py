@@ -14,6 +14,7 @@ from dream_trainer.trainer.mixins.compile import CompileMixin
 from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin
 from dream_trainer.trainer.mixins.evaluation import EvalMixin
 from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin
+from dream_trainer.trainer.mixins.float8 import Float8Mixin
 from dream_trainer.trainer.mixins.fsdp import FSDPMixin
 from dream_trainer.trainer.mixins.logger import LoggerMixin
 from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
@@ -29,6 +30,7 @@ class DreamTrainer(
     ContextParallelMixin,
     ExpertParallelMixin,
     TensorParallelMixin,
+    Float8Mixin,
     ActivationCheckpointingMixin,
     CompileMixin,
     EvalMixin,

@@ -84,6 +84,10 @@ class Hooks:
         ExpertParallelMixin's default: those of every `dream_trainer.modules.MoE`. Called if
         `device_parameters.expert_parallel` > 1."""
 
+    def apply_float8(self) -> None:
+        """Makes linear layers multiply in float8. Float8Mixin's default: those of `model_blocks`. Called if
+        `device_parameters.float8` is not "none"."""
+
     def apply_activation_checkpointing(self) -> None:
         """Makes parts of the models recompute their activations. ActivationCheckpointingMixin's default: by
         `model_blocks`. Called if `device_parameters.activation_checkpointing` is not "none"."""

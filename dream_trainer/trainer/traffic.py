@@ -64,7 +64,7 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
 
 
 def _of_shards(trainer: AbstractTrainer) -> float:
-    from dream_trainer.compat.fully_shard import gathers_of, is_shared, parameters_of
+    from dream_trainer.compat.fully_shard import gathered_dtype, gathers_of, is_shared, parameters_of
 
     devices, accumulation = trainer.config.device_parameters, trainer.accumulation_steps
     n = trainer.world.mesh_shape.dp_shard
@@ -74,7 +74,7 @@ def _of_shards(trainer: AbstractTrainer) -> float:
     for module in (module for model in trainer.named_models().values() for module in fsdp_modules(model)):
         if is_shared(module):
             parameters = parameters_of(module)
-            gathered += gathers_of(module) * sum(_size(p, half_dtype(devices)) for p in parameters)
+            gathered += gathers_of(module) * sum(_size(p, gathered_dtype(p) or half_dtype(devices)) for p in parameters)
             reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
     if trainer.world.device.type == "cpu":
         reductions *= 2  # gloo reduces and scatters by reducing for all

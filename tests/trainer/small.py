@@ -73,6 +73,7 @@ class Config(
     dt.PipelineParallelConfigMixin,
     dt.ContextParallelConfigMixin,
     dt.TensorParallelConfigMixin,
+    dt.Float8ConfigMixin,
     dt.ActivationCheckpointingConfigMixin,
     dt.CompileConfigMixin,
     dt.EvalConfigMixin,

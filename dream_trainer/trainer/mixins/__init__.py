@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import SetupConfigMixin as SetupConfigMixin
     from dream_trainer.config.evaluation_parameters import EvalConfigMixin as EvalConfigMixin
     from dream_trainer.config.evaluation_parameters import EvalParameters as EvalParameters
+    from dream_trainer.config.float8_parameters import Float8ConfigMixin as Float8ConfigMixin
+    from dream_trainer.config.float8_parameters import Float8Parameters as Float8Parameters
     from dream_trainer.config.fsdp_parameters import FSDPConfigMixin as FSDPConfigMixin
     from dream_trainer.config.fsdp_parameters import FSDPParameters as FSDPParameters
     from dream_trainer.config.local_sgd_parameters import LocalSGDConfigMixin as LocalSGDConfigMixin
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.mixins.context_parallel import ContextParallelMixin as ContextParallelMixin
     from dream_trainer.trainer.mixins.evaluation import EvalMixin as EvalMixin
     from dream_trainer.trainer.mixins.expert_parallel import ExpertParallelMixin as ExpertParallelMixin
+    from dream_trainer.trainer.mixins.float8 import Float8Mixin as Float8Mixin
     from dream_trainer.trainer.mixins.fsdp import FSDPMixin as FSDPMixin
     from dream_trainer.trainer.mixins.local_sgd import LocalSGDMixin as LocalSGDMixin
     from dream_trainer.trainer.mixins.logger import LoggerMixin as LoggerMixin
@@ -75,6 +78,9 @@ else:
             "EvalMixin": "trainer.mixins.evaluation",
             "EvalParameters": "config.evaluation_parameters",
             "ExpertParallelMixin": "trainer.mixins.expert_parallel",
+            "Float8ConfigMixin": "config.float8_parameters",
+            "Float8Mixin": "trainer.mixins.float8",
+            "Float8Parameters": "config.float8_parameters",
             "FSDPConfigMixin": "config.fsdp_parameters",
             "FSDPMixin": "trainer.mixins.fsdp",
             "FSDPParameters": "config.fsdp_parameters",

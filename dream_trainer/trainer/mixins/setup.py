@@ -248,6 +248,11 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
     gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None
 
 
+def _apply_float8(trainer: SetupMixin) -> None:
+    if trainer.config.device_parameters.float8 != "none":
+        trainer.apply_float8()
+
+
 def _apply_activation_checkpointing(trainer: SetupMixin) -> None:
     if trainer.config.device_parameters.activation_checkpointing != "none":
         trainer.apply_activation_checkpointing()
@@ -377,6 +382,7 @@ SETUP: tuple[SetupStage, ...] = (
         "before what wraps modules: it names layers as the model's author did",
         _apply_tensor_parallel,
     ),
+    SetupStage("float8", "over layers that are split already, whose parts have the sizes that count", _apply_float8),
     SetupStage(
         "expert parallel",
         "as tensor parallelism; experts are sharded here, inside of the blocks that are sharded later",

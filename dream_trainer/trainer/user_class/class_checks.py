@@ -224,6 +224,7 @@ def refuse_unused_parallelism(cls: type[AbstractTrainer], devices: DeviceParamet
         devices.tensor_parallel > 1,
         "Split each model's layers over the mesh there with parallelize_module, or set tensor_parallel=1.",
     )
+    refuse("apply_float8", "float8", devices.float8 != "none", add.format("Float8Mixin", "Float8ConfigMixin"))
     refuse(
         "apply_expert_parallel",
         "expert_parallel",

@@ -1,0 +1,50 @@
+"""torchao's float8: its linear layer, and the weight that `fully_shard` gathers in float8.
+
+The layer and the weight are not public there; `convert_to_float8_training`, which is, puts new modules in the place of
+old ones, and loses their hooks (such as those of `parallelize_module`) and other references to them.
+"""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+Float8Layer: Any = Float8Linear
+"""The layer, of no type, so that checkers need no torchao."""
+MULTIPLE = 16
+"""What float8 products of matrices need both sizes of a weight to be multiples of."""
+
+
+def float8_config(recipe: str, *, all_gather: bool, emulate: bool) -> Float8LinearConfig:
+    """torchao's config of a recipe of its own.
+
+    Args:
+        recipe: "tensorwise" or "rowwise".
+        all_gather: Whether `fully_shard` gathers weights in float8.
+        emulate: Whether products are computed in float32.
+    """
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    # Numbers of tokens are no multiples of 16; what fits is not padded.
+    return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)
+
+
+def attributes(config: Float8LinearConfig) -> dict[str, Any]:
+    """What a `Float8Linear` of that config has and a linear layer has not."""
+    with torch.device("meta"):
+        plain = torch.nn.Linear(MULTIPLE, MULTIPLE)
+        layer = convert_to_float8_training(torch.nn.Linear(MULTIPLE, MULTIPLE), config=config)
+    return {name: value for name, value in vars(layer).items() if name not in vars(plain)}
+
+
+def gathered_in_float8(weight: Tensor, config: Float8LinearConfig) -> Tensor:
+    """`weight`, plain, so that `fully_shard` gathers it in float8; every rank scales by the largest of all."""
+    mm_config = attributes(config)["linear_mm_config"]
+    cast: Tensor = WeightWithDynamicFloat8CastTensor(weight, mm_config, config.cast_config_weight.target_dtype)
+    return cast

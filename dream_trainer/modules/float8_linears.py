@@ -1,0 +1,80 @@
+"""Linear layers that multiply in float8 (torchao), made of plain ones in place: names, parameters and hooks stay.
+
+Weights keep their own type. In each forward and backward they, inputs and gradients are rounded to float8 by scales
+that are computed there, so that there is no state, and a checkpoint is that of plain layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import local_tensor, with_local
+from dream_trainer.compat.torchao import (
+    MULTIPLE,
+    Float8Layer,
+    attributes,
+    gathered_in_float8,
+)
+from dream_trainer.modules.class_change import Changed, change_class
+
+
+class Float8(Changed, Float8Layer):  # type: ignore[misc]
+    """Multiplies in float8."""
+
+    config: ClassVar[Any]
+    linear_mm_config: ClassVar[Any]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As that of the linear layer."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):  # torchao's asks for that of CUDA alone
+            input = input.to(torch.get_autocast_dtype(device))
+        output: Tensor = super().forward(input)
+        return output
+
+
+def linears(blocks: Iterable[nn.Module], model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of `blocks` that no pattern of `skip` finds, by their names in `model`.
+
+    Layers of subclasses are not among them: what they compute is their own.
+    """
+    inside = {id(part) for block in blocks for part in block.modules()}
+    for name, module in model.named_modules():
+        if id(module) in inside and type(module) is nn.Linear and not any(re.search(p, name) for p in skip):
+            yield name, module
+
+
+def sizes_fit(linear: nn.Linear) -> bool:
+    """Whether this rank's part of the weight has sizes that float8 products take."""
+    return all(size % MULTIPLE == 0 for size in local_tensor(linear.weight).shape)
+
+
+def compute_in_float8(linear: nn.Linear, config: Any) -> None:
+    """Makes `linear` multiply in float8.
+
+    Args:
+        linear: Changed in place, on meta or real, split by `parallelize_module` or not.
+        config: torchao's.
+    """
+    change_class(linear, Float8, key=config, **attributes(config))
+
+
+def gather_in_float8(linear: nn.Linear, config: Any) -> None:
+    """Has `fully_shard`, which comes later, gather the weight of a layer in float8. The parameter is replaced."""
+    weight = linear.weight
+    part = gathered_in_float8(local_tensor(weight).detach(), config)
+    linear.weight = nn.Parameter(with_local(weight.detach(), part), requires_grad=weight.requires_grad)
+    vars(linear.weight).update(vars(weight))
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether `device` multiplies in float8: NVIDIA's from compute capability 8.9 on, and AMD's."""
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,110 @@
+"""Float8Mixin: the linear layers of the blocks multiply in float8, by torchao.
+
+`device_parameters.float8` switches it. Parameters, the optimizer and checkpoints are as without, so that a run may go
+on with it or without.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from dream_trainer.config.float8_parameters import Float8ConfigMixin, Float8Parameters
+from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.abstract import AbstractTrainer
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+
+class Float8Mixin(AbstractTrainer):
+    """Training in float8. Override `apply_float8` to choose layers by hand, or `model_blocks` to name the blocks."""
+
+    _config_class: ClassVar[type | None] = Float8ConfigMixin
+
+    if TYPE_CHECKING:
+        config = cast(Any, ...)  # see AbstractTrainer
+
+    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        recipe = self.config.device_parameters.float8
+        if recipe == "none":
+            return
+        if find_spec("torchao") is None:
+            raise ConfigError(
+                f"float8={recipe!r} needs torchao, which is not installed. Run pip install 'dream-trainer[fp8]'."
+            )
+        devices = self.config.device_parameters
+        for name, ranks in {
+            "pipeline_parallel": devices.pipeline_parallel,
+            "expert_parallel": devices.expert_parallel,
+        }.items():
+            if ranks > 1:
+                raise ConfigError(f"float8={recipe!r} with {name}={ranks}: not tried yet. Use one of the two.")
+        if recipe != "tensorwise" and self.config.float8_parameters.all_gather:
+            raise ConfigError(
+                f"float8_parameters.all_gather=True with float8={recipe!r}: shards are gathered with one scale for "
+                'each weight. Use float8="tensorwise", or all_gather=False.'
+            )
+
+    def apply_float8(self) -> None:
+        """Makes the linear layers of every model's blocks multiply in float8.
+
+        Layers whose sizes are no multiples of 16 (on each rank, where they are split) stay as they are, which is said.
+
+        Raises:
+            ConfigError: The device has no such products; a model has no repeated blocks, or no layer in them fits.
+        """
+        from dream_trainer.compat.torchao import float8_config
+        from dream_trainer.modules.float8_linears import compute_in_float8, gather_in_float8, has_products
+
+        super().apply_float8()
+        recipe, parameters = self.config.device_parameters.float8, self.config.float8_parameters
+        if not parameters.emulate and not has_products(self.world.device):
+            raise ConfigError(
+                f"float8={recipe!r} on {self.world.device}: it has no products of float8, as GPUs since Ada and Hopper "
+                "have. Use float8_parameters.emulate=True to see what float8 does to a training, slowly."
+            )
+        all_gather = parameters.all_gather and self.world.parameter_shape.dp_shard > 1
+        config = float8_config(recipe, all_gather=all_gather, emulate=parameters.emulate)
+        for linear in _chosen(self, parameters):
+            compute_in_float8(linear, config)
+            if all_gather and not _is_tied(self, linear):  # a tie cannot be two tensors
+                gather_in_float8(linear, config)
+
+
+def _chosen(trainer: Float8Mixin, parameters: Float8Parameters) -> list[nn.Linear]:
+    """The layers to change; says which others do not fit."""
+    from dream_trainer.modules.float8_linears import linears, sizes_fit
+
+    found = [
+        (f"{name}.{layer}", linear)
+        for name, model in trainer.named_models().items()
+        for layer, linear in linears(trainer.model_blocks(model), model, parameters.skip)
+    ]
+    left = [f"{name} ({linear.out_features} x {linear.in_features})" for name, linear in found if not sizes_fit(linear)]
+    chosen = [linear for _, linear in found if sizes_fit(linear)]
+    if not chosen:
+        why = f"the sizes of {', '.join(left[:3])} are no multiples of 16" if left else "there is none"
+        raise ConfigError(
+            f"float8={trainer.config.device_parameters.float8!r} finds no linear layer in the blocks of the models: "
+            f"{why}. Override model_blocks to name other blocks, or apply_float8 to choose layers by hand."
+        )
+    if left:
+        trainer.warn_once(
+            "float8",
+            f"{len(left)} of {len(found)} linear layers stay out of float8, whose sizes are to be multiples of 16 on "
+            f"each rank: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
+        )
+    return chosen
+
+
+def _is_tied(trainer: Float8Mixin, linear: nn.Linear) -> bool:
+    places = [
+        module
+        for model in trainer.named_models().values()
+        for module in model.modules()
+        if any(parameter is linear.weight for parameter in module.parameters(recurse=False))
+    ]
+    return len(places) > 1

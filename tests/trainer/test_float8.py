@@ -1,0 +1,349 @@
+"""Float8 is torchao's, on every mesh, and leaves nothing behind: parameters, names and checkpoints are plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import ConfigError
+from dream_trainer.modules.class_change import own_class
+from dream_trainer.modules.sharding import gathered
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+pytest.importorskip("torchao")
+WIDTH, BATCH, STEPS = 32, 16, 6
+EMULATED = dt.Float8Parameters(emulate=True)
+GATHERED = dt.Float8Parameters(emulate=True, all_gather=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.narrow, self.back = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)  # no multiple of 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.gelu(self.up(y))) + self.back(self.narrow(y))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def samples() -> Tensor:
+    return torch.randn(BATCH * STEPS, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Trained(dt.DreamTrainer):
+    loaded: dict[str, Tensor] | None = None
+
+    def configure_models(self) -> None:
+        self.model = Net()
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        data = torch.utils.data.TensorDataset(samples())
+        return tuple(DistributedDataLoader(data, self.config.training_parameters.train_batch_size) for _ in range(2))
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.losses: list[float] = []
+        self.start, self.n_bytes = weights(self), 0.0
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
+        with Sent() as sent:
+            loss = F.mse_loss(self.model(batch[0]).float(), batch[0].flip(1))
+            self.backward(loss)
+        self.step(self.model, self.optimizer)
+        self.n_bytes = sent.n_bytes
+        self.losses.append(float(self.world.all_reduce(loss.detach()) / self.world.dp_size))
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": F.mse_loss(self.model(batch[0]).float(), batch[0].flip(1))}
+
+    def on_load(self, path: Path) -> None:
+        self.loaded = weights(self)
+
+
+class Sent(TorchDispatchMode):
+    """Counts what this rank sends to be gathered or reduced by two ranks, but for single numbers."""
+
+    n_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        match str(func):
+            case "c10d._allgather_base_.default":
+                self.n_bytes += args[1].nbytes
+            case "c10d._reduce_scatter_base_.default":
+                self.n_bytes += 2 * args[0].nbytes  # gloo reduces for all
+        return func(*args, **(kwargs or {}))
+
+
+def weights(trainer: Trained) -> dict[str, Tensor]:
+    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+def config_of(
+    *,
+    experiment: str = "run",
+    steps: int = STEPS,
+    callbacks: tuple[dt.Callback, ...] = (),
+    float8_parameters: dt.Float8Parameters = EMULATED,
+    micro_batch: int = BATCH,
+    save: bool = False,
+    **devices: Any,
+) -> dt.DreamTrainerConfig:
+    return dt.DreamTrainerConfig(
+        project="tests",
+        group="float8",
+        experiment=experiment,
+        callbacks=dt.CallbackCollection(callbacks),
+        device_parameters=dt.DeviceParameters(device="cpu", **devices),
+        float8_parameters=float8_parameters,
+        training_parameters=dt.TrainingParameters(
+            max_steps=steps, n_epochs=None, train_batch_size=micro_batch, val_every_n_epochs=None
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=save),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+
+
+def by_hand(start: dict[str, Tensor], recipe: str, steps: int) -> list[float]:
+    """By torchao's own conversion, in a plain loop."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = Net()
+    model.load_state_dict(start)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.endswith(("up", "down")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for x in samples().split(BATCH)[:steps]:
+        loss = F.mse_loss(model(x), x.flip(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# -- one process
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [("tensorwise", "none"), ("rowwise", "full"), ("tensorwise", "selective")]
+)
+def test_the_blocks_linear_layers_are_torchaos(
+    recipe: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchao.float8.float8_linear import Float8Linear
+
+    monkeypatch.chdir(tmp_path)
+    with Trained(config_of(float8=recipe, activation_checkpointing=recompute)) as trainer:
+        trainer.fit()
+        assert trainer.losses == by_hand(trainer.start, recipe, STEPS)
+        found = [name for name, module in trainer.model.named_modules() if isinstance(module, Float8Linear)]
+        assert found == [f"layers.{n}.{name}" for n in range(2) for name in ("up", "down")]
+        assert {own_class(module) for module in trainer.model.modules()} == {type(m) for m in Net().modules()}
+        assert list(trainer.model.state_dict()) == list(Net().state_dict())
+        assert "| float8 |" in trainer.describe()
+    assert "4 of 8 linear layers stay out of float8" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_the_input_of_float8(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Trained(config_of(float8="tensorwise", precision=precision)) as trainer:
+        trainer.fit()
+        assert trainer.losses == pytest.approx(by_hand(trainer.start, "tensorwise", STEPS), rel=2e-2)
+        with trainer.autocast():
+            assert trainer.model.layers[0].up(torch.ones(3, WIDTH)).dtype == {"bf16": torch.bfloat16}.get(
+                precision, torch.float16
+            )
+
+
+def test_layers_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = dt.Float8Parameters(emulate=True, skip=(r"^layers\.0\.", "down$"))
+    with Trained(config_of(float8="tensorwise", float8_parameters=chosen, steps=1)) as trainer:
+        trainer.fit()
+        found = [name for name, module in trainer.model.named_modules() if type(module).__name__ == "Float8Linear"]
+    assert found == ["layers.1.up"]
+
+
+# -- two ranks
+
+CASES: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "replicas": {"dp_shard": 1},
+    "gathered in float8": {"float8_parameters": GATHERED},
+    "offloaded": {"float8_parameters": GATHERED, "cpu_offload": True},
+    "recomputed": {"float8_parameters": GATHERED, "activation_checkpointing": "selective"},
+}
+
+
+def on_two_ranks(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    for name, options in CASES.items():
+        with Trained(config_of(experiment=name, float8="tensorwise", micro_batch=BATCH // 2, **options)) as trainer:
+            trainer.fit()
+            local = trainer.model.layers[0].up.weight
+            found[name] = {
+                "losses": trainer.losses,
+                "weights": weights(trainer),
+                "start": trainer.start,
+                "sent": trainer.n_bytes,
+                "mesh": trainer.describe(),
+                "validated": trainer.evaluate()["val/loss"] if name == "sharded" else None,
+                "kind": type(getattr(local, "_local_tensor", local)).__name__,
+            }
+    return found | {"travels": travels(), "averaged": averaged()}
+
+
+def travels() -> list[dict[str, Any]]:
+    """Two steps each: in float8 without a stop, and with one; then without float8, and in it again."""
+    eight = {"float8": "tensorwise", "float8_parameters": GATHERED}
+    runs = [("whole", 4, eight), ("parts", 2, eight), ("parts", 4, eight), ("parts", 5, {}), ("parts", 6, eight)]
+    found = []
+    for experiment, steps, options in runs:
+        with Trained(
+            config_of(experiment=experiment, steps=steps, save=True, micro_batch=BATCH // 2, **options)
+        ) as trainer:
+            trainer.fit()
+            found.append({"loaded": trainer.loaded, "weights": weights(trainer)})
+    return found
+
+
+def averaged() -> dict[str, Any]:
+    options = {"float8": "tensorwise", "float8_parameters": GATHERED, "callbacks": (EMA(decay=0.5),)}
+    with Trained(config_of(experiment="ema", steps=3, micro_batch=BATCH // 2, **options)) as trainer:
+        trainer.fit()
+        with gathered(trainer.model):
+            whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        return {"gathered": whole, "weights": weights(trainer), "validated": trainer.evaluate()["val/loss"]}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(on_two_ranks, 2, str(tmp_path_factory.mktemp("float8")))
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_meshes_learn_the_same_up_to_the_rounding_of_float8(ranks: list[dict[str, Any]]) -> None:
+    alone = by_hand(ranks[0]["sharded"]["start"], "tensorwise", STEPS)
+    for rank in ranks:
+        for name in CASES:
+            assert rank[name]["losses"] == pytest.approx(alone, abs=5e-3), name
+            assert same_bits(rank[name]["start"], ranks[0]["sharded"]["start"])
+        sharded = rank["sharded"]
+        for name in ("gathered in float8", "offloaded", "recomputed"):  # the same casts in another place
+            assert rank[name]["losses"] == sharded["losses"], name
+            assert same_bits(rank[name]["weights"], sharded["weights"])
+
+
+def test_shards_cross_ranks_in_float8_where_that_is_asked_for(ranks: list[dict[str, Any]]) -> None:
+    parameters = sum(p.numel() for p in Net().parameters())
+    cast = 2 * 2 * WIDTH * 2 * WIDTH
+    root = sum(p.numel() for part in ("embed", "head") for p in getattr(Net(), part).parameters())
+    expected = {
+        "sharded": 4 * (2 * (parameters - root) + root + 2 * parameters) / 2,
+        "gathered in float8": (4 * (2 * (parameters - root) + root + 2 * parameters) - 2 * 3 * cast) / 2,
+    }
+    for rank in ranks:
+        assert rank["sharded"]["kind"] == "Tensor"
+        assert rank["gathered in float8"]["kind"] == "WeightWithDynamicFloat8CastTensor"
+        for name, n_bytes in expected.items():
+            assert rank[name]["sent"] == n_bytes, name
+            assert f"| {n_bytes / 2**20:.2f} MiB |" in rank[name]["mesh"], rank[name]["mesh"]
+
+
+def test_a_stopped_run_goes_on_to_the_bit_and_without_float8_and_with_it_again(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        whole, begun, resumed, plain, again = rank["travels"]
+        assert same_bits(resumed["loaded"], begun["weights"])
+        assert same_bits(resumed["weights"], whole["weights"])
+        assert same_bits(plain["loaded"], resumed["weights"])
+        assert same_bits(again["loaded"], plain["weights"])
+
+
+def test_whole_copies_and_averages_are_in_the_weights_own_precision(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        averaged = rank["averaged"]
+        assert same_bits(averaged["gathered"], averaged["weights"])
+        assert averaged["validated"] > 0
+        assert rank["sharded"]["validated"] > 0
+
+
+# -- wrong input
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r'float8="fp8"|float8=\'fp8\''):
+        dt.DeviceParameters(float8="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"skip: '\(' is not a regular expression"):
+        dt.Float8Parameters(skip=("(",))
+    with pytest.raises(ConfigError, match="skip='wk' is a string"):
+        dt.Float8Parameters(skip="wk")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="all_gather=True with float8='rowwise': shards are gathered with one scale"):
+        Trained(config_of(float8="rowwise", float8_parameters=GATHERED))
+    for name in ("pipeline_parallel", "expert_parallel"):
+        with pytest.raises(ConfigError, match=f"float8='rowwise' with {name}=2: not tried yet"):
+            Together(config_of(float8="rowwise", **{name: 2}))
+    real = dt.Float8Parameters()
+    with Trained(config_of(float8="rowwise", float8_parameters=real)) as trainer, pytest.raises(ConfigError) as error:
+        trainer.fit()
+    assert "float8='rowwise' on cpu: it has no products of float8" in str(error.value)
+    nothing = dt.Float8Parameters(emulate=True, skip=("up", "down"))
+    with (
+        Trained(config_of(float8="rowwise", float8_parameters=nothing)) as trainer,
+        pytest.raises(ConfigError) as error,
+    ):
+        trainer.fit()
+    assert "the sizes of model.layers.0.narrow (8 x 32), model.layers.0.back (32 x 8)" in str(error.value)
+    monkeypatch.setattr("dream_trainer.trainer.mixins.float8.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"float8='rowwise' needs torchao, .* pip install 'dream-trainer\[fp8\]'"):
+        Trained(config_of(float8="rowwise"))
+
+
+class Together(Trained):
+    def forward_backward(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("not reached")
+
+
+class Bare(dt.BaseTrainer, dt.SetupMixin):
+    configure_models = configure_optimizers = configure_dataloaders = training_step = lambda *_: None
+
+
+def test_a_trainer_without_the_mixin_is_told_of_it() -> None:
+    with pytest.raises(ConfigError, match="does not override apply_float8. Add Float8Mixin to its bases"):
+        Bare(config_of(float8="rowwise"))
