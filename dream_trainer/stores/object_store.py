@@ -64,9 +64,8 @@ class ObjectStore:
             import fsspec
 
             # What another job wrote must be seen: listings are not kept.
-            self._files: Any = fsspec.filesystem(
-                scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {})
-            )
+            options = _options_of_google() if scheme == "gs" else _OPTIONS.get(scheme, {})
+            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
             raise ConfigError(
                 f'{scheme}:// needs the package {SCHEMES[scheme]}. Run: pip install "dream-trainer[{scheme}]"'
@@ -169,6 +168,12 @@ class ObjectStore:
         except Exception as error:  # each store's client has errors of its own
             raised = ConnectionError(f"{address}: {without_secrets(error)}")
         raise raised from None
+
+
+def _options_of_google() -> dict[str, Any]:
+    import aiohttp  # which gcsfs brings; it would wait five minutes for each of six tries
+
+    return {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)}
 
 
 @cache
