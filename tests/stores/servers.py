@@ -80,8 +80,9 @@ class Server:
 
 
 def _answer(start_response: Any, status: str, code: str, message: str) -> list[bytes]:
-    start_response(status, [("Content-Type", "application/xml")])
-    return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
 
 
 def environment(url: str) -> dict[str, str]:
