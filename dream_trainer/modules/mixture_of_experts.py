@@ -8,6 +8,7 @@ training counts; after each optimizer step the trainer sums the counts over rank
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -108,7 +109,7 @@ class MoE(nn.Module):
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, and their numbers: `[n, top_k]` each."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.to(dtype), self.router.weight.to(dtype))
             scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
             chosen = (scores.detach() + self.balance_bias).topk(self.top_k, sorted=False).indices

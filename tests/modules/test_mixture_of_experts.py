@@ -76,12 +76,17 @@ def test_no_token_at_all_is_no_mistake() -> None:
     assert not found["experts.gate"].any()
 
 
+def test_it_runs_without_values() -> None:
+    with torch.device("meta"):
+        assert MoE(WIDTH, HIDDEN, 4, 2, n_shared=1)(torch.zeros(3, 5, WIDTH)).shape == (3, 5, WIDTH)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_is_the_products_of_the_experts(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, weights = torch.randn(9, 16, dtype=dtype), torch.randn(4, 8, 16, dtype=dtype)
     counts = torch.tensor([3, 0, 6, 0])
-    torch.testing.assert_close(_Grouped(counts)(rows, weights), _OneByOne(counts)(rows, weights))
+    torch.testing.assert_close(_Grouped(counts)(rows, weights), _OneByOne(counts, 9)(rows, weights))
 
 
 def test_biases_choose_and_do_not_weigh() -> None:

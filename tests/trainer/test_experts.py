@@ -10,13 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.callbacks import EMA
+from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
 from tests.trainer.arithmetic import full
-from tests.trainer.mixtures import STEPS, Case, Config, Trained, config_of, everything, reference, same_bits, state_of
+from tests.trainer.mixtures import (
+    BATCH,
+    STEPS,
+    Case,
+    Config,
+    Model,
+    Rows,
+    Trained,
+    config_of,
+    everything,
+    reference,
+    same_bits,
+    state_of,
+)
 from tests.worlds import run_world
 
 
@@ -143,3 +159,56 @@ def test_workers_that_meet_seldom_do_not_balance() -> None:
     trainer.configure_models()
     with pytest.raises(ConfigError, match=r"model\.blocks\.0\.moe balances its experts by the loads of all ranks"):
         _refuse_what_crosses_workers(trainer)
+
+
+# -- in a pipeline
+
+
+class Stages(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens if self.embedding is None else self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+class Staged(Trained):
+    def configure_models(self) -> None:
+        self.model = Stages(self.config.case)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Rows(BATCH * STEPS), BATCH, shuffle=False), None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count_labels)
+        self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / count_labels(labels).clamp(min=1)
+
+
+def train_stages(n_stages: int, directory: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    os.chdir(directory)
+    with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
+        trainer.fit()
+        return trainer.norms, trainer.start, state_of(trainer.model)
+
+
+def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold(tmp_path: Path) -> None:
+    _, start, _ = train_stages(1, str(tmp_path))
+    expected = reference(Case(), start)
+    for norms, _, state in run_world(train_stages, 2, 2, str(tmp_path)):
+        assert norms == pytest.approx(expected["norms"], rel=1e-10)
+        assert any(name.endswith("balance_bias") for name in state)
+        for name, value in state.items():
+            is_counted = name.endswith("balance_bias")
+            close = 0.0 if is_counted else 1e-10
+            torch.testing.assert_close(value, expected["state"][name], rtol=close, atol=close, msg=name)
