@@ -34,6 +34,7 @@ class Case:
     recompute: str = "none"
     overlap: bool = False
     dropout: float = 0.0
+    offload: bool = False
 
     @property
     def world_size(self) -> int:
@@ -180,6 +181,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             dp_shard=case.shard,  # type: ignore[arg-type]
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             overlap_reduce=case.overlap,
+            cpu_offload=case.offload,
         ),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
         training_parameters=dt.TrainingParameters(

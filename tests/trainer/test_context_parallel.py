@@ -37,6 +37,7 @@ WORLD_2 = [
     Case(2, attention="ulysses", packed=True, shard="auto"),
     Case(2, causal=False, overlap=True),
     Case(2, recompute="selective"),
+    Case(2, shard="auto", offload=True),
     Case(2, packed=True, causal=False, clip=None),
 ]
 WORLD_4 = [
