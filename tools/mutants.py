@@ -771,7 +771,7 @@ MUTANTS = [
     Mutant(
         "stages draw the same random numbers",
         "dream_trainer/trainer/pipeline.py",
-        'seed_device(hash_seed(b"stage", drawn, self._stage.number), self._world.device)',
+        'seed_device(hash_seed(b"stage", drawn, self._world.stage_rank), self._world.device)',
         'seed_device(hash_seed(b"stage", drawn), self._world.device)',
         "tests/trainer/test_pipeline_parallel.py -k goes_on",
     ),

@@ -86,6 +86,8 @@ class ModelSummary(Callback):
         for name, model in trainer.named_models().items():
             size = size_of(model)
             share = "" if size.local_bytes == size.num_bytes else f", {format_bytes(size.local_bytes)} on this rank"
+            if trainer.world.stages > 1:
+                share += f", of this rank's part of a pipeline of {trainer.world.stages}"
             title = (
                 f"{name}: {format_count(size.parameters)} parameters, {format_count(size.trainable)} trainable, "
                 f"{format_bytes(size.num_bytes)}{share}{self._flops.get(name, '')}"

@@ -7,6 +7,7 @@ schedule sees numbers of micro-batches alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,25 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
+V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
+SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
-RunStage = Callable[[tuple[Any, ...]], Any]
+OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
+"""What `shallow_copy` of a module does not share with it."""
+
+RunStage = Callable[[tuple[Any, ...], int], Any]
 
 
 class ScheduledStage(PipelineStage):
@@ -26,8 +41,8 @@ class ScheduledStage(PipelineStage):
 
     Args:
         module: The layers.
-        run: Runs them with what the stage before gives; of the first stage, with the number of a micro-batch. Of the
-            last stage, gives its loss.
+        run: Runs them with what the stage before gives, and the number of a micro-batch; of the last stage, gives its
+            loss.
         place: Its number and that of all stages.
         inputs: Tensors like its inputs; of the first stage a tensor of one number.
         outputs: Tensors like its outputs.
@@ -50,11 +65,17 @@ class ScheduledStage(PipelineStage):
         args = {"input_args": tuple(inputs), "output_args": tuple(outputs)}
         super().__init__(module, *place, device, group=group, **args)  # type: ignore[arg-type]
         self._run = run
+        self._micro_batch = 0
         self.reduces = True
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch, for a micro-batch."""
+        self._micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers."""
-        output = self._run(args)
+        output = self._run(args, self._micro_batch)
         return output if self.is_last else tuple([part.contiguous() for part in as_tuple(output)])
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +102,17 @@ def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int)
         name: One of `SCHEDULES`.
         stages: Those of this rank.
         microbatches: Their number.
+
+    Raises:
+        ValueError: The schedule cannot have so many; the same on all ranks.
     """
     # Without `scale_grads` gradients add up; by default all that are there would be divided after each batch.
-    schedule = SCHEDULES[name](stages[0], microbatches, loss_fn=_the_loss, scale_grads=False)
+    options: dict[str, Any] = {"loss_fn": _the_loss, "scale_grads": False}
+    schedule: Any
+    if name in ONE_STAGE:
+        schedule = ONE_STAGE[name](stages[0], microbatches, **options)
+    else:
+        schedule = (LOOPED | V_SHAPED)[name](list(stages), microbatches, **options)
     numbers = torch.arange(microbatches)
 
     def run(has_first: bool, has_last: bool) -> None:
@@ -91,6 +120,21 @@ def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int)
         schedule.step(*((numbers,) if has_first else ()), target=target, return_outputs=False)
 
     return run
+
+
+def ranks_of_stages(name: str, n_ranks: int, stages_per_rank: int) -> list[int]:
+    """Which rank of a pipeline has each stage: one after the other, from the first again, or back from the last."""
+    if name in V_SHAPED:
+        return [*range(n_ranks), *reversed(range(n_ranks))]
+    return list(range(n_ranks)) * stages_per_rank
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Another module with the same parts, which may be left out of it alone."""
+    copied = copy.copy(module)
+    for kind in OWN_OF_A_COPY:
+        vars(copied)[kind] = dict(vars(module)[kind])
+    return copied
 
 
 def _the_loss(loss: Tensor, number: Tensor) -> Tensor:

@@ -188,6 +188,11 @@ class World(Ranks):
 
         return self.step_group or self.data_group or dist.group.WORLD
 
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place in its pipeline, 0-based."""
+        return self.rank // (self.world_size // self.stages)
+
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the other stages of this one's model, in order; None without a pipeline."""
         return None if self.mesh is None or self.stages == 1 else self.mesh["pp"].get_group()

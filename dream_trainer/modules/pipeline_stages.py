@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch.nn as nn
 
 from dream_trainer.checks import spell
+from dream_trainer.compat.pipelining import shallow_copy
 from dream_trainer.errors import ConfigError, HookError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -103,6 +104,25 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
 def is_held(name: str, names: Collection[str]) -> bool:
     """Whether `names` has `name`, or a part around it."""
     return any(name == held or name.startswith(f"{held}.") for held in names)
+
+
+def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.Module:
+    """A module like `module` that has what `names` hold of it: the same parts, and a copy of what is around them."""
+    view = shallow_copy(module)
+    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        if not is_held(f"{prefix}{name}", names):
+            setattr(view, name, None)
+    for name, child in [(n, part) for n, part in module.named_modules(remove_duplicate=False) if n and "." not in n]:
+        full_name = f"{prefix}{name}"
+        if is_held(full_name, names):
+            continue
+        if any(held.startswith(f"{full_name}.") for held in names):
+            setattr(view, name, view_of(child, names, f"{full_name}."))
+        elif isinstance(module, _CONTAINERS):
+            delattr(view, name)
+        else:
+            setattr(view, name, None)
+    return view
 
 
 def keep_only(module: nn.Module, names: Collection[str], prefix: str = "") -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, new_schedule
+from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, new_schedule
 from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
-from dream_trainer.errors import DataError, HookError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
+from dream_trainer.modules.pipeline_stages import view_of
+from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 
 if TYPE_CHECKING:
@@ -38,17 +40,17 @@ _DTYPES = (
 )
 
 
-class StagePlace(NamedTuple):
-    """What this rank has of a pipeline.
+class Stages(NamedTuple):
+    """How a model is cut.
 
     Attributes:
-        number: Of its stage, 0-based.
-        stages: Number of all stages.
+        names: What each stage holds.
+        ranks: Which rank of the pipeline has it.
         check: What compares them with the whole model.
     """
 
-    number: int
-    stages: int
+    names: list[list[str]]
+    ranks: list[int]
     check: StageCheck
 
 
@@ -68,18 +70,25 @@ class Pipelined(Changed):
 
 
 class _Built(NamedTuple):
-    """A schedule for batches of one shape, and its stage."""
+    """A schedule for batches of one shape, and this rank's stages."""
 
-    stage: ScheduledStage
+    stages: list[ScheduledStage]
     run: Callable[[bool, bool], None]
+
+
+class _Seen(NamedTuple):
+    """Tensors like those that a stage gets and gives."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 class Pipeline:
     """Runs a model whose stages lie on the ranks of a pipeline. Each of them calls each method, with the same batch.
 
     Args:
-        model: This rank's stage; its class changes in place, and it is called as the whole model from then on.
-        stage: Which one.
+        model: This rank's stages; its class changes in place, and it is called as the whole model from then on.
+        stages: All of them.
         world: The ranks.
         schedule: Name of the order of micro-batches.
         microbatches: Their number in training.
@@ -92,7 +101,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        stage: StagePlace,
+        stages: Stages,
         world: World,
         *,
         schedule: str,
@@ -102,11 +111,20 @@ class Pipeline:
         group = world.pipeline_group()
         assert group is not None  # there are several stages
         self._group: dist.ProcessGroup = group
-        self._model, self._stage, self._world, self._schedule = model, stage, world, schedule
-        self._microbatches = microbatches
-        self._is_first, self._is_last = stage.number == 0, stage.number == stage.stages - 1
-        self._check: StageCheck | None = stage.check
+        self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
+        self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
+        own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
+        self._own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
+        # Of what is around the layers each of several stages has a copy, which is to be as the model's.
+        self._copies = [
+            (part, original)
+            for stage in self._own.values()
+            for name, part in stage.named_modules()
+            if part is not (original := model.get_submodule(name))
+        ]
+        self._check: StageCheck | None = stages.check
         self._warn = warn
+        self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
@@ -119,11 +137,12 @@ class Pipeline:
 
     # -- training
 
-    def refuse_uneven(self, inputs: Any) -> None:
-        """Refuses a batch that cannot be cut into equal micro-batches; all ranks do.
+    def refuse_unfit(self, inputs: Any, targets: Any) -> None:
+        """Refuses a batch for training, on all ranks. They compare the first one; a collective then.
 
         Raises:
-            DataError: It cannot.
+            DataError: It cannot be cut into equal micro-batches.
+            RanksDifferError: The ranks of the pipeline have different ones.
         """
         rows, n = rows_of(inputs), self._microbatches
         if rows == 0 or rows % n:
@@ -131,6 +150,15 @@ class Pipeline:
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
                 f"of {n} samples, with drop_last=True, or another microbatches in pipeline_parallel_parameters."
             )
+        if not self._is_compared:
+            self._is_compared = True
+            digests = self._world.all_gather(torch.tensor([digest((inputs, targets))])).view(self._world.stages, -1)
+            if (digests != digests[:1]).any():
+                raise RanksDifferError(
+                    "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would "
+                    "compare outputs with targets of others. Have the loader read what does not depend on the rank; "
+                    "dataset and sampler are dealt to dp_rank of dp_size by the trainer."
+                )
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""
@@ -154,25 +182,22 @@ class Pipeline:
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses = loss_fn, []
-        built.stage.reduces = reduces
+        for stage in built.stages:
+            stage.reduces = reduces
         with self._running():
-            built.run(self._is_first, self._is_last)
-        loss = torch.stack(self._losses).sum() if self._is_last else None
+            built.run(0 in self._own, self._last in self._own)
+        loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn = [], [], [], None
         loss = self._shared_loss(loss)
         return loss if weights is None else loss / _sum(weights)
 
-    def _run_stage(self, args: tuple[Any, ...]) -> Any:
+    def _run_stage(self, stage: int, args: tuple[Any, ...], place: int) -> Any:
         """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
-        if not self._is_first:
-            output = self._model(*args)
-        else:
-            positional, named = self._inputs[int(args[0])]
-            output = self._model(*positional, **named)
-        if not self._is_last:
+        positional, named = self._inputs[place] if stage == 0 else (args, {})
+        output = self._own[stage](*positional, **named)
+        if stage < self._last:
             return output
         assert self._loss_fn is not None  # while it is running
-        place = len(self._losses)  # micro-batches come to the last stage in order
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
         self._losses.append(loss.detach().double())
         return loss
@@ -192,7 +217,7 @@ class Pipeline:
         if self._check is not None:
             self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
             self._check = None
-        seen: dict[str, tuple[Tensor, ...]] = {}
+        seen: dict[int, _Seen] = {}
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
         with preserved_random_state(self._world.device), torch.enable_grad(), self._running():
@@ -201,16 +226,25 @@ class Pipeline:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        stage = ScheduledStage(
-            self._model,
-            self._run_stage,
-            place=(self._stage.number, self._stage.stages),
-            inputs=seen["inputs"] if not self._is_first else [torch.arange(1)],
-            outputs=seen["outputs"] if not self._is_last else [torch.empty(())],
-            device=self._world.device,
-            group=self._group,
-        )
-        return _Built(stage, new_schedule(self._schedule, [stage], self._microbatches))
+        stages = [
+            ScheduledStage(
+                self._own[number],
+                partial(self._run_stage, number),
+                place=(number, len(self._ranks)),
+                inputs=like.inputs,
+                outputs=like.outputs,
+                device=self._world.device,
+                group=self._group,
+            )
+            for number, like in seen.items()
+        ]
+        try:
+            return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
+        except ValueError as error:
+            raise ConfigError(
+                f"schedule={self._schedule!r} cannot run microbatches={self._microbatches} through {len(self._ranks)} "
+                f"stages on {max(self._ranks) + 1} ranks: {error}"
+            ) from error
 
     # -- without gradients
 
@@ -244,7 +278,7 @@ class Pipeline:
         """
         if torch.is_grad_enabled():
             raise StepError(
-                f"the model was called under pipeline_parallel={self._stage.stages}, with gradients, where each rank "
+                f"the model was called under pipeline_parallel={self._world.stages}, with gradients, where each rank "
                 "has some of its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, "
                 "weight=...); elsewhere call the model under torch.no_grad(), on all ranks."
             )
@@ -256,19 +290,26 @@ class Pipeline:
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
         return self._share(outputs[0] if len(outputs) == 1 else joined)
 
-    def _forward(self, parts: list[Any], seen: dict[str, tuple[Tensor, ...]] | None = None) -> Iterator[Any]:
-        """Runs this rank's stage over micro-batches; the last stage's outputs. Notes what goes in and out in `seen`."""
+    def _forward(self, parts: list[Any], seen: dict[int, _Seen] | None = None) -> Iterator[Any]:
+        """Runs this rank's stages over micro-batches; the last one's outputs. Notes in `seen` what goes in and out."""
         sent: list[tuple[Any, Tensor]] = []
-        for positional, named in parts:
-            args, kwargs = (positional, named) if self._is_first else (self._receive(), {})
-            output = self._model(*args, **kwargs)
-            if seen is not None:
-                seen["inputs"] = () if self._is_first else _like(args)
-                seen["outputs"] = () if self._is_last else _like(as_tuple(output))
-            if self._is_last:
-                yield output
-            else:
-                sent += self._send(as_tuple(output))
+        stayed: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # for a stage of this rank that follows another
+        for number, stage in self._own.items():
+            for place, (positional, named) in enumerate(parts):
+                args, kwargs = positional, named
+                if number > 0:
+                    here = self._ranks[number - 1] == self._world.stage_rank
+                    args, kwargs = stayed.pop((number, place)) if here else self._receive(self._ranks[number - 1]), {}
+                output = stage(*args, **kwargs)
+                if seen is not None:
+                    inputs = _like(args) if number > 0 else (torch.arange(1),)
+                    seen[number] = _Seen(inputs, _like(as_tuple(output)) if number < self._last else (torch.empty(()),))
+                if number == self._last:
+                    yield output
+                elif self._ranks[number + 1] == self._world.stage_rank:
+                    stayed[number + 1, place] = as_tuple(output)
+                else:
+                    sent += self._send(as_tuple(output), self._ranks[number + 1])
         for work, _ in sent:
             work.wait()
 
@@ -282,20 +323,17 @@ class Pipeline:
         """
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         with preserved_random_state(self._world.device):
-            seed_device(hash_seed(b"stage", drawn, self._stage.number), self._world.device)
+            seed_device(hash_seed(b"stage", drawn, self._world.stage_rank), self._world.device)
+            for copied, original in self._copies:
+                vars(copied).update({key: value for key, value in vars(original).items() if key not in OWN_OF_A_COPY})
             self.is_running = True
             try:
                 yield
             finally:
                 self.is_running = False
 
-    def _rank_of(self, stage: int) -> int:
-        import torch.distributed as dist
-
-        return dist.get_global_rank(self._group, stage)
-
-    def _send(self, tensors: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
-        """Sends to the next stage what it does not know the shape of; each message, and what it may need until sent."""
+    def _send(self, tensors: tuple[Tensor, ...], rank: int) -> list[tuple[Any, Tensor]]:
+        """Sends a stage what it does not know the shape of; each message on its way, with what it sends."""
         import torch.distributed as dist
 
         header = [len(tensors)]
@@ -305,13 +343,13 @@ class Pipeline:
             raise HookError(f"a stage gave {len(tensors)} tensors to the next one, more than fit in a message.")
         numbers = torch.tensor(header + [0] * (_HEADER - len(header)), device=self._world.device)
         messages = [numbers, *(tensor.detach().contiguous() for tensor in tensors)]
-        to = self._rank_of(self._stage.number + 1)
+        to = dist.get_global_rank(self._group, rank)
         return [(dist.isend(message, to, group=self._group), message) for message in messages]
 
-    def _receive(self) -> tuple[Tensor, ...]:
+    def _receive(self, rank: int) -> tuple[Tensor, ...]:
         import torch.distributed as dist
 
-        source, device = self._rank_of(self._stage.number - 1), self._world.device
+        source, device = dist.get_global_rank(self._group, rank), self._world.device
         numbers = torch.empty(_HEADER, dtype=torch.int64, device=device)
         dist.recv(numbers, source, group=self._group)
         count, *rest = numbers.tolist()
@@ -330,14 +368,14 @@ class Pipeline:
 
         if loss is None:
             loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        dist.broadcast(loss, self._rank_of(self._stage.stages - 1), group=self._group)
+        dist.broadcast(loss, dist.get_global_rank(self._group, self._ranks[self._last]), group=self._group)
         return loss
 
     def _share(self, outputs: Any) -> Any:
         """The last stage's, on all ranks."""
         import torch.distributed as dist
 
-        source, device = self._rank_of(self._stage.stages - 1), self._world.device
+        source, device = dist.get_global_rank(self._group, self._ranks[self._last]), self._world.device
         form = [map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), outputs)]
         dist.broadcast_object_list(form, source, group=self._group, device=device)
 
@@ -346,7 +384,7 @@ class Pipeline:
             dist.broadcast(tensor, source, group=self._group)
             return tensor
 
-        return map_tensors(shared, outputs if self._is_last else form[0])
+        return map_tensors(shared, outputs if self._last in self._own else form[0])
 
 
 def _like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

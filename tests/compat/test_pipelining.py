@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
-from dream_trainer.compat.pipelining import SCHEDULES, ScheduledStage, as_tuple, new_schedule
+from dream_trainer.compat.pipelining import ONE_STAGE, ScheduledStage, as_tuple, new_schedule
 from tests.worlds import run_world
 
 ROWS, WIDTH = 3, 4
@@ -26,8 +26,9 @@ def run_batches(schedule: str) -> dict[str, Any]:
     fully_shard(layers, mesh=mesh["dp"], reshard_after_forward=False)
     ran: list[int] = []
 
-    def run(args: tuple[Any, ...]) -> Any:
-        ran.append(int(args[0]) if rank == 0 else len(ran))
+    def run(args: tuple[Any, ...], micro_batch: int) -> Any:
+        assert rank == 1 or int(args[0]) == micro_batch
+        ran.append(micro_batch)
         # Turned, so that neither what is sent on nor what is sent back lies in order.
         output = layers(x[int(args[0])] if rank == 0 else args[0].T).T
         return output.square().sum() if rank == 1 else output
@@ -61,7 +62,7 @@ def run_batches(schedule: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_gradients_of_two_batches_add_up_and_are_reduced_at_the_last(schedule: str) -> None:
     first, last = run_world(run_batches, 2, schedule)
     weights = [w.requires_grad_() for part in (first, last) for w in part["weights"]]
@@ -71,8 +72,7 @@ def test_gradients_of_two_batches_add_up_and_are_reduced_at_the_last(schedule: s
     for found, expected in zip([*first["gradients"], *last["gradients"]], weights, strict=True):
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
     assert first["before"] == last["before"] == [None, None]
-    assert sorted(first["ran"]) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(last["ran"]) == 8
+    assert sorted(first["ran"]) == sorted(last["ran"]) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_what_a_stage_gives_becomes_the_next_ones_arguments() -> None:

@@ -32,6 +32,8 @@ class Case:
     recompute: str = "none"
     dropout: float = 0.0
     frozen: bool = False
+    changing: bool = False
+    """Whether every second batch has shorter sequences."""
 
     @property
     def world_size(self) -> int:
@@ -93,6 +95,10 @@ def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
+def cropped(case: Case, step: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor[:, :4] if case.changing and step % 2 else tensor for tensor in tensors)
+
+
 def count(labels: Tensor) -> Tensor:
     return (labels != -100).sum()
 
@@ -125,7 +131,7 @@ class Trained(dt.DreamTrainer):
         self.logged.setdefault(step, {}).update(metrics)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        tokens, labels = batch
+        tokens, labels = cropped(self.config.case, batch_idx, *batch)
         weight = count if self.config.case.weighted else None
         loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=weight)
         if not self.is_accumulating_gradients:
@@ -196,7 +202,8 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
     data, parts = Rows(BATCH * STEPS), case.dp * case.accumulation * (case.microbatches or 2 * case.pp)
     losses, norms = [], []
     for first in range(0, len(data), BATCH):
-        tokens, labels = data.tokens[first : first + BATCH], data.labels[first : first + BATCH]
+        rows = slice(first, first + BATCH)
+        tokens, labels = cropped(case, first // BATCH, data.tokens[rows], data.labels[rows])
         chunks = list(zip(tokens.chunk(parts), labels.chunk(parts), strict=True))
         weights = [count(b).double() if case.weighted else torch.ones(()).double() for _, b in chunks]
         loss = sum(mean_loss(model(a), b) * w for (a, b), w in zip(chunks, weights, strict=True)) / sum(weights)

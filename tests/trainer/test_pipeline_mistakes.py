@@ -15,7 +15,7 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.callbacks import WeightStats
 from dream_trainer.config import resolve_mesh
-from dream_trainer.errors import ConfigError, DataError, HookError, StepError
+from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
 from dream_trainer.trainer.micro_batches import cut
 from dream_trainer.trainer.stage_check import StageCheck
@@ -155,6 +155,12 @@ def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
         resolve_mesh(replace(devices, dp_shard=3), 8, shard_by_default=True)
     with pytest.raises(ConfigError, match="schedule='zigzag' is not known"):
         dt.PipelineParallelParameters(schedule="zigzag")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stages_per_rank=2 with schedule='1F1B': it has 1"):
+        dt.PipelineParallelParameters(stages_per_rank=2)
+    with pytest.raises(ConfigError, match="stages_per_rank=1 with schedule='Interleaved1F1B': it has 2 or more"):
+        dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=1)
+    assert dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=3).stages_of_each_rank == 3
+    assert dt.PipelineParallelParameters(schedule="DualPipeV").stages_of_each_rank == 2
 
     @dataclass
     class PlainConfig(dt.BaseTrainerConfig, dt.SetupConfigMixin): ...
@@ -182,6 +188,7 @@ class Careless(Trained):
 
         self.told = {}
         for name, mistake in {
+            "batches": lambda: self.forward_backward(model, (tokens + self.world.rank,), labels, mean_loss),
             "model": lambda: model(tokens),
             "backward": lambda: self.backward(torch.zeros((), requires_grad=True)),
             "weight": lambda: self.forward_backward(model, inputs, labels, mean_loss, weight=3.0),
@@ -190,7 +197,7 @@ class Careless(Trained):
             "rows": lambda: self.world.all_gather_with_gradient(tokens.double()),
             "twice": twice,
         }.items():
-            with pytest.raises((StepError, DataError, ConfigError)) as raised:
+            with pytest.raises((StepError, DataError, ConfigError, RanksDifferError)) as raised:
                 mistake()
             self.told[name] = str(raised.value)
         self.step(model, self.optimizer)
@@ -206,6 +213,7 @@ def be_careless(directory: str) -> dict[str, str]:
 
 def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for told in run_world(be_careless, 2, str(tmp_path)):
+        assert "the ranks of a pipeline (pipeline_parallel) have different batches" in told["batches"]
         assert "the model was called under pipeline_parallel=2, with gradients, where each rank has" in told["model"]
         assert "backward() was called under pipeline_parallel=2, where no rank has a whole" in told["backward"]
         assert "was given weight=float under pipeline_parallel=2, where each micro-batch has its own" in told["weight"]

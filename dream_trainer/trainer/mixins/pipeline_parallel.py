@@ -20,7 +20,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dream_trainer.trainer.pipeline import Pipeline, StagePlace
+    from dream_trainer.trainer.pipeline import Pipeline, Stages
 
 
 class PipelineParallelMixin(AbstractTrainer):
@@ -52,7 +52,7 @@ class PipelineParallelMixin(AbstractTrainer):
 
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
-    _stage: StagePlace
+    _stages: Stages
     _kept_blocks: list[nn.Module]
     _pipeline: Pipeline | None = None
 
@@ -74,7 +74,8 @@ class PipelineParallelMixin(AbstractTrainer):
             HookError: `pipeline_stages` does not name each parameter once.
         """
         super().apply_pipeline_parallel(mesh)
-        from dream_trainer.trainer.pipeline import StagePlace
+        from dream_trainer.compat.pipelining import ranks_of_stages
+        from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
         models, count = self.named_models(), mesh.size()
@@ -86,11 +87,13 @@ class PipelineParallelMixin(AbstractTrainer):
             )
         (model,) = models.values()
         self._refuse_beside_a_pipeline(count)
-        blocks, stages = self.model_blocks(model), self.pipeline_stages(model, count)
-        check_stages(model, stages, count)
-        number = mesh.get_local_rank()
-        self._stage = StagePlace(number, count, StageCheck(model, stages))
-        keep_only(model, stages[number])
+        parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
+        ranks = ranks_of_stages(parameters.schedule, count, parameters.stages_of_each_rank)
+        blocks, stages = self.model_blocks(model), self.pipeline_stages(model, len(ranks))
+        check_stages(model, stages, len(ranks))
+        self._stages = Stages([list(names) for names in stages], ranks, StageCheck(model, stages))
+        own = zip(stages, ranks, strict=True)
+        keep_only(model, [name for names, rank in own if rank == self.world.stage_rank for name in names])
         kept = {id(module) for module in model.modules()}
         self._kept_blocks = [block for block in blocks if id(block) in kept]
 
@@ -100,6 +103,14 @@ class PipelineParallelMixin(AbstractTrainer):
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
             f'nonfinite="{training.nonfinite}"': training.nonfinite == "retry",
+            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and shards": (
+                self.world.parameter_shape.dp_shard > 1
+                and self.config.pipeline_parallel_parameters.stages_of_each_rank > 1
+            ),
+            f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
+                self.config.device_parameters.activation_checkpointing != "none"
+                and self.config.pipeline_parallel_parameters.computes_weights_apart
+            ),
             "save_frozen=False": checkpoints is not None and not checkpoints.save_frozen,
             "local_directory": checkpoints is not None and checkpoints.local_directory is not None,
         }
@@ -124,7 +135,7 @@ class PipelineParallelMixin(AbstractTrainer):
         (model,) = self.named_models().values()
         self._pipeline = Pipeline(
             model,
-            self._stage,
+            self._stages,
             self.world,
             schedule=parameters.schedule,
             microbatches=microbatches,
@@ -153,7 +164,7 @@ class PipelineParallelMixin(AbstractTrainer):
         batch: tuple[Any, dict[str, Any]] = (inputs, {})
         if not self.training or not torch.is_grad_enabled():
             return pipeline.evaluate(batch, targets, loss_fn, weight)
-        pipeline.refuse_uneven(batch)
+        pipeline.refuse_unfit(batch, targets)
         weights = None if weight is None else pipeline.weights(targets, batch, weight)
         total = None if weights is None else sum(weights[1:], start=weights[0])
         accumulation, own_time = self._accumulation, self._parallel.gradients.own_time
