@@ -60,6 +60,9 @@ class Cell(NamedTuple):
     """How ranks that share sequences see each other's positions."""
     ep: int = 1
     """Ranks that share the experts of each mixture."""
+    pp: int = 1
+    schedule: Literal["1F1B", "GPipe"] = "1F1B"
+    """In which order micro-batches go through the stages of a pipeline."""
     tied: bool = False
     dtype: Literal["float32", "float64"] = "float64"
     odd_parts: bool = False
@@ -70,7 +73,7 @@ class Cell(NamedTuple):
     @property
     def world_size(self) -> int:
         """Processes it needs."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 class Miss(NamedTuple):
@@ -119,6 +122,8 @@ def all_cells() -> list[Cell]:
         if data % ep == 0:
             cells += [Cell(*mesh, 2, how, ep=ep, experts=True) for how in ("none", "full")]
             cells += [Cell(*mesh, 1, "selective", cp=cp, ep=ep, tied=True, experts=True)]
+    for mesh in [mesh for mesh in meshes if mesh[2] == 1 and 2 * math.prod(mesh) in sizes]:
+        cells += [Cell(*mesh, 2, pp=2), Cell(*mesh, 1, "full", pp=2, schedule="GPipe")]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
@@ -176,17 +181,19 @@ class ParityTrainer(LlamaTrainer):
         is_padding = positions > tokens[:, :1] % SEQ_LEN
         return cut(tokens[:, :-1]), cut(tokens[:, 1:].masked_fill(is_padding, -100)), cut(positions, dim=0)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """Mean over the labels that count, and their number; zero where there is none."""
-        tokens, targets, positions = batch
-        n_tokens = int((targets != -100).sum())
-        logits = self.model(tokens, positions).flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / max(1, n_tokens), n_tokens
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the labels that count; zero where there is none."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / max(
+            1, self.n_labels(targets)
+        )
+
+    def n_labels(self, targets: Tensor) -> int:
+        """The number of labels that count."""
+        return int((targets != -100).sum())
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        loss, n_tokens = self.loss(batch)
-        self.losses.append((self.global_step, float(full(loss.detach())), n_tokens))
-        self.backward(loss, weight=n_tokens)
+        loss = self.loss(batch)
+        self.losses.append((self.global_step, float(full(loss.detach())), self.n_labels(batch[1])))
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler)))
         return {}
@@ -228,6 +235,7 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             device="cpu",
             dp_replicate=cell.dp_replicate,
             dp_shard=cell.dp_shard,
+            pipeline_parallel=cell.pp,
             context_parallel=cell.cp,
             expert_parallel=cell.ep,
             tensor_parallel=cell.tp,
@@ -236,6 +244,7 @@ def config_of(cell: Cell) -> LlamaTrainerConfig:
             compile=cell.backend is not None,
         ),
         context_parallel_parameters=dt.ContextParallelParameters(attention=cell.attention),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=cell.schedule),
         compile_parameters=dt.CompileParameters(backend=cell.backend or "inductor"),
         tensor_parallel_parameters=dt.TensorParallelParameters(
             sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
@@ -298,15 +307,15 @@ def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Miss:
         loss=max(abs(a - b) for a, b in zip(step_losses(ranks), step_losses([alone]), strict=True)),
         norm=max(abs(a - b) for rank in ranks for a, b in zip(rank["norms"], alone["norms"], strict=True)),
         weight=max(
-            float((rank["weights"][name] - weight).abs().max())
+            float((weight - alone["weights"][name]).abs().max())
             for rank in ranks
-            for name, weight in alone["weights"].items()
+            for name, weight in rank["weights"].items()
         ),
+        # Of a pipeline each rank has some.
         starts_equal=all(
-            rank["start"].keys() == alone["start"].keys()
-            and all(torch.equal(rank["start"][name], weight) for name, weight in alone["start"].items())
-            for rank in ranks
-        ),
+            {name for rank in ranks for name in rank[kind]} == alone[kind].keys() for kind in ("start", "weights")
+        )
+        and all(torch.equal(weight, alone["start"][name]) for rank in ranks for name, weight in rank["start"].items()),
     )
 
 
@@ -335,6 +344,8 @@ def plan_of(cell: Cell) -> str:
     parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
     unsplit = "within backward" if cell.overlap_reduce else "-"
     split = unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
+    if cell.pp > 1:
+        split = f"{split}, layers in {cell.pp} stages ({cell.schedule})"
     if cell.cp > 1:
         split = f"{split}, positions over {cell.cp} ({cell.attention})"
     if cell.experts:

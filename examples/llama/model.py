@@ -251,7 +251,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Integer tokens [batch, time <= max_seq_len] -> logits [batch, time, vocab_size].
 
-        Positions [time] are where the tokens are in their sequences; None for from 0 on.
+        Positions [time] are where the tokens are in their sequences; None for from 0 on. Of a pipeline's later stages
+        the tokens are what the stage before gives, [batch, time, dim], and so is the result of all but the last.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -260,10 +261,10 @@ class Llama(nn.Module):
             )
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens)
+        x = tokens if self.embed is None else self.embed(tokens)
         for layer in self.layers:
             x = layer(x, positions)
-        return self.head(self.norm(x))
+        return x if self.head is None else self.head(self.norm(x))
 
 
 @torch.no_grad()

@@ -146,21 +146,28 @@ class LlamaTrainer(DreamTrainer):
         return cut(tokens[:, :-1]), cut(tokens[:, 1:]), cut(positions, dim=0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        loss, n_tokens = self.loss(batch)
-        self.backward(loss, weight=n_tokens)
+        loss = self.loss(batch)
         if self.is_accumulating_gradients:
             return {"loss": loss}
         return {"loss": loss, "grad_norm": self.step(self.model, self.optimizer, self.scheduler)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Tensor], int]:
-        loss, n_tokens = self.loss(batch)
-        return {"loss": loss}, n_tokens
+        return {"loss": self.loss(batch)}, self.n_labels(batch[1])
 
-    def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """Mean nats per token and the number of tokens."""
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean nats per token; in training its gradients too."""
         tokens, targets, positions = batch
-        logits = self.model(tokens, positions)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), targets.numel()
+        # Only ranks that share sequences begin elsewhere than at 0; a pipeline cuts its inputs by samples.
+        inputs = (tokens, positions) if self.config.device_parameters.context_parallel > 1 else (tokens,)
+        return self.forward_backward(self.model, inputs, targets, self.mean_loss, weight=self.n_labels)
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean nats per token."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def n_labels(self, targets: Tensor) -> int:
+        """Over how many tokens that is the mean."""
+        return targets.numel()
 
     def sample(self) -> str:
         """Text that the model writes; every rank calls it, since a sharded model needs all of them."""

@@ -36,6 +36,7 @@ def spanning(cell: Any) -> list[Any]:
         cell(1, 1, 2, cp=2),
         cell(2, 1, 1, accumulation=2, recompute="full", ep=2, experts=True),
         cell(1, 4, 1, recompute="selective", ep=2, tied=True, experts=True),
+        cell(1, 2, 1, accumulation=2, pp=2),
     ]
 
 
