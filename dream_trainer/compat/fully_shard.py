@@ -193,7 +193,8 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
     torchao, local = sys.modules.get("torchao.float8.fsdp_utils"), local_tensor(parameter)
     if torchao is None or not isinstance(local, torchao.WeightWithDynamicFloat8CastTensor):
         return None
-    return cast("torch.dtype", local._dtype)
+    weight: Any = local
+    return cast("torch.dtype", weight._dtype)
 
 
 def reduce_what_waits(

@@ -46,5 +46,6 @@ def attributes(config: Float8LinearConfig) -> dict[str, Any]:
 def gathered_in_float8(weight: Tensor, config: Float8LinearConfig) -> Tensor:
     """`weight`, plain, so that `fully_shard` gathers it in float8; every rank scales by the largest of all."""
     mm_config = attributes(config)["linear_mm_config"]
-    cast: Tensor = WeightWithDynamicFloat8CastTensor(weight, mm_config, config.cast_config_weight.target_dtype)
-    return cast
+    target: Any = config.cast_config_weight.target_dtype
+    gathered: Tensor = WeightWithDynamicFloat8CastTensor(weight, mm_config, target)
+    return gathered
