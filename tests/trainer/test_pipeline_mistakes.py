@@ -143,7 +143,13 @@ def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
 
 def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
     devices = dt.DeviceParameters(device="cpu", pipeline_parallel=2)
-    for other in ({"tensor_parallel": 2}, {"context_parallel": 2}, {"compile": True}, {"precision": "bf16"}):
+    for other in (
+        {"tensor_parallel": 2},
+        {"context_parallel": 2},
+        {"expert_parallel": 2},
+        {"compile": True},
+        {"precision": "bf16"},
+    ):
         (name,) = other
         with pytest.raises(
             ConfigError, match=f"{name}=.* with pipeline_parallel=2 is not there yet. Use one of the tw"
