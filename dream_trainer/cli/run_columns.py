@@ -20,7 +20,8 @@ _NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_param
 _OF_BRANCHES = "checkpoint_parameters.branch."
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 _OF_OBJECTS = "given_objects"  # the record of a trainer without a class
-_OF_EVERY_CONFIG = frozenset(field.name for field in fields(DreamTrainerConfig)) | {_OF_OBJECTS}
+_SECTIONS = frozenset(field.name for field in fields(DreamTrainerConfig))
+_OF_EVERY_CONFIG = _SECTIONS | {_OF_OBJECTS}
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
@@ -53,7 +54,8 @@ def _rank(name: str, cells: set[str]) -> tuple[bool, bool, bool, bool]:
 def asked_for(runs: Sequence[ListedRun], columns: Iterable[str]) -> list[list[str]]:
     """For each run its cells of `columns`: fields, by their dotted names or the ends of these, and metrics.
 
-    A branch's words end with `branch.schedule` and the like; `schedule` is a field of another section.
+    A branch's words end with `branch.schedule` and the like; `schedule` is a field of another section. Of several that
+    end alike, it is the one of the script itself or of what was given to a trainer without a class.
 
     Raises:
         ConfigError: No run has one, or an end is that of several.
@@ -69,8 +71,9 @@ def asked_for(runs: Sequence[ListedRun], columns: Iterable[str]) -> list[list[st
 
 def _full(column: str, names: list[str]) -> str:
     found = [name for name in names if name == column] or [name for name in names if _ends_in(name, column)]
-    if len(found) == 1:
-        return found[0]
+    own = [name for name in found if name.partition(".")[0] not in _SECTIONS]
+    if len(found) == 1 or len(own) == 1:
+        return (own or found)[0]
     if found:
         raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Name one whole.")
     near = get_close_matches(column, names, n=3, cutoff=0.4)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.pipeline_stages import check_stages, keep_only
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
+        from dream_trainer.modules.pipeline_stages import check_stages, keep_only
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
