@@ -181,10 +181,11 @@ def test_half_precision_is_the_input_of_float8(precision: str, tmp_path: Path, m
     with Trained(config_of(float8="tensorwise", precision=precision)) as trainer:
         trainer.fit()
         assert trainer.losses == pytest.approx(by_hand(trainer.start, "tensorwise", STEPS), rel=2e-2)
+        layer, x = trainer.model.layers[0].up, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         with trainer.autocast():
-            assert trainer.model.layers[0].up(torch.ones(3, WIDTH)).dtype == {"bf16": torch.bfloat16}.get(
-                precision, torch.float16
-            )
+            assert layer(x).dtype == half
+            assert torch.equal(layer(x), layer(x.to(half)))
 
 
 def test_layers_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
