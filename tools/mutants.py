@@ -764,9 +764,16 @@ MUTANTS = [
     Mutant(
         "finding out what stages expect draws random numbers",
         "dream_trainer/trainer/pipeline.py",
-        "        with preserved_random_state(self._world.device), torch.enable_grad(), self._running():\n",
-        "        with torch.enable_grad(), self._running():\n",
+        "        with as_before(self._model), preserved_random_state(self._world.device), torch",
+        "        with as_before(self._model), torch",
         "tests/trainer/test_pipeline_parallel.py -k goes_on",
+    ),
+    Mutant(
+        "each stage may change what is around its layers",
+        "dream_trainer/trainer/stage_check.py",
+        "if before.get(name) != value]",
+        "if False]",
+        "tests/trainer/test_pipeline_mistakes.py -k of_its_own",
     ),
     Mutant(
         "stages draw the same random numbers",

@@ -115,7 +115,8 @@ class MoE(nn.Module):
             chosen = (scores.detach() + self.balance_bias).topk(self.top_k, sorted=False).indices
             weights = scores.gather(1, chosen)
             if self.normalize:
-                weights = weights / weights.sum(-1, keepdim=True)
+                total = weights.sum(-1, keepdim=True)  # of sigmoids that underflow: 0, and so are the weights
+                weights = weights / total.clamp(min=torch.finfo(total.dtype).tiny)
             return weights * self.scale, chosen
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.pipeline_stages import view_of
+from dream_trainer.modules.pipeline_stages import as_before, view_of
 from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 
@@ -218,14 +218,10 @@ class Pipeline:
             self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
             self._check = None
         seen: dict[int, _Seen] = {}
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
-        with preserved_random_state(self._world.device), torch.enable_grad(), self._running():
+        with as_before(self._model), preserved_random_state(self._world.device), torch.enable_grad(), self._running():
             for _ in self._forward(cut(inputs, self._microbatches, rows_of(inputs))[:1], seen):
                 pass
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         stages = [
             ScheduledStage(
                 self._own[number],

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dream_trainer.compat.computation import Computation, on_meta, tensor_names
 from dream_trainer.compat.pipelining import as_tuple
+from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
-from dream_trainer.modules.pipeline_stages import keep_only
+from dream_trainer.modules.pipeline_stages import is_held, keep_only
 
 
 class StageCheck:
@@ -76,6 +77,7 @@ class StageCheck:
             stage = copy.deepcopy(self._model)
             chain.name(tensor_names(stage))
             keep_only(stage, held)
+            before = _around(stage, held)
             try:
                 with preserved_random_state(), torch.no_grad(), on_meta(), chain:
                     output = stage(*args, **named)
@@ -83,6 +85,13 @@ class StageCheck:
                 raise HookError(self._cannot_run(number, f"{type(error).__name__}: {error}")) from error
             if number < len(self._stages) - 1 and not all(isinstance(part, Tensor) for part in as_tuple(output)):
                 raise HookError(self._cannot_run(number, f"it gave the next one a {type(output).__name__}"))
+            changed = [name for name, value in _around(stage, held).items() if before.get(name) != value]
+            if changed:
+                raise HookError(
+                    f"stage {number} of {len(self._stages)} of {self._name} changes {', '.join(changed[:3])} in its "
+                    "forward, which belongs to what is around the layers: each stage has its own, and checkpoints that "
+                    "of the first. Keep it in a module that one stage holds."
+                )
             args, named = as_tuple(output), {}
         if _numbers(chain, output) != _numbers(whole, expected):
             others = [operation for value, operation in chain.operations.items() if value not in whole.operations]
@@ -105,6 +114,18 @@ class StageCheck:
 
 def _numbers(computation: Computation, output: Any) -> list[int]:
     return [computation.number_of(leaf) for leaf in leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _around(stage: nn.Module, held: Sequence[str]) -> dict[str, Any]:
+    """Of the modules that every stage has: which tensor each buffer is, how often written to, and their numbers."""
+    found: dict[str, Any] = {}
+    for prefix, module in stage.named_modules():
+        if is_held(prefix, held):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        found |= {f"{dot}{n}": (id(b), write_count(b)) for n, b in module.named_buffers(recurse=False)}
+        found |= {f"{dot}{n}": value for n, value in vars(module).items() if isinstance(value, int | float)}
+    return found
 
 
 def _without_values(tensor: Tensor) -> Tensor:

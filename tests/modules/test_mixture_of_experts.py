@@ -160,3 +160,15 @@ def test_under_autocast_the_router_stays_in_float32() -> None:
 def test_what_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         MoE(WIDTH, HIDDEN, **({"n_experts": 4, "top_k": 2} | options))
+
+
+def test_scores_that_all_underflow_give_nothing_and_not_nan() -> None:
+    layer = MoE(8, 16, 4, top_k=2, scores="sigmoid")
+    with torch.no_grad():
+        layer.router.weight.fill_(-20)
+    x = torch.ones(1, 3, 8, requires_grad=True)
+    output = layer(x)
+    output.sum().backward()
+    assert torch.equal(output, torch.zeros_like(output))
+    assert x.grad is not None
+    assert x.grad.isfinite().all()

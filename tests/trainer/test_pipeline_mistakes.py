@@ -16,7 +16,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import WeightStats
 from dream_trainer.config import resolve_mesh
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
-from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
+from dream_trainer.modules.pipeline_stages import as_before, check_stages, even_stages, keep_only
 from dream_trainer.trainer.micro_batches import cut
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks
@@ -123,6 +123,69 @@ def test_stages_that_do_not_make_the_model_are_found_without_values(kind: type[M
     model = kind(Case())
     with pytest.raises(HookError, match=message):
         StageCheck(model, stages_of(model)).run(((torch.zeros(2, 6, dtype=torch.long),), {}), pytest.fail)
+
+
+class Changes(Model):
+    """Keeps something of its own around the layers, which each stage would have."""
+
+    def __init__(self, case: Case, how: str) -> None:
+        super().__init__(case)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.how = 0, how
+        self.cached: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            self.cached = torch.ones(3)  # once, and the same in each stage
+        if self.how == "in place" and self.head is not None:
+            self.seen += 1
+        if self.how == "another buffer" and self.head is not None:
+            self.seen = self.seen + 1
+        if self.how == "a number":
+            self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("in place", "stage 1 of 2 of Changes changes seen in its forward, .*in a module that one stage holds"),
+        ("another buffer", "stage 1 of 2 of Changes changes seen in its forward"),
+        ("a number", "stage 0 of 2 of Changes changes calls in its forward"),
+    ],
+)
+def test_what_each_stage_has_of_its_own_may_not_change(how: str, message: str) -> None:
+    inputs = ((torch.zeros(2, 6, dtype=torch.long),), {})
+    with pytest.raises(HookError, match=message):
+        StageCheck(Changes(Case(), how), stages_of(Model(Case()))).run(inputs, pytest.fail)
+    StageCheck(Changes(Case(), "nothing"), stages_of(Model(Case()))).run(inputs, pytest.fail)
+
+
+class Keeps(nn.Module):
+    """A layer with a mean, written to or replaced, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written += x.mean()
+        self.replaced = self.replaced + x.mean()
+        self.calls += 1
+        return x
+
+
+def test_what_a_stage_is_run_for_beforehand_leaves_nothing() -> None:
+    model = nn.Sequential(Keeps())
+    model(torch.ones(2))
+    (layer,) = model
+    with as_before(model):
+        model(torch.ones(2))
+        assert (layer.calls, layer.written.tolist(), layer.replaced.tolist()) == (2, [2, 2], [2, 2])
+    assert (layer.calls, layer.written.tolist(), layer.replaced.tolist()) == (1, [1, 1], [1, 1])
+    assert list(model.state_dict()) == ["0.written", "0.replaced"]
 
 
 def test_a_model_that_needs_values_is_not_compared_and_one_is_told() -> None:
