@@ -78,6 +78,13 @@ class ScheduledStage(PipelineStage):
         output = self._run(args, self._micro_batch)
         return output if self.is_last else tuple([part.contiguous() for part in as_tuple(output)])
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """PyTorch 2.11 would compare what the stage gives with what it was told, and refuse a loss in another type."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """PyTorch 2.11 would have a rank with neighbouring stages send to itself, which gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch; what is sent back lies in order."""
         gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
