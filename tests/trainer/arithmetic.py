@@ -299,3 +299,8 @@ def whole_weights(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         for model_name, model in models.items()
         for name, p in model.named_parameters()
     }
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether both have the same names, and each tensor the same bits."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

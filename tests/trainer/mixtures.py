@@ -203,7 +203,3 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
     loss = sum(loss * count for loss, count in seen) / sum(count for _, count in seen)
     state = {name: value.detach() for name, value in model.state_dict().items()}
     return {"losses": losses, "norms": norms, "largest": largest, "val/loss": float(loss), "state": state}
-
-
-def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

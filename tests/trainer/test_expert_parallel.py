@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.modules import ExpertExchange, split_experts
+from tests.trainer.arithmetic import same_bits
 from tests.trainer.mixtures import (
     BATCH,
     LENGTH,
@@ -26,9 +27,8 @@ from tests.trainer.mixtures import (
     Trained,
     config_of,
     everything,
-    same_bits,
 )
-from tests.trainer.test_experts import compare, stop_and_go_on
+from tests.trainer.test_experts import assert_as_by_hand, stop_and_go_on
 from tests.worlds import run_world
 
 WORLD_2 = [
@@ -48,7 +48,7 @@ WORLD_4 = [
 
 @pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
 def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    compare(cases, tmp_path)
+    assert_as_by_hand(cases, tmp_path)
 
 
 # -- what crosses ranks

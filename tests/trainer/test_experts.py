@@ -18,7 +18,7 @@ from dream_trainer.callbacks import EMA
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
 from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.mixtures import (
     BATCH,
     STEPS,
@@ -30,7 +30,6 @@ from tests.trainer.mixtures import (
     config_of,
     everything,
     reference,
-    same_bits,
     state_of,
 )
 from tests.worlds import run_world
@@ -55,7 +54,7 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-def compare(cases: Sequence[Case], directory: Path) -> None:
+def assert_as_by_hand(cases: Sequence[Case], directory: Path) -> None:
     n_ranks = cases[0].world_size
     by_rank = run_world(train, n_ranks, cases, str(directory)) if n_ranks > 1 else [train(cases, str(directory))]
     (alone,) = train([Case()], str(directory))
@@ -79,7 +78,7 @@ WORLD_2 = [Case(2), Case(2, shard="auto", accumulation=2, recompute="full"), Cas
 
 @pytest.mark.parametrize("cases", [pytest.param(ALONE, id="1 rank"), pytest.param(WORLD_2, id="2 ranks")])
 def test_training_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
-    compare(cases, tmp_path)
+    assert_as_by_hand(cases, tmp_path)
 
 
 # -- checkpoints

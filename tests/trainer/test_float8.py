@@ -20,7 +20,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.sharding import gathered
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, same_bits
 from tests.worlds import run_world
 
 pytest.importorskip("torchao")
@@ -253,10 +253,6 @@ def averaged() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(on_two_ranks, 2, str(tmp_path_factory.mktemp("float8")))
-
-
-def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_meshes_learn_the_same_up_to_the_rounding_of_float8(ranks: list[dict[str, Any]]) -> None:

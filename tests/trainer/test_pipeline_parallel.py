@@ -18,7 +18,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.compat.pipelining import ranks_of_stages
 from dream_trainer.data.loader import DistributedDataLoader
-from tests.trainer.arithmetic import full
+from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.small import run_ranks
 from tests.trainer.stages import (
     BATCH,
@@ -191,10 +191,6 @@ def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dic
 
 def stop_and_go_on(case: Case, directory: str) -> list[dict[str, Any]]:
     return [*travel(case, "unbroken", directory, 4), *travel(case, "broken", directory, 2, 4)]
-
-
-def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit_with_dropout_of_each_stages_own(tmp_path: Path) -> None:
