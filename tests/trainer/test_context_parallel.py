@@ -69,7 +69,7 @@ class Sent(TorchDispatchMode):
 
 
 def formula(case: Case) -> float:
-    """What docs/scale.md says that a rank sends in forward and backward of a step, in bytes of float64."""
+    """What docs/context-parallel.md says that a rank sends in forward and backward of a step, in bytes of float64."""
     batch, queries, keys, layers, n = 8 // case.dp, WIDTH // HEAD, WIDTH // HEAD // 2, 2, case.cp
     heads = keys * 2 * (n - 1) / n if case.attention == "gathered" else 2 * (queries + keys) * (n - 1) / n**2
     runs = 2 if case.recompute == "none" else 3

@@ -79,7 +79,7 @@ class Observed(Trained):
 
 
 def formula(case: Case, rank: int) -> int:
-    """What docs/scale.md says that a rank of a pipeline sends in a batch, in bytes of float64."""
+    """What docs/pipeline-parallel.md says that a rank of a pipeline sends in a batch, in bytes of float64."""
     ranks = ranks_of_stages(case.schedule, case.pp, 2 if case.schedule not in ("1F1B", "GPipe") else 1)
     ends = [(here, there) for one, other in pairwise(ranks) for here, there in ((one, other), (other, one))]
     microbatches = case.microbatches or 2 * case.pp

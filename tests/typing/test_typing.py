@@ -29,7 +29,9 @@ CHECKED_PAGES = [
     "docs/ema.md",
     "docs/evaluation.md",
     "docs/precision.md",
-    "docs/scale.md",
+    "docs/context-parallel.md",
+    "docs/pipeline-parallel.md",
+    "docs/tensor-parallel.md",
 ]
 # As users write it: without types of their own. Options that reach PyTorch's modules too would have them read again.
 UNTYPED = """
