@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,25 @@ def threads_end() -> Iterator[None]:
         thread.join(timeout=5)
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left running: {alive}"
+
+
+@pytest.fixture
+def own_children() -> Callable[[], set[BaseProcess]]:
+    """The child processes that the test has started and that are alive: others may still be on their way out."""
+    others = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - others
+
+
+@pytest.fixture(autouse=True)
+def child_processes_end(own_children: Callable[[], set[BaseProcess]]) -> Iterator[None]:
+    """Fails a test that leaves child processes behind, such as the workers of a loader."""
+    yield
+    if own_children():
+        gc.collect()  # a cycle may still hold their loader
+    for child in own_children():
+        child.join(timeout=5)
+    alive = [child.name for child in own_children()]
+    assert not alive, f"child processes left running: {alive}"
 
 
 @pytest.fixture(autouse=True)

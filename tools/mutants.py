@@ -47,6 +47,13 @@ MUTANTS = [
         f"{PARITY} -k [1]",
     ),
     Mutant(
+        "the workers of a mixture's finished pass are kept",
+        f"{DATA}/loader.py",
+        "        self.marked.release()\n",
+        "        pass\n",
+        "tests/data/test_stream.py -k workers_of_a_finished_pass",
+    ),
+    Mutant(
         "a step that is refused counts",
         "dream_trainer/trainer/step/optimizer_step.py",
         "        self._accumulation.check_step()\n",

@@ -230,11 +230,12 @@ class ShardReader:
     def release(self) -> None:
         """Releases the last pass's iterator, and so its workers unless they are persistent."""
         self._iterator = None
+        self.marked.release()
 
     def close(self) -> None:
         """Ends worker processes; `batches` starts new ones."""
         shutdown_workers(self._iterator)
-        self._iterator = None
+        self.release()
         self._torch_loader = None
 
     def _build(self) -> DataLoader[Any]:

@@ -150,6 +150,10 @@ class MarkedBatches:
         self.times.begin_pass()
         return self
 
+    def release(self) -> None:
+        """Lets go of the iterator, whose worker processes live for as long as something refers to it. Marks stay."""
+        self._iterator = iter(())
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,29 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-def test_the_workers_of_a_loader_that_is_still_referred_to_can_be_ended() -> None:
+def test_the_workers_of_a_loader_that_is_still_referred_to_can_be_ended(
+    own_children: Callable[[], set[BaseProcess]],
+) -> None:
     from dream_trainer.compat.pytorch import shutdown_workers
 
     iterator = iter(DataLoader(list(range(8)), 2, num_workers=1, multiprocessing_context="fork"))
     next(iterator)
-    assert multiprocessing.active_children() != []
+    assert len(own_children()) == 1
     shutdown_workers(iterator)
-    assert multiprocessing.active_children() == []
+    assert not own_children()
     shutdown_workers(iter(DataLoader(list(range(8)), 2)))
     shutdown_workers(None)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(kind: type[DataLoader[int]]) -> None:
+def test_workers_that_a_loader_keeps_are_ended_and_it_starts_new_ones(
+    kind: type[DataLoader[int]], own_children: Callable[[], set[BaseProcess]]
+) -> None:
     from dream_trainer.compat.pytorch import end_workers
 
     loader = kind(list(range(8)), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     next(iter(loader))
-    workers = multiprocessing.active_children()
+    workers = own_children()
     end_workers(loader)
     assert workers
     assert not any(worker.is_alive() for worker in workers)

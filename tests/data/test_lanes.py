@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +244,14 @@ def test_batches_are_collated_as_by_a_loader(tmp_path: Path) -> None:
     assert [batch.tolist() for batch in batches] == [[shard * 1000 + step for shard in range(4)] for step in range(3)]
 
 
-def test_workers_are_gone_when_the_stream_is_closed(tmp_path: Path) -> None:
-    others = set(multiprocessing.active_children())  # of tests before this one, on their way out
+def test_workers_are_gone_when_the_stream_is_closed(
+    tmp_path: Path, own_children: Callable[[], set[BaseProcess]]
+) -> None:
     streams = open_lanes(make_source("live", tmp_path, [10] * 8), (1, 2, 2), lanes=4)
     assert next_step(streams) is not None
-    assert len(set(multiprocessing.active_children()) - others) == 2
+    assert len(own_children()) == 2
     streams[0].close()
-    assert set(multiprocessing.active_children()) <= others
+    assert not own_children()
 
 
 def test_a_load_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.mixtures.mixture import Mixture
 from dream_trainer.data.order import epoch_order
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from dream_trainer.errors import DataError
@@ -292,15 +293,17 @@ def test_an_error_while_loading_reaches_the_caller_as_it_is(workers: int) -> Non
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_closing_ends_the_workers_even_if_a_window_is_half_read(persistent: bool) -> None:
+def test_closing_ends_the_workers_even_if_a_window_is_half_read(
+    persistent: bool, own_children: Callable[[], set[BaseProcess]]
+) -> None:
     stream = open_streams(1, 3, workers=2, persistent_workers=persistent)[0]
     window = stream.next_window()
     assert window is not None
     batches = iter(window.batches)
     next(batches)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(own_children()) == 2
     stream.close()
-    assert multiprocessing.active_children() == []
+    assert not own_children()
     stream.seek(DataPosition(0, 0, 0), None)
     window = stream.next_window()
     assert window is not None
@@ -308,11 +311,17 @@ def test_closing_ends_the_workers_even_if_a_window_is_half_read(persistent: bool
     stream.close()
 
 
-def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over() -> None:
-    stream = open_streams(1, 1, length=12, workers=1)[0]
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_workers_of_a_finished_pass_are_gone_when_it_is_over(
+    ordered: bool, own_children: Callable[[], set[BaseProcess]]
+) -> None:
+    dataset = DrawingDataset(12)
+    source = Mixture({"only": dataset}, num_samples=12) if ordered else dataset
+    loader = DistributedDataLoader(source, 12, num_workers=1, multiprocessing_context="fork")
+    stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=1, seed=SEED)
     window = stream.next_window()
     assert window is not None
     assert len(list(window.batches)) == 1
     del window
     assert stream.next_window() is None
-    assert multiprocessing.active_children() == []
+    assert not own_children()
