@@ -186,8 +186,7 @@ class ShardReader:
             self.dataset_changed()
 
     def batches(self, epoch: int, first: int, end: int) -> Iterator[Any]:
-        """This rank's batches of the positions from `first` up to `end` in `epoch`'s order. Ends the iterator before
-        it."""
+        """This rank's batches of the positions from `first` up to `end` in `epoch`'s order; ends those before."""
         if self._torch_loader is None:
             self._torch_loader = self._build()
         self.release()
