@@ -1,16 +1,16 @@
 """The parity matrix of `tools/parity.sh`: the llama example on every mesh, against itself in one process.
 
 Each cell trains the "tiny" Llama in float64 for ten steps on the same global batches, with losses weighted by unequal
-numbers of tokens and gradients clipped. What may differ from one process is rounding. Each mesh trains in float32 as
-well, where the losses are compared. tests/examples runs some cells.
+numbers of tokens and gradients clipped. What may differ from one process is rounding. Each mesh of replicas, shards and
+split layers trains in float32 as well, where the losses are compared. tests/examples runs some cells.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import dataclasses
-import itertools
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -18,62 +18,28 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 # The example's modules import each other by plain name, as a script's folder allows.
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llama"))
 
 import torch
 import torch.nn.functional as F
-from model import Llama, LlamaConfig
+from model import Attention, Llama, LlamaConfig
 from torch import Tensor, nn
-from train import DTYPES, Batch, LlamaTrainer, LlamaTrainerConfig, default_config
+from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
+from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.modules import MoE
 from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
+from tools.parity_cells import Cell, all_cells
 
-N_STEPS, GLOBAL_BATCH, SEQ_LEN = 10, 16, 16
-TOLERANCE = 1e-9
+N_STEPS, SEQ_LEN = 10, 16
+TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5
-Recompute = Literal["none", "full", "selective"]
-
-
-class Cell(NamedTuple):
-    """One way to train the same thing."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    accumulation: int = 1
-    recompute: Recompute = "none"
-    sequence_parallel: bool = True
-    loss_parallel: bool = False
-    overlap_reduce: bool = False
-    """Whether gradients leave within backward, in buckets so small that there are many."""
-    backend: str | None = None
-    """What compiles its blocks; None: nothing."""
-    cp: int = 1
-    attention: Literal["gathered", "ulysses"] = "gathered"
-    """How ranks that share sequences see each other's positions."""
-    ep: int = 1
-    """Ranks that share the experts of each mixture."""
-    pp: int = 1
-    schedule: Literal["1F1B", "GPipe"] = "1F1B"
-    """In which order micro-batches go through the stages of a pipeline."""
-    tied: bool = False
-    dtype: Literal["float32", "float64"] = "float64"
-    odd_parts: bool = False
-    """Whether the model is `OddLlama`."""
-    experts: bool = False
-    """Whether it is `SparseLlama`."""
-
-    @property
-    def world_size(self) -> int:
-        """Processes it needs."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 class Miss(NamedTuple):
@@ -90,45 +56,6 @@ class Miss(NamedTuple):
         if dtype == "float32":
             return self.starts_equal and self.loss <= FLOAT32_TOLERANCE
         return self.starts_equal and max(self.loss, self.norm, self.weight) <= TOLERANCE
-
-
-def all_cells() -> list[Cell]:
-    """Every mesh of up to 8 processes, with and without accumulation and recomputing; then other plans and ties."""
-    sizes = (1, 2, 4, 8)
-    meshes = sorted((mesh for mesh in itertools.product(sizes, repeat=3) if math.prod(mesh) in sizes), key=math.prod)
-    cells = [
-        Cell(*mesh, accumulation, recompute)
-        for mesh in meshes
-        for accumulation in (1, 2)
-        for recompute in ("none", "full")
-    ]
-    for mesh in ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)):
-        cells += [
-            Cell(*mesh, 2, "selective", loss_parallel=True),
-            Cell(*mesh, 2, "none", sequence_parallel=False),
-            Cell(*mesh, 2, "full", sequence_parallel=False, loss_parallel=True, tied=True),
-            Cell(*mesh, 1, "none", loss_parallel=True, tied=True),
-            Cell(*mesh, 2, "selective", backend="aot_eager"),
-            Cell(*mesh, 1, "none", loss_parallel=True, tied=True, backend="inductor"),
-        ]
-    for cp, mesh in ((cp, mesh) for cp in sizes[1:] for mesh in meshes if cp * math.prod(mesh) in sizes):
-        cells += [
-            Cell(*mesh, 2, cp=cp),
-            Cell(*mesh, 1, "selective", cp=cp, tied=True),
-            Cell(*mesh, 2, "full", cp=cp, attention="ulysses"),
-        ]
-    for ep, mesh in ((ep, mesh) for ep in sizes for mesh in meshes if mesh[2] == 1):
-        data, cp = mesh[1] if mesh[1] > 1 else mesh[0], 2 if math.prod(mesh) == 4 else 1
-        if data % ep == 0:
-            cells += [Cell(*mesh, 2, how, ep=ep, experts=True) for how in ("none", "full")]
-            cells += [Cell(*mesh, 1, "selective", cp=cp, ep=ep, tied=True, experts=True)]
-    for mesh in [mesh for mesh in meshes if mesh[2] == 1 and 2 * math.prod(mesh) in sizes]:
-        cells += [Cell(*mesh, 2, pp=2), Cell(*mesh, 1, "full", pp=2, schedule="GPipe")]
-    cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
-    cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
-    replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
-    cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
-    return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
 
 
 class OddLlama(Llama):
@@ -166,20 +93,78 @@ class SparseLlama(Llama):
                 nn.init.normal_(module.weight, std=0.02)
 
 
+class PackedAttention(Attention):
+    """Attention in rows of several documents."""
+
+    def forward(self, x: Tensor, *, positions: Any) -> Tensor:
+        places, documents = positions
+        q, k, v = (self._heads(projection(x)) for projection in (self.wq, self.wk, self.wv))
+        attended = packed_attention(self.rope(q, places), self.rope(k, places), v, packed_attention_mask(documents))
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+class PackedLlama(Llama):
+    """Of which blocks get the documents with the positions, and so does a pipeline's next stage."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.layers:
+            layer.attention = PackedAttention(config, self.rope)
+
+    def forward(self, x: Tensor, documents: Tensor, positions: Tensor | None = None) -> Any:
+        places = torch.arange(x.shape[1]) if positions is None else positions
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            x = layer(x, (places, documents))
+        return (x, documents) if self.head is None else self.head(self.norm(x))
+
+
+class PackedSparseLlama(PackedLlama, SparseLlama):
+    """Both."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ParityConfig(LlamaTrainerConfig):
+    """The example's, and what a cell changes of the model and the data."""
+
+    odd_parts: bool = False
+    experts: bool = False
+    packed: bool = False
+    weighted: bool = True
+
+
 class ParityTrainer(LlamaTrainer):
-    """The example as it is, but for padded samples, and a record of what it does."""
+    """The example as it is, but for padded samples, other models, and a record of what it does."""
+
+    config: ParityConfig
+
+    def configure_models(self) -> None:
+        kinds = {(False, False): Llama, (True, False): PackedLlama, (False, True): SparseLlama}
+        kind = kinds.get((self.config.packed, self.config.experts), PackedSparseLlama)
+        self.model = (OddLlama if self.config.odd_parts else kind)(self.config.model).to(DTYPES[self.config.dtype])
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
+        if isinstance(self.model, OddLlama):
+            self.optimizer.add_param_group({"params": [self.model.logit_scale], "weight_decay": 0.0})
         self.start = weights(self)
         self.losses: list[tuple[int, float, int]] = []
         self.norms: list[float] = []
 
-    def cut_batch(self, batch: Tensor, cut: Callable[..., Tensor]) -> Batch:
-        """As in the example, but a sample's first byte decides how much of it counts."""
+    def cut_batch(self, batch: Tensor, cut: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        """As in the example, but a sample's first byte decides how much of it counts, and spaces end its documents."""
         tokens, positions = batch.long(), torch.arange(SEQ_LEN)
-        is_padding = positions > tokens[:, :1] % SEQ_LEN
-        return cut(tokens[:, :-1]), cut(tokens[:, 1:].masked_fill(is_padding, -100)), cut(positions, dim=0)
+        labels = tokens[:, 1:]
+        if self.config.weighted:
+            labels = labels.masked_fill(positions > tokens[:, :1] % SEQ_LEN, -100)
+        part = cut(tokens[:, :-1]), cut(labels), cut(positions, dim=0)
+        return (*part, cut((tokens[:, :-1] == ord(" ")).cumsum(1))) if self.config.packed else part
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        tokens, targets, positions, *documents = batch
+        places = (positions,) if self.config.device_parameters.context_parallel > 1 else ()
+        weight = self.n_labels if self.config.weighted else None
+        return self.forward_backward(self.model, (tokens, *documents, *places), targets, self.mean_loss, weight=weight)
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean over the labels that count; zero where there is none."""
@@ -191,7 +176,7 @@ class ParityTrainer(LlamaTrainer):
         """The number of labels that count."""
         return int((targets != -100).sum())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
         self.losses.append((self.global_step, float(full(loss.detach())), self.n_labels(batch[1])))
         if not self.is_accumulating_gradients:
@@ -199,67 +184,40 @@ class ParityTrainer(LlamaTrainer):
         return {}
 
 
-class OddTrainer(ParityTrainer):
-    """The same with an `OddLlama`."""
-
-    def configure_models(self) -> None:
-        self.model = OddLlama(self.config.model).to(DTYPES[self.config.dtype])
-
-    def configure_optimizers(self) -> None:
-        super().configure_optimizers()
-        self.optimizer.add_param_group({"params": [self.model.logit_scale], "weight_decay": 0.0})
-
-
-class SparseTrainer(ParityTrainer):
-    """The same with a `SparseLlama`."""
-
-    def configure_models(self) -> None:
-        self.model = SparseLlama(self.config.model).to(DTYPES[self.config.dtype])
-
-
 def weights(trainer: LlamaTrainer) -> dict[str, Tensor]:
     """Whole copies of the parameters."""
     return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
 
 
-def config_of(cell: Cell) -> LlamaTrainerConfig:
+def config_of(cell: Cell) -> ParityConfig:
     """The config of a cell: the example's, with nothing but fields changed."""
     config = default_config("tiny")
-    return dataclasses.replace(
-        config,
-        seq_len=SEQ_LEN,
-        dtype=cell.dtype,
-        warmup_steps=2,
-        model=dataclasses.replace(config.model, tie_embeddings=cell.tied),
-        device_parameters=dt.DeviceParameters(
-            device="cpu",
-            dp_replicate=cell.dp_replicate,
-            dp_shard=cell.dp_shard,
-            pipeline_parallel=cell.pp,
-            context_parallel=cell.cp,
-            expert_parallel=cell.ep,
-            tensor_parallel=cell.tp,
-            activation_checkpointing=cell.recompute,
-            overlap_reduce=cell.overlap_reduce,
-            compile=cell.backend is not None,
-        ),
-        context_parallel_parameters=dt.ContextParallelParameters(attention=cell.attention),
-        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=cell.schedule),
-        compile_parameters=dt.CompileParameters(backend=cell.backend or "inductor"),
-        tensor_parallel_parameters=dt.TensorParallelParameters(
+    as_example = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    changed = {
+        "seq_len": SEQ_LEN,
+        "dtype": cell.dtype,
+        "warmup_steps": 2,
+        "model": dataclasses.replace(config.model, tie_embeddings=cell.tied, n_layers=cell.layers),
+        "device_parameters": cell.device_parameters,
+        "pipeline_parallel_parameters": cell.pipeline_parameters,
+        "context_parallel_parameters": dt.ContextParallelParameters(attention=cell.attention),
+        "compile_parameters": dt.CompileParameters(backend=cell.backend or "inductor"),
+        "tensor_parallel_parameters": dt.TensorParallelParameters(
             sequence_parallel=cell.sequence_parallel, loss_parallel=cell.loss_parallel
         ),
-        training_parameters=dt.TrainingParameters(
+        "training_parameters": dt.TrainingParameters(
             max_steps=N_STEPS,
-            train_batch_size=GLOBAL_BATCH // (cell.dp_replicate * cell.dp_shard * cell.accumulation),
+            train_batch_size=cell.batch,
             gradient_accumulation_steps=cell.accumulation,
             gradient_clip_val=0.5,
             val_every_n_epochs=None,
         ),
-        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
-        logger_parameters=dt.LoggerParameters(loggers=()),
-        callbacks=dt.CallbackCollection(),
-    )
+        "checkpoint_parameters": dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        "logger_parameters": dt.LoggerParameters(loggers=()),
+        "callbacks": dt.CallbackCollection(),
+    }
+    what = {name: getattr(cell, name) for name in ("odd_parts", "experts", "packed", "weighted")}
+    return ParityConfig(**as_example | changed | what)
 
 
 def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
@@ -274,8 +232,7 @@ def train_cells(cells: Sequence[Cell], directory: str) -> list[dict[str, Any]]:
 def _train(cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
     buckets.BUCKET_BYTES = 2**12 if cell.overlap_reduce else 25 * 2**20
-    kind = SparseTrainer if cell.experts else OddTrainer if cell.odd_parts else ParityTrainer
-    with kind(config_of(cell)) as trainer:
+    with ParityTrainer(config_of(cell)) as trainer:
         trainer.fit()
         found = {
             "start": trainer.start,
@@ -327,63 +284,43 @@ def run_cells(cells: Sequence[Cell], timeout: float = 1800.0) -> dict[Cell, tupl
     """
     found: dict[Cell, tuple[Miss, float]] = {}
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
-        kinds = sorted({cell[-4:] for cell in cells})
-        single = [Cell(**dict(zip(Cell._fields[-4:], kind, strict=True))) for kind in kinds]
-        (references,) = run_world(train_cells, 1, single, directory, timeout=timeout)
+        kinds = sorted({cell.alone() for cell in cells})
+        (references,) = run_world(train_cells, 1, kinds, directory, timeout=timeout)
         alone = dict(zip(kinds, references, strict=True))
         for world_size in sorted({cell.world_size for cell in cells}):
             chosen = [cell for cell in cells if cell.world_size == world_size]
             by_rank = run_world(train_cells, world_size, chosen, directory, timeout=timeout)
             for cell, ranks in zip(chosen, zip(*by_rank, strict=True), strict=True):
-                found[cell] = compare(ranks, alone[cell[-4:]]), ranks[0]["seconds"]
+                found[cell] = compare(ranks, alone[cell.alone()]), ranks[0]["seconds"]
     return found
 
 
-def plan_of(cell: Cell) -> str:
-    """What is split beside the layers, in words, and what compiles them."""
-    parts = ["sequence"] * cell.sequence_parallel + ["loss"] * cell.loss_parallel
-    unsplit = "within backward" if cell.overlap_reduce else "-"
-    split = unsplit if cell.tp == 1 else " + ".join(parts) or "nothing"
-    if cell.pp > 1:
-        split = f"{split}, layers in {cell.pp} stages ({cell.schedule})"
-    if cell.cp > 1:
-        split = f"{split}, positions over {cell.cp} ({cell.attention})"
-    if cell.experts:
-        split = f"{split}, experts over {cell.ep}"
-    return split if cell.backend is None else f"{split}, compiled ({cell.backend})"
-
-
-def mesh_table(found: dict[Cell, tuple[Miss, float]]) -> str:
-    """Markdown: a row for each mesh, and the largest difference for each number of micro-batches in a step."""
-    ways: list[tuple[int, Recompute]] = [(1, "none"), (1, "full"), (2, "none"), (2, "full")]
+def mesh_table(found: dict[Cell, Miss]) -> str:
+    """Markdown: a row for each mesh, with its largest differences in float64 and in float32."""
+    head = ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "cells", "initial weights"]
     rows = []
-    for mesh in dict.fromkeys(cell[:3] for cell in found):
-        misses = [found[cell][0] for way in ways if (cell := Cell(*mesh, *way)) in found]
-        if len(misses) == len(ways):
-            single = found[Cell(*mesh, 2, dtype="float32")][0]
-            off = [*(f"{max(miss[:3]):.0e}" for miss in misses), f"{single.loss:.0e}"]
-            rows.append([*mesh, _starts(*misses, single), *off])
-    off = ["1 micro-batch", "1, recomputed", "2 micro-batches", "2, recomputed", "float32, loss"]
-    return _markdown(["dp_replicate", "dp_shard", "tp", "initial weights", *off], rows)
+    for mesh in sorted({cell.mesh for cell in found}, key=lambda mesh: (mesh[0], mesh[5], mesh[3], mesh)):
+        rows.append([*mesh, *_worst({cell: miss for cell, miss in found.items() if cell.mesh == mesh})])
+    return _markdown([*head, "off by", "float32, loss off by"], rows)
 
 
-def option_table(found: dict[Cell, tuple[Miss, float]]) -> str:
-    """Markdown: the cells with another plan than the usual, selective recomputing, tied weights, or odd parts."""
-    rows = [
-        [*cell[:5], plan_of(cell), *map(_yes, (cell.tied, cell.odd_parts)), _starts(miss), f"{max(miss[:3]):.0e}"]
-        for cell, (miss, _) in found.items()
-        if cell.dtype == "float64" and (cell != Cell(*cell[:5]) or cell.recompute == "selective")
-    ]
-    head = "dp_replicate, dp_shard, tp, micro-batches, recomputed, also split, tied, odd parts, initial weights, off by"
-    return _markdown(head.split(", "), rows)
+def option_table(found: dict[Cell, Miss]) -> str:
+    """Markdown: a row for each value of each option."""
+    rows = []
+    for name in Cell._fields:
+        if name not in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "layers"):
+            for value in sorted({getattr(cell, name) for cell in found}, key=str):
+                rows.append(
+                    [name, value, *_worst({cell: miss for cell, miss in found.items() if getattr(cell, name) == value})]
+                )
+    return _markdown(["option", "value", "cells", "initial weights", "off by", "float32, loss off by"], rows)
 
 
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
-
-
-def _starts(*misses: Miss) -> str:
-    return "equal" if all(miss.starts_equal for miss in misses) else "DIFFER"
+def _worst(found: dict[Cell, Miss]) -> list[str]:
+    exact = [max(miss[:3]) for cell, miss in found.items() if cell.dtype == "float64"]
+    single = [miss.loss for cell, miss in found.items() if cell.dtype == "float32"]
+    starts = "equal" if all(miss.starts_equal for miss in found.values()) else "DIFFER"
+    return [str(len(found)), starts, *(f"{max(off):.0e}" if off else "" for off in (exact, single))]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -391,23 +328,45 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def main(max_world: int) -> int:
-    """Prints the matrix up to `max_world` processes; the number of cells that miss."""
-    started = time.monotonic()
-    found = run_cells([cell for cell in all_cells() if cell.world_size <= max_world])
-    missed = [cell for cell, (miss, _) in found.items() if not miss.is_parity(cell.dtype)]
-    exact = [miss[:3] for cell, (miss, _) in found.items() if cell.dtype == "float64"]
-    worst = Miss(*(max(values) for values in zip(*exact, strict=True)), True)
-    print(mesh_table(found), option_table(found), sep="\n\n")
-    print(f"\n{len(found)} cells, torch {torch.__version__}, {time.monotonic() - started:.0f} s.")
-    print(
-        f"At most {worst.loss:.1e} (loss), {worst.norm:.1e} (norm), {worst.weight:.1e} (weights) from one process "
-        f"in float64; {TOLERANCE:.0e} is allowed, and {FLOAT32_TOLERANCE:.0e} for the losses of float32."
+def read_record(path: Path) -> dict[Cell, Miss]:
+    """What earlier runs have found: a line for each cell."""
+    lines = [ast.literal_eval(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {Cell(*cell): Miss(*miss) for cell, miss in lines}
+
+
+def main() -> int:
+    """Trains what is asked for, and prints what was found; the number of cells that miss."""
+    parser = argparse.ArgumentParser(
+        description="Trains the llama example on every mesh, and compares with one process."
     )
+    parser.add_argument("most", nargs="?", type=int, default=8, help="processes of a mesh, at most")
+    parser.add_argument(
+        "--axis", choices=("pp", "cp", "tp", "ep", "dp_shard", "dp_replicate"), help="only where it is above 1"
+    )
+    parser.add_argument("--part", default="1/1", help="of the cells: 2/5 is the second of five, about equally long")
+    parser.add_argument("--record", type=Path, help="a file that keeps what is found: its cells are not trained again")
+    arguments = parser.parse_args()
+    part, parts = map(int, arguments.part.split("/"))
+    chosen = [cell for cell in all_cells() if cell.world_size <= arguments.most]
+    if arguments.axis is not None:
+        chosen = [cell for cell in chosen if getattr(cell, arguments.axis) > 1]
+    found = {} if arguments.record is None else read_record(arguments.record)
+    left = [cell for cell in sorted(chosen, key=lambda cell: cell.world_size)[part - 1 :: parts] if cell not in found]
+    started = time.monotonic()
+    new = {cell: miss for cell, (miss, _) in run_cells(left).items()} if left else {}
+    if arguments.record is not None:
+        with arguments.record.open("a") as record:
+            record.writelines(f"{(tuple(cell), tuple(miss))!r}\n" for cell, miss in new.items())
+    found = {cell: miss for cell, miss in (found | new).items() if cell in chosen}
+    print(mesh_table(found), option_table(found), sep="\n\n")
+    seconds = time.monotonic() - started
+    print(f"\n{len(found)} of {len(chosen)} cells, torch {torch.__version__}; {len(new)} of them now, {seconds:.0f} s.")
+    print(f"Allowed are {TOLERANCE:.0e} in float64, and {FLOAT32_TOLERANCE:.0e} for the losses of float32.")
+    missed = [cell for cell, miss in found.items() if not miss.is_parity(cell.dtype)]
     for cell in missed:
-        print(f"MISSED {cell}", file=sys.stderr)
+        print(f"MISSED {cell} {found[cell]}", file=sys.stderr)
     return len(missed)
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 8) else 0)
+    sys.exit(1 if main() else 0)

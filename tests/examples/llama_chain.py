@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import dream_trainer as dt
 from tests.trainer.resumable import after_each_look_at_saves, state_tensors
 from tests.worlds import run_world
-from tools.parity import Cell, Miss, ParityTrainer, compare, config_of, weights
+from tools.parity import Miss, ParityTrainer, compare, config_of, weights
+from tools.parity_cells import Cell
 
 STEPS = 4
 

@@ -1,0 +1,231 @@
+"""The cells of the parity matrix: which meshes of up to 8 processes there are, and which options each is tried with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import dream_trainer as dt
+from dream_trainer.compat.pipelining import ONE_STAGE
+from dream_trainer.config.pipeline_parallel_parameters import PipelineSchedule
+from dream_trainer.errors import ConfigError
+
+GLOBAL_BATCH = 16
+SIZES = (1, 2, 4, 8)
+Recompute = Literal["none", "full", "selective"]
+
+
+class Cell(NamedTuple):
+    """One way to train the same thing."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    accumulation: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    overlap_reduce: bool = False
+    """Whether gradients leave within backward, in buckets so small that there are many."""
+    backend: str | None = None
+    """What compiles its blocks; None: nothing."""
+    cp: int = 1
+    attention: Literal["gathered", "ulysses"] = "gathered"
+    """How ranks that share sequences see each other's positions."""
+    ep: int = 1
+    """Ranks that share the experts of each mixture."""
+    pp: int = 1
+    schedule: PipelineSchedule = "1F1B"
+    """In which order micro-batches go through the stages of a pipeline."""
+    microbatches: int | None = None
+    """Into how many a pipeline cuts each batch; None: as the trainer does by default."""
+    # From here on: what is trained, which one process does as well.
+    layers: int = 2
+    tied: bool = False
+    dtype: Literal["float32", "float64"] = "float64"
+    odd_parts: bool = False
+    """Whether the model is `OddLlama`."""
+    experts: bool = False
+    """Whether it is `SparseLlama`."""
+    packed: bool = False
+    """Whether samples are rows of several documents, which do not see each other."""
+    weighted: bool = True
+    """Whether samples have unequal numbers of labels, and losses that weight; else all positions count."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes it needs."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Sizes of the axes: pp, dp_replicate, dp_shard, cp, tp, ep."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep
+
+    @property
+    def batch(self) -> int:
+        """Samples of a micro-batch of one data-parallel rank."""
+        return GLOBAL_BATCH // (self.dp_replicate * self.dp_shard * self.accumulation)
+
+    @property
+    def stages(self) -> int:
+        """Those of its pipeline."""
+        return self.pp * (1 if self.schedule in ONE_STAGE else 2)
+
+    @property
+    def pipeline_parameters(self) -> dt.PipelineParallelParameters:
+        """What it sets of a pipeline."""
+        return dt.PipelineParallelParameters(schedule=self.schedule, microbatches=self.microbatches)
+
+    @property
+    def device_parameters(self) -> dt.DeviceParameters:
+        """What it sets of devices; ConfigError where that is refused by name."""
+        return dt.DeviceParameters(
+            device="cpu",
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            pipeline_parallel=self.pp,
+            context_parallel=self.cp,
+            expert_parallel=self.ep,
+            tensor_parallel=self.tp,
+            activation_checkpointing=self.recompute,
+            overlap_reduce=self.overlap_reduce,
+            compile=self.backend is not None,
+        )
+
+    def alone(self) -> Cell:
+        """The same training in one process."""
+        first = Cell._fields.index("layers")
+        return Cell(**dict(zip(Cell._fields[first:], self[first:], strict=True)))
+
+
+@cache
+def all_cells() -> list[Cell]:
+    """Every mesh of up to 8 processes: with and without accumulation and recomputing, and with the options it has."""
+    meshes = sorted((mesh for mesh in itertools.product(SIZES, repeat=3) if math.prod(mesh) in SIZES), key=math.prod)
+    cells = [
+        Cell(*mesh, accumulation, recompute)
+        for mesh in meshes
+        for accumulation in (1, 2)
+        for recompute in ("none", "full")
+    ]
+    for mesh in ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)):
+        cells += [
+            Cell(*mesh, 2, "selective", loss_parallel=True, packed=True),
+            Cell(*mesh, 2, "none", sequence_parallel=False, weighted=False),
+            Cell(*mesh, 2, "full", sequence_parallel=False, loss_parallel=True, tied=True),
+            Cell(*mesh, 1, "none", loss_parallel=True, tied=True),
+            Cell(*mesh, 2, "selective", backend="aot_eager"),
+            Cell(*mesh, 1, "none", loss_parallel=True, tied=True, backend="inductor"),
+        ]
+    for cp, mesh in ((cp, mesh) for cp in SIZES[1:] for mesh in meshes if cp * math.prod(mesh) in SIZES):
+        cells += [
+            Cell(*mesh, 2, cp=cp),
+            Cell(*mesh, 1, "selective", cp=cp, tied=True, packed=True),
+            Cell(*mesh, 2, "full", cp=cp, attention="ulysses"),
+            Cell(*mesh, 1, cp=cp, attention="ulysses", packed=True),
+        ]
+    for ep, mesh in ((ep, mesh) for ep in SIZES for mesh in meshes if mesh[2] == 1):
+        data, cp = mesh[1] if mesh[1] > 1 else mesh[0], 2 if math.prod(mesh) == 4 else 1
+        if data % ep == 0:
+            cells += [Cell(*mesh, 2, ep=ep, experts=True), Cell(*mesh, 2, "full", ep=ep, experts=True, weighted=False)]
+            cells += [Cell(*mesh, 1, "selective", cp=cp, ep=ep, tied=True, experts=True, packed=True)]
+    cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]
+    cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
+    replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
+    cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
+    return [*cells, *pipelines(), Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+
+
+def pipelines() -> list[Cell]:
+    """Every mesh with a pipeline, any two options together on some mesh, and each on every mesh; tied ends would have
+    to be in one stage."""
+    meshes = [
+        {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp, "ep": ep, "experts": ep > 1}
+        for pp, replicate, shard, cp, tp, ep in itertools.product(SIZES[1:], *[SIZES] * 5)
+        if pp * replicate * shard * cp * tp in SIZES
+    ]
+    options: dict[str, Sequence[Any]] = {
+        "mesh": [mesh for mesh in meshes if is_there(Cell(**mesh))],
+        "schedule": get_args(PipelineSchedule),
+        "filled": (1, 2),
+        "recompute": get_args(Recompute),
+        "accumulation": (1, 2),
+        "weighted": (True, False),
+        "packed": (False, True),
+        "experts": (False, True),
+    }
+
+    def cell_of(way: dict[str, Any]) -> Cell | None:
+        """That of a choice of options, if there can be one."""
+        values = dict(way)
+        mesh, filled = values.pop("mesh"), values.pop("filled")
+        cell = Cell(**mesh | values | {"experts": mesh["experts"] or values["experts"]})
+        cell = cell._replace(layers=max(2, cell.stages), microbatches=filled * cell.pp)
+        return cell if fits(cell) else None
+
+    return pairwise(options, cell_of)
+
+
+def is_there(cell: Cell) -> bool:
+    """Whether nothing of a cell's mesh is refused by name."""
+    try:
+        return cell.device_parameters is not None
+    except ConfigError:
+        return False
+
+
+def fits(cell: Cell) -> bool:
+    """Whether the sizes of a cell with a pipeline go together, and its options are there."""
+    shards = cell.dp_shard * cell.cp if cell.dp_shard > 1 else 1
+    several, apart = cell.stages > cell.pp, cell.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    microbatches = cell.microbatches or 2 * cell.pp
+    return not (
+        (shards if shards > 1 else cell.dp_replicate * cell.cp) % cell.ep
+        or cell.batch % microbatches
+        or (cell.schedule == "DualPipeV" and microbatches < cell.stages)  # which sends two ways at once
+        or (cell.cp > 1 and not cell.weighted)
+        or (several and shards > 1)
+        or (apart and cell.recompute != "none")
+    )
+
+
+def pairwise(options: dict[str, Sequence[Any]], cell_of: Callable[[dict[str, Any]], Cell | None]) -> list[Cell]:
+    """Few cells in which any two values of two options are together, where `cell_of` gives a cell for them at all.
+
+    Args:
+        options: Values of each.
+        cell_of: The cell of a value for each option; None: there is none.
+    """
+    drawn = random.Random(0)
+    pairs = [
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(options, 2)
+        for a in range(len(options[one]))
+        for b in range(len(options[other]))
+    ]
+    missing, cells = dict.fromkeys(pairs), []
+    for pair in pairs:
+        if pair not in missing:
+            continue
+        best: tuple[int, Cell, list[Any]] | None = None
+        tried = 0
+        for _ in range(400):
+            places = {name: drawn.randrange(len(values)) for name, values in options.items()} | dict(pair)
+            cell = cell_of({name: values[places[name]] for name, values in options.items()})
+            if cell is not None:
+                tried += 1
+                new = [together for together in itertools.combinations(places.items(), 2) if together in missing]
+                if best is None or len(new) > best[0]:
+                    best = len(new), cell, new
+            if tried == 20:
+                break
+        if best is not None:
+            cells.append(best[1])
+            for found in best[2]:
+                del missing[found]
+    return list(dict.fromkeys(cells))
