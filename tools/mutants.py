@@ -736,15 +736,29 @@ MUTANTS = [
     Mutant(
         "copies of experts are averaged over the ranks that share experts",
         "dream_trainer/trainer/step/buckets.py",
-        "            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.step_size\n",
-        "            return None, world.step_size\n",
+        "            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.data_size\n",
+        "            return None, world.data_size\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(
         "rows come back to other tokens",
         "dream_trainer/modules/expert_exchange.py",
-        "        by_rank = torch.empty_like(rows).index_copy(0, self._order, rows)\n",
+        "        by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)\n",
         "        by_rank = rows\n",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
+    ),
+    Mutant(
+        "ranks that share layers send other rows than they count",
+        "dream_trainer/modules/expert_exchange.py",
+        "        return rows[alike.place :: alike.size].contiguous()\n",
+        "        return rows[: -(-(len(rows) - alike.place) // alike.size)].contiguous()\n",
+        "tests/trainer/test_expert_parallel.py -k by_hand",
+    ),
+    Mutant(
+        "shards of experts are averaged as if ranks that share layers had other tokens",
+        "dream_trainer/trainer/step/gradients.py",
+        "        divisor = devices.expert_parallel / world.data_copies if is_sum else 1\n",
+        "        divisor = devices.expert_parallel if is_sum else 1\n",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(

@@ -124,7 +124,6 @@ class DeviceParameters:
 
     def _refuse_beside_experts(self) -> None:
         asked = {
-            f"tensor_parallel={self.tensor_parallel}": self.tensor_parallel > 1,
             "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,
             "overlap_reduce=True": self.overlap_reduce,

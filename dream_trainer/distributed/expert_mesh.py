@@ -1,6 +1,6 @@
 """The mesh of experts: ranks that share experts are neighbours among those with different data.
 
-dp_replicate   copies of a rank's experts that gradients are averaged over
+dp_replicate   copies of a rank's experts that gradients are averaged over; ranks that share layers have one each
 dp_shard       ranks that share a copy (FSDP)
 ep             ranks that have different experts
 """
@@ -8,6 +8,8 @@ ep             ranks that have different experts
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,12 +34,13 @@ def lay_expert_mesh(world: World, experts: int) -> DeviceMesh:
     """Lays the mesh; every rank calls it.
 
     Args:
-        world: With data-parallel ranks alone.
+        world: The ranks.
         experts: Ranks that share experts.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     shape = expert_mesh_shape(world.parameter_shape.dp_replicate, world.parameter_shape.dp_shard, experts)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=EXPERT_MESH_DIMS)
+    ranks = torch.arange(world.world_size).view(*shape, world.mesh_shape.tp).movedim(-1, 1).flatten(0, 1)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=EXPERT_MESH_DIMS)
     world.further_groups.extend(mesh.get_all_groups())  # so that they take its time-outs
     return mesh

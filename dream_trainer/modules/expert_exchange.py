@@ -1,7 +1,8 @@
 """Experts that ranks share: each has the weights of a part of them, and rows go to the rank that has their expert.
 
 Ranks of a group have samples of their own, and all run each layer as often: sending and giving back are collectives of
-the group, in forward and in backward. No row is dropped, so their numbers are read on the host, once per layer.
+the group, in forward and in backward. No row is dropped, so their numbers are read on the host, once per layer. Ranks
+that have the same rows, as those that share layers do, send a part each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd import Function
 
+from dream_trainer.compat.pytorch import all_gather_flat
 from dream_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +47,17 @@ class ExpertExchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group()
         self._size = mesh.size()
+        self._alike: Alike | None = None
+
+    def divide_rows(self, mesh: DeviceMesh) -> None:
+        """From now on the ranks of `mesh`, which all have the same rows, send a part each and share what comes back.
+
+        A weight's gradient is then the sum over these ranks, too.
+
+        Args:
+            mesh: Of one dimension.
+        """
+        self._alike = Alike(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def local(self, weight: Tensor) -> Tensor:
         """This rank's experts of a stacked weight, with gradients."""
@@ -62,6 +75,9 @@ class ExpertExchange:
         """
         import torch.distributed as dist
 
+        n_rows = len(rows)
+        if self._alike is not None:
+            rows, counts = self._alike.part(rows), self._alike.part_of_counts(counts)
         from_ranks = torch.empty_like(counts)
         dist.all_to_all_single(from_ranks, counts, group=self._group)
         to_ranks, from_ranks = counts.view(self._size, -1), from_ranks.view(self._size, -1)
@@ -70,7 +86,8 @@ class ExpertExchange:
         experts = torch.arange(1, from_ranks.shape[1] + 1, device=rows.device).repeat(self._size)
         of_rows = experts.repeat_interleave(from_ranks.flatten(), output_size=sum(coming))
         order = of_rows.sort(stable=True).indices
-        return Visitors(received[order], from_ranks.sum(0), order, coming, leaving, self._group)
+        own = received.index_select(0, order)
+        return Visitors(own, from_ranks.sum(0), order, coming, leaving, self._group, self._alike, n_rows)
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,8 @@ class Visitors:
     _coming: list[int]
     _leaving: list[int]
     _group: ProcessGroup
+    _alike: Alike | None
+    _n_rows: int
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sends what came out for `rows`, in their order, to where they came from; a collective.
@@ -95,9 +114,69 @@ class Visitors:
         Returns:
             `[n, ...]`, in the order in which that rank had sent its own.
         """
-        by_rank = torch.empty_like(rows).index_copy(0, self._order, rows)
+        by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         own: Tensor = _Exchanged.apply(by_rank, self._leaving, self._coming, self._group)  # type: ignore[no-untyped-call]
-        return own
+        return own if self._alike is None else self._alike.whole(own, self._n_rows)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that have the same rows.
+
+    Attributes:
+        group: The ranks.
+        place: This one's.
+        size: Their number.
+    """
+
+    group: ProcessGroup
+    place: int
+    size: int
+
+    def part(self, rows: Tensor) -> Tensor:
+        """This rank's part: of each expert's rows, which are neighbours, each rank has as many."""
+        part: Tensor = _Part.apply(rows, self)  # type: ignore[no-untyped-call]
+        return part
+
+    def part_of_counts(self, counts: Tensor) -> Tensor:
+        """How many rows of each expert are in this rank's part, given those of all rows."""
+        before = (counts.cumsum(0) + (self.size - 1 - self.place)) // self.size
+        return before.diff(prepend=before.new_zeros(1))
+
+    def whole(self, part: Tensor, n_rows: int) -> Tensor:
+        """All `n_rows` rows, of which each rank has its part; a collective."""
+        whole: Tensor = _Whole.apply(part, n_rows, self)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Part(Function):
+    """Every so many rows. A rank's gradients are of its part alone, and all have the same rows: backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, alike: Alike) -> Tensor:
+        ctx.n_rows, ctx.alike = len(rows), alike
+        return rows[alike.place :: alike.size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return _Whole.apply(gradients[0], ctx.n_rows, ctx.alike), None  # type: ignore[no-untyped-call]
+
+
+class _Whole(Function):
+    """The parts of all ranks as rows again. All ranks have the same gradients, so backward takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, n_rows: int, alike: Alike) -> Tensor:
+        ctx.alike = alike
+        most, of_row = -(-n_rows // alike.size), part.shape[1:]
+        padded = torch.cat((part, part.new_zeros((most - len(part), *of_row)))) if len(part) < most else part
+        parts = part.new_empty((alike.size * most, *of_row))
+        all_gather_flat(parts, padded, alike.group)
+        return parts.view(alike.size, most, *of_row).transpose(0, 1).flatten(0, 1)[:n_rows]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        return _Part.apply(gradients[0], ctx.alike), None, None  # type: ignore[no-untyped-call]
 
 
 class _Exchanged(Function):
@@ -128,7 +207,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: It has no parameters of its own, or the ranks cannot share the experts evenly.
     """
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     own = list(experts.named_parameters(recurse=False))
     if not own:
@@ -137,6 +216,11 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
             "that has the stacked weights."
         )
     for name, weight in own:
+        if isinstance(weight, DTensor):
+            raise ConfigError(
+                f"{type(experts).__name__}.{name} is split already. Leave experts out of the plan of "
+                "apply_tensor_parallel: the ranks that share layers divide their rows."
+            )
         if weight.ndim == 0 or weight.shape[0] % mesh.size():
             raise ConfigError(
                 f"{type(experts).__name__}.{name} has shape {list(weight.shape)}, and expert_parallel={mesh.size()} "

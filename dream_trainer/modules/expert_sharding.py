@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn as nn
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.expert_exchange import is_shared_by_experts
+from dream_trainer.modules.expert_exchange import ExpertExchange, is_shared_by_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,14 @@ def modules_of_experts(models: Iterable[nn.Module]) -> dict[nn.Module, list[str]
     parts = dict.fromkeys(part for model in models for part in model.modules())
     found = {p: [n for n, w in p.named_parameters(recurse=False) if is_shared_by_experts(w)] for p in parts}
     return {part: names for part, names in found.items() if names}
+
+
+def divide_rows(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Has the ranks of `mesh`, which share layers and so have the same rows, send a part of them each."""
+    for module in modules_of_experts(models):
+        exchange = vars(module)["exchange"]
+        assert isinstance(exchange, ExpertExchange)  # set by `split_experts`
+        exchange.divide_rows(mesh)
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:

@@ -69,21 +69,17 @@ class GatedExperts(nn.Module):
 
 
 def gated(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each."""
-    apply = _Grouped(counts) if _has_grouped_product(rows, gate) else _OneByOne(counts, len(rows))
-    return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)
+    """`rows` `[n, width]`, sorted by expert, through stacked gated networks; `counts` are the rows of each.
 
-
-class _OneByOne:
-    """A product for each expert. Reads the counts on the host."""
-
-    def __init__(self, counts: Tensor, n_rows: int) -> None:
-        # Tensors without values show what is computed, and not how many rows an expert has.
-        self._counts: list[int] = [n_rows, *[0] * (len(counts) - 1)] if counts.is_meta else counts.tolist()
-
-    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        parts = [F.linear(part, w) for part, w in zip(rows.split(self._counts), weights.unbind(), strict=True)]
-        return torch.cat(parts)
+    Where there is no grouped product, each expert computes on its own, and the counts are read on the host.
+    """
+    if _has_grouped_product(rows, gate):
+        apply = _Grouped(counts)
+        return apply(F.silu(apply(rows, gate)) * apply(rows, up), down)
+    # Tensors without values show what is computed, and not how many rows an expert has.
+    sizes = [len(rows), *[0] * (len(counts) - 1)] if counts.is_meta else counts.tolist()
+    parts = zip(rows.split(sizes), gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
 
 
 class _Grouped:

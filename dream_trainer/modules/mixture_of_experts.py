@@ -100,7 +100,7 @@ class MoE(nn.Module):
         if self.training and self.router.weight.requires_grad:
             self.loads.add_(counts, alpha=self.counts_tokens)
         rows = self.experts(tokens[order // self.top_k], counts)
-        of_tokens = torch.empty_like(rows).index_copy(0, order, rows).view(-1, self.top_k, x.shape[-1])
+        of_tokens = torch.empty_like(rows).index_copy_(0, order, rows).view(-1, self.top_k, x.shape[-1])
         out = (of_tokens * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
         if self.shared is not None:
             out = out + self.shared(tokens)

@@ -34,7 +34,8 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
     experts = trainer.config.device_parameters.expert_parallel
     if experts > 1:
-        ranks = [world.rank // experts * experts + place for place in range(experts)]
+        place, of_layers = divmod(world.rank, world.data_copies)
+        ranks = [(place // experts * experts + other) * world.data_copies + of_layers for other in range(experts)]
         rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | - |")
     if traffic is not None:
         rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]

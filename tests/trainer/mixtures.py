@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
@@ -33,6 +34,8 @@ class Case:
     experts: int = 4
     ep: int = 1
     cp: int = 1
+    tp: int = 1
+    sequence: bool = False
     rate: float = RATE
 
 
@@ -86,6 +89,35 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return total / count.clamp(min=1), count
 
 
+def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool) -> None:
+    """All but routers and experts, and norms outside of a sequence. Mixtures have whole sequences."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInputOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    stream = Shard(1) if in_sequence else Replicate()
+    ends = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
+    parallelize_module(model, mesh, ends | {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())})
+    shared = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    whole_inside = PrepareModuleInputOutput(
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+        use_local_input=True,
+        output_layouts=(Replicate(),),
+        desired_output_layouts=(Shard(1),),
+    )
+    for block in model.blocks:
+        plan = {"mix": ColwiseParallel(input_layouts=stream, output_layouts=stream)}
+        plan |= {f"moe.shared.{name}": style for name, style in shared.items()}
+        plan |= {"norm": SequenceParallel(), "moe": whole_inside} if in_sequence else {}
+        parallelize_module(block, mesh, plan)
+
+
 @dataclass(kw_only=True)
 class Config(dt.DreamTrainerConfig):
     case: Case = field(default_factory=Case)
@@ -100,7 +132,7 @@ class Trained(dt.DreamTrainer):
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         case = self.config.case
-        size = BATCH * case.cp // (case.world_size * case.accumulation)
+        size = BATCH * case.cp * case.tp // (case.world_size * case.accumulation)
         return (
             DistributedDataLoader(Rows(BATCH * STEPS), size, shuffle=False),
             DistributedDataLoader(Rows(7), 2, drop_last=False),
@@ -111,6 +143,9 @@ class Trained(dt.DreamTrainer):
         self.start = state_of(self.model)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        split_dense_layers(self.model, mesh, in_sequence=self.config.case.sequence)
 
     def cut_batch(self, batch: tuple[Tensor, Tensor], cut: Any) -> tuple[Tensor, Tensor]:
         return cut(batch[0]), cut(batch[1])
@@ -148,6 +183,7 @@ def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
             dp_shard=case.shard,  # type: ignore[arg-type]
             expert_parallel=case.ep,
             context_parallel=case.cp,
+            tensor_parallel=case.tp,
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             **changes.pop("devices", {}),
         ),

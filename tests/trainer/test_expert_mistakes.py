@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import dream_trainer as dt
 from dream_trainer.config.device_parameters import resolve_mesh
@@ -20,6 +22,7 @@ from dream_trainer.modules import MoE, split_experts
 from dream_trainer.modules.gated_experts import GatedExperts
 from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of
 from tests.trainer.small import run_ranks
+from tests.worlds import run_world
 
 
 class Dense(nn.Module):
@@ -44,6 +47,19 @@ def test_experts_that_ranks_cannot_share_evenly_are_named() -> None:
         split_experts(GatedExperts(3, 8, 12), TWO)
     with pytest.raises(ConfigError, match="MoE has no parameters of its own to share by experts"):
         split_experts(MoE(8, 12, 4, 2), TWO)
+
+
+def split_twice() -> None:
+    dist.init_process_group("gloo")
+    mesh, experts = init_device_mesh("cpu", (2,)), GatedExperts(4, 8, 12)
+    split_experts(experts, mesh)
+    with pytest.raises(ConfigError, match=r"GatedExperts\.gate is split already\. Leave experts out of the plan"):
+        split_experts(experts, mesh)
+    dist.destroy_process_group()
+
+
+def test_experts_that_a_plan_has_split_are_named() -> None:
+    run_world(split_twice, 2)
 
 
 def test_a_model_without_mixtures_is_named() -> None:
@@ -78,9 +94,7 @@ def test_it_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
         assert MISTAKES[mistake] in text
 
 
-@pytest.mark.parametrize(
-    "beside", [{"tensor_parallel": 2}, {"compile": True}, {"cpu_offload": True}, {"overlap_reduce": True}], ids=str
-)
+@pytest.mark.parametrize("beside", [{"compile": True}, {"cpu_offload": True}, {"overlap_reduce": True}], ids=str)
 def test_what_does_not_go_together_is_named_when_the_config_is_built(beside: dict[str, Any]) -> None:
     (field,) = beside
     with pytest.raises(ConfigError, match=f"{field}=.* with expert_parallel=2 is not there yet. Use one of the two"):

@@ -43,6 +43,9 @@ WORLD_4 = [
     Case(4, ep=2, shard=2, replicate=2, recompute="full"),
     Case(4, ep=4, shard="auto"),
     Case(4, ep=2, cp=2, shard="auto"),
+    Case(4, ep=2, tp=2, accumulation=2, recompute="full"),
+    Case(4, ep=2, tp=2, shard=2, replicate=1, sequence=True, fused=True),
+    Case(4, ep=2, tp=2, shard=1, replicate=2, sequence=True, fused=True),
 ]
 
 

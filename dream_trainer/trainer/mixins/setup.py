@@ -135,8 +135,8 @@ class SetupMixin(AbstractTrainer):
     def apply_replicate(self, mesh: DeviceMesh) -> None:
         """Replicates every model on every rank: it stays as it is, and `step` averages its gradients.
 
-        Models are wrapped in `fully_shard` with `cpu_offload`, which moves them block by block, and with tensor or
-        expert parallelism: their layers have DTensors, and one fused optimizer cannot step these beside plain ones.
+        Models are wrapped in `fully_shard` with `cpu_offload`, which moves them block by block, and with tensor
+        parallelism, whose layers have DTensors.
 
         Args:
             mesh: Two dimensions, the second of size 1: `fully_shard` over it is replication.
@@ -233,7 +233,7 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
     if ranks == 1:
         return
     from dream_trainer.distributed.expert_mesh import lay_expert_mesh
-    from dream_trainer.modules.expert_sharding import modules_of_experts, shard_experts
+    from dream_trainer.modules.expert_sharding import divide_rows, modules_of_experts, shard_experts
 
     mesh = lay_expert_mesh(trainer.world, ranks)
     with keeping_tied_and_frozen(models):
@@ -243,6 +243,8 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
             f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
             "all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
         )
+    if trainer.world.data_copies > 1:
+        divide_rows(models.values(), _mesh(trainer)["tp"])
     shard_experts(models, mesh, trainer._sharding_policies())
     gradients, copies = trainer._parallel.gradients, mesh["dp_replicate"]
     gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None
@@ -291,7 +293,7 @@ def _are_wrapped(trainer: SetupMixin) -> bool:
 
 def _wraps_replicas(trainer: SetupMixin) -> bool:
     devices = trainer.config.device_parameters
-    return devices.cpu_offload or devices.tensor_parallel > 1 or devices.expert_parallel > 1
+    return devices.cpu_offload or devices.tensor_parallel > 1
 
 
 def _make_ready_to_wrap(trainer: SetupMixin) -> None:

@@ -68,7 +68,7 @@ def make_buckets(
     def of_ranks(p: nn.Parameter) -> tuple[dist.ProcessGroup | None, int]:
         # All ranks of a step have a copy of a plain parameter; those of the same data have parts of a split layer.
         if is_shared_by_experts(p):  # whose gradients are sums over the ranks that share experts already
-            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.step_size
+            return gradients.expert_copies, 1 if gradients.expert_copies is None else world.data_size
         return (world.data_group, world.data_size) if isinstance(p, DTensor) else (world.step_group, world.step_size)
 
     def kind(p: nn.Parameter) -> tuple[torch.dtype, dist.ProcessGroup | None, int]:

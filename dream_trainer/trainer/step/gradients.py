@@ -52,7 +52,7 @@ class ParameterGroup:
 
     copies: int
     is_sharded: bool
-    divisor: int
+    divisor: float
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
@@ -79,6 +79,7 @@ class StepPlan:
         n_groups: Parameter count per optimizer group when the plan was made, to notice `add_param_group`.
         dtype: The widest dtype among the parameters, in which the norm is computed.
         one_dtype: Whether all parameters have it.
+        is_mixed: Whether DTensors are stepped beside plain parameters, as experts that ranks share are.
         ranks: Those that step together; None for all.
     """
 
@@ -93,6 +94,7 @@ class StepPlan:
     n_groups: tuple[int, ...]
     dtype: torch.dtype
     one_dtype: bool
+    is_mixed: bool
     ranks: dist.ProcessGroup | None
 
 
@@ -110,11 +112,13 @@ def plan_step(
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
     unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
     parameters = list(unique.values())
-    kinds: dict[tuple[int, bool, int], list[nn.Parameter]] = {}
+    kinds: dict[tuple[int, bool, float], list[nn.Parameter]] = {}
     for parameter in parameters:
         is_reduced = id(parameter) in gradients.shared or gradients.expert_copies is None
-        # Of experts it is the sum over the ranks that share them; a bucket would have divided by all ranks.
-        divisor = devices.expert_parallel if is_reduced and is_shared_by_experts(parameter) else 1
+        # Of experts it is the sum over the ranks that share them; a bucket would have divided by all ranks. And copies
+        # on ranks of the same data had parts of the rows.
+        is_sum = is_reduced and is_shared_by_experts(parameter)
+        divisor = devices.expert_parallel / world.data_copies if is_sum else 1
         kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor
         kinds.setdefault(kind, []).append(parameter)
     dtypes = {p.dtype for p in parameters}
@@ -126,7 +130,7 @@ def plan_step(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         averaging=_averaging(parameters, world, gradients, devices),
-        sums=[place for place, (_, _, divisor) in enumerate(kinds) if divisor > 1],
+        sums=[place for place, (_, _, divisor) in enumerate(kinds) if divisor != 1],
         is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, _, _ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
@@ -134,6 +138,7 @@ def plan_step(
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
+        is_mixed=len({is_dtensor for _, is_dtensor, _ in kinds}) == 2,
         ranks=world.step_group,
     )
 

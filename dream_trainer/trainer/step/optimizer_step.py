@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
 from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
@@ -115,7 +116,11 @@ class OptimizerStep:
         self._trainer._saver.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-            skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+            if plan.is_mixed:
+                with plain_beside_dtensors():
+                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+            else:
+                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
         if not skipped and self._after_step:
             for optimizer in optimizers:
                 for listener in self._after_step:
