@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.trainer.traffic import step_traffic
+from dream_trainer.trainer.traffic import exchanged_for_a_token, step_traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,9 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
     if experts > 1:
         place, of_layers = divmod(world.rank, world.data_copies)
         ranks = [(place // experts * experts + other) * world.data_copies + of_layers for other in range(experts)]
-        rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | - |")
+        n_bytes = exchanged_for_a_token(trainer)
+        sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
+        rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | {sent} |")
     if traffic is not None:
         rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]
         rows[-1] += f", and other hosts {_size(traffic.between)}." if world.n_hosts > 1 else "."

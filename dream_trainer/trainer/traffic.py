@@ -16,7 +16,10 @@ import torch.nn as nn
 
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.modules.expert_sharding import modules_of_experts
+from dream_trainer.modules.mixture_of_experts import MoE
 from dream_trainer.modules.precision import half_dtype, reduce_dtype
+from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.modules.sharding import fsdp_modules
 
 if TYPE_CHECKING:
@@ -61,6 +64,23 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
         _add(sent, trainer, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
+
+
+def exchanged_for_a_token(trainer: AbstractTrainer) -> float | None:
+    """Bytes that a rank sends for each of its tokens, forth and back in forward and in backward, where experts are
+    chosen evenly; None where layers of others share experts, whose rows are not known."""
+    models, devices = trainer.named_models().values(), trainer.config.device_parameters
+    mixtures = [part for model in models for part in model.modules() if isinstance(part, MoE)]
+    if set(modules_of_experts(models)) != {mixture.experts for mixture in mixtures}:
+        return None
+    again = [part for model in models for part in model.modules() if isinstance(part, Recomputed)]
+    computed_again = {part for block in again for part in block.modules()}
+    sent = 0.0
+    for mixture in mixtures:
+        dtype, times = half_dtype(devices) or mixture.experts.gate.dtype, 6 if mixture in computed_again else 4
+        sent += times * mixture.top_k * mixture.router.in_features * dtype.itemsize
+    elsewhere = 1 - 1 / devices.expert_parallel
+    return sent * elsewhere / devices.tensor_parallel  # ranks that share layers send a part of the rows each
 
 
 def _of_shards(trainer: AbstractTrainer) -> float:
