@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -56,8 +57,12 @@ def module_name(file: Path) -> str:
 
 
 MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
 PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py"]
+
+
+@cache  # not when tests are collected, which every worker does
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def type_checking(node: ast.AST) -> bool:
@@ -76,10 +81,11 @@ def import_statements(node: ast.AST, when: Literal["run time", "types"]) -> Iter
             yield from import_statements(child, when)
 
 
-def imports_of(module: str) -> Iterator[Import]:
-    """What `module` imports of the package; `from package import name` counts for the module, where `name` is one."""
+def imports_of(module: str, tree: ast.Module) -> Iterator[Import]:
+    """What `module`, which is `tree`, imports of the package; `from package import name` counts for the module `name`,
+    where it is one."""
     package = module if module in PACKAGES else module.rpartition(".")[0]
-    for statement, when in import_statements(TREES[module], "run time"):
+    for statement, when in import_statements(tree, "run time"):
         assert when in ("run time", "types")
         if isinstance(statement, ast.Import):
             found = [alias.name for alias in statement.names]
@@ -96,7 +102,9 @@ def imports_of(module: str) -> Iterator[Import]:
                 yield Import(module, name, "run time" if when == "run time" else "types")
 
 
-IMPORTS = [found for module in MODULES if module not in PACKAGES for found in imports_of(module)]
+@cache
+def all_imports() -> list[Import]:
+    return [found for name in MODULES if name not in PACKAGES for found in imports_of(name, tree_of(name))]
 
 
 def floor(module: str) -> int:
@@ -121,12 +129,8 @@ def test_the_imports_are_read_in_every_form() -> None:
         "else:\n    from dream_trainer.cli import plot\n"
         "def late():\n    if True:\n        from dream_trainer.optim.groups import freeze\n"
     )
-    module = "dream_trainer.distributed.world"
-    before, TREES[module] = TREES[module], ast.parse(source)
-    try:
-        found = [(name.removeprefix("dream_trainer."), when) for _, name, when in imports_of(module)]
-    finally:
-        TREES[module] = before
+    imports = imports_of("dream_trainer.distributed.world", ast.parse(source))
+    found = [(name.removeprefix("dream_trainer."), when) for _, name, when in imports]
     assert found == [
         ("errors", "run time"),
         ("trainer.abstract", "run time"),
@@ -139,22 +143,22 @@ def test_the_imports_are_read_in_every_form() -> None:
 
 
 def test_the_package_imports_from_modules_and_not_through_lazy_names() -> None:
-    assert [found for found in IMPORTS if found.imported in PACKAGES] == []
+    assert [found for found in all_imports() if found.imported in PACKAGES] == []
 
 
 def test_imports_go_downward_only() -> None:
-    upward = {(a, b) for a, b, when in IMPORTS if when == "run time" and floor(b) > floor(a)}
+    upward = {(a, b) for a, b, when in all_imports() if when == "run time" and floor(b) > floor(a)}
     assert upward == set()
 
 
 def test_imports_for_types_go_downward_but_for_a_callbacks_trainer() -> None:
-    upward = {(a, b) for a, b, when in IMPORTS if when == "types" and floor(b) > floor(a)}
+    upward = {(a, b) for a, b, when in all_imports() if when == "types" and floor(b) > floor(a)}
     assert upward == UPWARD_FOR_TYPES
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     below: dict[str, set[str]] = defaultdict(set)
-    for importer, imported, when in IMPORTS:
+    for importer, imported, when in all_imports():
         if when == "run time":
             below[importer].add(imported)
     circle: list[str] = []
@@ -167,7 +171,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_mixin_knows_of_another() -> None:
     mixins = "dream_trainer.trainer.mixins."
-    assert [found for found in IMPORTS if found.importer.startswith(mixins) and found.imported.startswith(mixins)] == []
+    assert [
+        found for found in all_imports() if found.importer.startswith(mixins) and found.imported.startswith(mixins)
+    ] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -182,8 +188,8 @@ def test_no_two_modules_have_one_name() -> None:
 
 def test_no_two_public_classes_have_one_name() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for module, tree in TREES.items():
-        for node in tree.body:
+    for module in MODULES:
+        for node in tree_of(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
@@ -195,7 +201,7 @@ LAZY = [package for package in PACKAGES if "lazy_names(" in MODULES[package].rea
 def declared_for_checkers(package: str) -> dict[str, str]:
     """The names that a package's `__init__` has for type checkers, with the modules they come from."""
     found = {}
-    for node in filter(type_checking, TREES[package].body):
+    for node in filter(type_checking, tree_of(package).body):
         assert isinstance(node, ast.If)
         for statement in node.body:
             assert isinstance(statement, ast.ImportFrom)
@@ -209,17 +215,17 @@ def declared_for_checkers(package: str) -> dict[str, str]:
 
 def loaded_at_run_time(package: str) -> dict[str, str]:
     """The map that a package's `__init__` gives to `lazy_names`."""
-    calls = [node for node in ast.walk(TREES[package]) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "lazy_names"]
     return {name: f"dream_trainer.{home}" for name, home in ast.literal_eval(call.args[1]).items()}
 
 
 def test_checkers_see_the_packages_that_load_on_first_use() -> None:
-    (call,) = [node for node in ast.walk(TREES["dream_trainer"]) if isinstance(node, ast.Call)]
+    (call,) = [node for node in ast.walk(tree_of("dream_trainer")) if isinstance(node, ast.Call)]
     (packages,) = [ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "packages"]
     declared = [
         alias.name
-        for node in filter(type_checking, TREES["dream_trainer"].body)
+        for node in filter(type_checking, tree_of("dream_trainer").body)
         for statement in ast.walk(node)
         if isinstance(statement, ast.ImportFrom) and statement.module == "dream_trainer"
         for alias in statement.names
@@ -259,7 +265,7 @@ WATCHERS = [name for name in MODULES if name.split(".")[1:2] in (["callbacks"], 
 
 @pytest.mark.parametrize("module", WATCHERS)
 def test_callbacks_and_loggers_have_what_users_have_of_a_trainer(module: str) -> None:
-    assert list(private_names_of_trainers(TREES[module])) == []
+    assert list(private_names_of_trainers(tree_of(module))) == []
 
 
 def test_private_names_of_trainers_are_found() -> None:

@@ -28,4 +28,6 @@ if [ "$VENV" = .venv ]; then # what is written for the pinned PyTorch is checked
     MYPYPATH=examples/gpt .venv/bin/mypy examples/llama
     wait "$pyright"
 fi
-exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+unset PYTHONDONTWRITEBYTECODE # ranks and programs of the tests import the same modules hundreds of times
+# Three for two cores, since a quarter of the time a test waits: for a signal, a time-out, another process.
+exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
