@@ -776,6 +776,20 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k 2",
     ),
     Mutant(
+        "a pipeline goes back from losses without fp16's scale",
+        "dream_trainer/trainer/pipeline.py",
+        "        return loss if self._scaled is None else self._scaled(loss)\n",
+        "        return loss\n",
+        "tests/trainer/test_pipeline_precision.py",
+    ),
+    Mutant(
+        "stages of shards give the next one float32",
+        "dream_trainer/modules/sharding.py",
+        "        output_dtype = torch.float32 if is_last_stage else None\n",
+        "        output_dtype = torch.float32\n",
+        "tests/trainer/test_pipeline_precision.py --all",
+    ),
+    Mutant(
         "shards of a stage are reduced after each batch",
         "dream_trainer/compat/pipelining.py",
         "        if self.reduces:\n",

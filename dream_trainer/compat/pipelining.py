@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class ScheduledStage(PipelineStage):
         outputs: Tensors like its outputs.
         device: Where it computes.
         group: The ranks of the pipeline.
+        backward_context: What backwards run in.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class ScheduledStage(PipelineStage):
         outputs: Sequence[Tensor],
         device: torch.device,
         group: dist.ProcessGroup,
+        backward_context: AbstractContextManager[Any] | None = None,
     ) -> None:
         # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
         args = {"input_args": tuple(inputs), "output_args": tuple(outputs)}
         super().__init__(module, *place, device, group=group, **args)  # type: ignore[arg-type]
         self._run = run
         self._micro_batch = 0
+        self._backward_context = nullcontext() if backward_context is None else backward_context
         self.reduces = True
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +91,8 @@ class ScheduledStage(PipelineStage):
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch; what is sent back lies in order."""
-        gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
+        with self._backward_context:
+            gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
         return tuple([None if g is None else g.contiguous() for g in gradients]), groups
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

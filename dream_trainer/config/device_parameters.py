@@ -144,7 +144,6 @@ class DeviceParameters:
             "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,
             "overlap_reduce=True": self.overlap_reduce,
-            f'precision="{self.precision}"': self.precision in ("bf16", "fp16"),
         }
         for field, is_asked in asked.items():
             if is_asked:

@@ -36,7 +36,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_by_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], config: dict[str, Any], root: dict[str, Any]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: dict[str, Any],
+    root: dict[str, Any],
+    *,
+    is_last_stage: bool = True,
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
@@ -48,6 +53,7 @@ def shard_by_blocks(
         blocks: Modules of `model` that become a group each.
         config: Keyword arguments of `fully_shard` for the blocks.
         root: Those for the root.
+        is_last_stage: Whether what it gives are the whole model's outputs; those of another stage keep their type.
 
     Raises:
         ConfigError: A parameter is shared by two groups.
@@ -64,7 +70,8 @@ def shard_by_blocks(
     if policy is not None and policy.param_dtype is not None:
         # Of the root alone: a block's output is the next one's input, and what a model is given may be a time or a
         # target, which half precision would round.
-        policy = dataclasses.replace(policy, output_dtype=torch.float32, cast_forward_inputs=False)
+        output_dtype = torch.float32 if is_last_stage else None
+        policy = dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)
         root = root | {"mp_policy": policy}
     fully_shard(model, **root)
 

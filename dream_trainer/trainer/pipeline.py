@@ -8,7 +8,7 @@ gradients micro-batches go from stage to stage as they are, of any shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,6 +92,7 @@ class Pipeline:
         world: The ranks.
         schedule: Name of the order of micro-batches.
         microbatches: Their number in training.
+        backward_context: What backwards run in, between forwards that run in what the step does.
         warn: Called with what users should know.
 
     Attributes:
@@ -106,6 +107,7 @@ class Pipeline:
         *,
         schedule: str,
         microbatches: int,
+        backward_context: AbstractContextManager[Any] | None,
         warn: Callable[[str], None],
     ) -> None:
         group = world.pipeline_group()
@@ -123,7 +125,7 @@ class Pipeline:
             if part is not (original := model.get_submodule(name))
         ]
         self._check: StageCheck | None = stages.check
-        self._warn = warn
+        self._backward_context, self._warn = backward_context, warn
         self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
@@ -131,6 +133,7 @@ class Pipeline:
         self._shares: list[Weight] = []
         self._losses: list[Tensor] = []
         self._loss_fn: LossFunction | None = None
+        self._scaled: Callable[[Tensor], Tensor] | None = None
         self.is_running = False
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
@@ -165,7 +168,14 @@ class Pipeline:
         return [weight(part) for part in cut(targets, self._microbatches, rows_of(inputs))]
 
     def train(
-        self, inputs: Any, targets: Any, loss_fn: LossFunction, weights: list[Weight] | None, *, reduces: bool
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: LossFunction,
+        weights: list[Weight] | None,
+        *,
+        scaled: Callable[[Tensor], Tensor] | None,
+        reduces: bool,
     ) -> Tensor:
         """Adds up the gradients of a batch; returns its loss, 0-dim float64, the same on all ranks.
 
@@ -174,6 +184,7 @@ class Pipeline:
             targets: Of the loss, in whole.
             loss_fn: Gives the mean loss of a micro-batch's outputs and targets, on the last stage.
             weights: Of each micro-batch; gradients are of the sum of losses times weights. None: of their mean.
+            scaled: Gives what to go back from instead of a micro-batch's loss; None: that.
             reduces: Whether gradients of shards are reduced over data-parallel ranks now.
         """
         n = self._microbatches
@@ -181,13 +192,13 @@ class Pipeline:
         rows = rows_of(inputs)
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
-        self._loss_fn, self._losses = loss_fn, []
+        self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
         for stage in built.stages:
             stage.reduces = reduces
         with self._running():
             built.run(0 in self._own, self._last in self._own)
         loss = torch.stack(self._losses).sum() if self._losses else None
-        self._inputs, self._targets, self._losses, self._loss_fn = [], [], [], None
+        self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
         loss = self._shared_loss(loss)
         return loss if weights is None else loss / _sum(weights)
 
@@ -200,7 +211,7 @@ class Pipeline:
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
         self._losses.append(loss.detach().double())
-        return loss
+        return loss if self._scaled is None else self._scaled(loss)
 
     def _built_for(self, inputs: Any) -> _Built:
         """The schedule for batches like this one."""
@@ -231,6 +242,7 @@ class Pipeline:
                 outputs=like.outputs,
                 device=self._world.device,
                 group=self._group,
+                backward_context=self._backward_context,
             )
             for number, like in seen.items()
         ]

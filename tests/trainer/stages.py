@@ -32,6 +32,8 @@ class Case:
     recompute: str = "none"
     dropout: float = 0.0
     frozen: bool = False
+    precision: str = "fp32"
+    """Parameters are float64 in full precision, and float32 beside half."""
     changing: bool = False
     """Whether every second batch has shorter sequences."""
 
@@ -65,7 +67,8 @@ class Model(nn.Module):
             self.embedding.requires_grad_(False)
             self.position.requires_grad_(False)
             self.blocks[0].requires_grad_(False)
-        self.double()
+        if case.precision == "fp32":
+            self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
@@ -160,6 +163,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             dp_replicate="auto" if isinstance(case.shard, int) else 1,
             dp_shard=case.shard,  # type: ignore[arg-type]
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+            precision=case.precision,  # type: ignore[arg-type]
         ),
         pipeline_parallel_parameters=dt.PipelineParallelParameters(
             schedule=case.schedule,  # type: ignore[arg-type]

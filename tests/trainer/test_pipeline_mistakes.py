@@ -211,7 +211,7 @@ def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
         {"context_parallel": 2},
         {"expert_parallel": 2},
         {"compile": True},
-        {"precision": "bf16"},
+        {"overlap_reduce": True},
     ):
         (name,) = other
         with pytest.raises(

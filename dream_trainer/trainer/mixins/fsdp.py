@@ -37,5 +37,6 @@ class FSDPMixin(AbstractTrainer):
             # Gathered once for all micro-batches of a batch; given back between them, some schedules' gradients are
             # wrong without an error.
             blocks = config = config | {"reshard_after_forward": False}
+        is_last_stage = self.world.stage_rank == self.world.stages - 1
         for model in self._parameterised_models():
-            shard_by_blocks(model, self.model_blocks(model), blocks, config)
+            shard_by_blocks(model, self.model_blocks(model), blocks, config, is_last_stage=is_last_stage)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -139,6 +141,7 @@ class PipelineParallelMixin(AbstractTrainer):
             self.world,
             schedule=parameters.schedule,
             microbatches=microbatches,
+            backward_context=without_autocast(self.config.device_parameters, self.world.device),
             warn=lambda message: self.warn_once("stages", message),
         )
 
@@ -168,11 +171,12 @@ class PipelineParallelMixin(AbstractTrainer):
         weights = None if weight is None else pipeline.weights(targets, batch, weight)
         total = None if weights is None else sum(weights[1:], start=weights[0])
         accumulation, own_time = self._accumulation, self._parallel.gradients.own_time
-        reduces = accumulation.is_last
+        reduces, scale = accumulation.is_last, accumulation.loss_scale
+        scaled = None if scale is None else partial(scale.scaled, is_weighted=weights is not None)
 
         def run() -> Tensor:
             own_time.enter_collective()  # most of what a stage waits is for the others
-            loss = pipeline.train(batch, targets, loss_fn, weights, reduces=reduces)
+            loss = pipeline.train(batch, targets, loss_fn, weights, scaled=scaled, reduces=reduces)
             own_time.leave_collective()
             return loss
 

@@ -1,0 +1,125 @@
+"""Half precision in a pipeline is that of one process: the same casts, loss scale and skipped steps, to the bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dream_trainer.trainer.step.loss_scale import INITIAL_SCALE, WEIGHT_DIVISOR
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.stages import BATCH, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, weights_of
+from tests.trainer.test_pipeline_parallel import Sent, formula, united
+from tests.worlds import run_world
+
+OVERFLOWING = Case(2, precision="fp16")
+CASES = [
+    Case(2, precision="bf16", clip=None),
+    Case(2, precision="bf16", clip=None, schedule="GPipe", recompute="full", weighted=False, microbatches=8),
+    Case(2, precision="fp16", clip=None, schedule="ZBVZeroBubble", weighted=False),
+    OVERFLOWING,
+]
+SHARDED = Case(2, dp=2, shard="auto", precision="bf16", clip=None)
+
+
+class Half(Trained):
+    """Notes what crosses ranks; may have gradients that are not finite."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        if self.config.case == OVERFLOWING and self.model.embedding is not None:  # of one stage alone
+            self.model.embedding.weight.register_hook(lambda grad: grad + torch.inf if self.global_step == 1 else grad)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        factor = 2.0**40 if self.config.case == OVERFLOWING and self.global_step == 2 else 1.0
+        weight = count if self.config.case.weighted else None
+        tokens, labels = batch
+        with Sent() as sent:
+            loss = self.forward_backward(
+                self.model, (tokens,), labels, lambda scores, labels: mean_loss(scores, labels) * factor, weight=weight
+            )
+        if not self.is_accumulating_gradients:
+            self.sent = sent.n_bytes
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Half(config_of(case, val_every_n_epochs=None)) as trainer:
+            trainer.fit()
+            losses = [trainer.logged[step]["train/loss"] for step in range(1, STEPS + 1)]
+            results.append({"losses": losses, "norms": trainer.norms, "start": trainer.start, "sent": trainer.sent})
+            results[-1] |= {"weights": weights_of(trainer), "skipped": trainer.skipped_steps}
+    return results
+
+
+def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same training in one process, by plain PyTorch."""
+    model, dtype = Model(case), torch.bfloat16 if case.precision == "bf16" else torch.float16
+    model.load_state_dict(start, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data, n_parts = Rows(BATCH * STEPS), case.microbatches or 2 * case.pp
+    scale = 1.0 if case.precision == "bf16" else INITIAL_SCALE / (WEIGHT_DIVISOR if case.weighted else 1)
+    losses, norms, skipped = [], [], 0
+    for step in range(STEPS):
+        rows, total, loss_sum = slice(step * BATCH, (step + 1) * BATCH), 0.0, 0.0
+        factor = 2.0**40 if case == OVERFLOWING and step == 2 else 1.0
+        for tokens, labels in zip(data.tokens[rows].chunk(n_parts), data.labels[rows].chunk(n_parts), strict=True):
+            weight = count(labels) if case.weighted else 1 / n_parts
+            with torch.autocast("cpu", dtype, cache_enabled=False):
+                loss = mean_loss(model(tokens), labels) * factor * weight
+            (loss * scale).backward()
+            loss_sum, total = loss_sum + loss.item(), total + float(weight)
+        if case == OVERFLOWING and step == 1:
+            model.embedding.weight.grad += torch.inf
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters())) / (scale * total)
+        losses.append(loss_sum / total)
+        norms.append(float(norm))
+        clip = 1.0 if case.clip is None else torch.clamp(case.clip / (norm + 1e-6), max=1.0)
+        for p in model.parameters():
+            p.grad *= torch.as_tensor(clip / (scale * total)).to(p.grad.dtype)
+        if norm.isfinite():
+            optimizer.step()
+        else:
+            scale, skipped = scale / 2, skipped + 1
+        optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights, "skipped": skipped}
+
+
+def test_half_precision_in_stages_is_that_of_one_process(tmp_path: Path) -> None:
+    by_rank = run_world(train, 2, CASES, str(tmp_path))
+    for case, ranks in zip(CASES, zip(*by_rank, strict=True), strict=True):
+        expected = by_hand(case, united([result["start"] for result in ranks]))
+        for rank, result in enumerate(ranks):
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6), case
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6, nan_ok=True), case
+            assert result["skipped"] == expected["skipped"] == (2 if case == OVERFLOWING else 0)
+            assert result["sent"] == formula(case, rank) // 2  # float32, as what autocast adds to is
+        weights = united([result["weights"] for result in ranks])
+        if case.clip is None:
+            assert same_bits(weights, expected["weights"]), case
+        for name, value in expected["weights"].items():  # the clipping's norm is over stages, rounded in another order
+            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=f"{case}: {name}")
+
+
+@pytest.mark.slow
+def test_shards_in_half_precision_are_those_without_stages(tmp_path: Path) -> None:
+    (alone, *_) = run_world(
+        train, 2, [Case(1, dp=2, shard="auto", precision="bf16", clip=None, accumulation=4)], str(tmp_path)
+    )
+    ranks = run_world(train, 4, [SHARDED], str(tmp_path))
+    for rank, (result,) in enumerate(ranks):
+        assert result["losses"] == pytest.approx(alone[0]["losses"], rel=1e-6)
+        assert result["norms"] == pytest.approx(alone[0]["norms"], rel=1e-6)
+        assert result["sent"] == formula(SHARDED, rank // 2) // 4  # bfloat16, as blocks give it
+    weights = united([result["weights"] for (result,) in ranks])
+    for name, value in alone[0]["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=name)
