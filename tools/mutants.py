@@ -759,6 +759,13 @@ MUTANTS = [
         "dream_trainer/trainer/step/gradients.py",
         "        divisor = devices.expert_parallel / world.data_copies if is_sum else 1\n",
         "        divisor = devices.expert_parallel if is_sum else 1\n",
+        "tests/trainer/test_expert_parallel.py --all -k 8",
+    ),
+    Mutant(
+        "gradients of experts leave within backward for all ranks",
+        "dream_trainer/trainer/step/overlap.py",
+        "if b.group in meet_others else b for b in buckets]",
+        "for b in buckets]",
         "tests/trainer/test_expert_parallel.py -k by_hand",
     ),
     Mutant(

@@ -27,6 +27,14 @@ import torch
 import torch.nn.functional as F
 from model import Attention, Llama, LlamaConfig
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 
 import dream_trainer as dt
@@ -93,6 +101,22 @@ class SparseLlama(Llama):
                 nn.init.normal_(module.weight, std=0.02)
 
 
+def split_mixtures(model: Llama, mesh: DeviceMesh, *, in_time: bool) -> None:
+    """Splits shared experts, and gives mixtures whole sequences as plain tensors; the example's plan gives DTensors."""
+    stream = Shard(1) if in_time else Replicate()
+    whole = PrepareModuleInputOutput(
+        input_layouts=(Replicate(),),
+        desired_input_layouts=(Replicate(),),
+        use_local_input=True,
+        output_layouts=(Replicate(),),
+        desired_output_layouts=(stream,),
+    )
+    shared = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer.feed_forward.shared, mesh, shared)
+        parallelize_module(layer, mesh, {"feed_forward": whole})
+
+
 class PackedAttention(Attention):
     """Attention in rows of several documents."""
 
@@ -142,6 +166,13 @@ class ParityTrainer(LlamaTrainer):
         kinds = {(False, False): Llama, (True, False): PackedLlama, (False, True): SparseLlama}
         kind = kinds.get((self.config.packed, self.config.experts), PackedSparseLlama)
         self.model = (OddLlama if self.config.odd_parts else kind)(self.config.model).to(DTYPES[self.config.dtype])
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Parallelize plan key")  # mixtures have other parts
+            super().apply_tensor_parallel(mesh)
+        if self.config.experts:
+            split_mixtures(self.model, mesh, in_time=self.config.tensor_parallel_parameters.sequence_parallel)
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()

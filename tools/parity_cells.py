@@ -129,9 +129,11 @@ def all_cells() -> list[Cell]:
             Cell(*mesh, 2, "full", cp=cp, attention="ulysses"),
             Cell(*mesh, 1, cp=cp, attention="ulysses", packed=True),
         ]
-    for ep, mesh in ((ep, mesh) for ep in SIZES for mesh in meshes if mesh[2] == 1):
+    for ep, mesh in itertools.product(SIZES, meshes):
         data, cp = mesh[1] if mesh[1] > 1 else mesh[0], 2 if math.prod(mesh) == 4 else 1
-        if data % ep == 0:
+        if data % ep == 0 and mesh[2] > 1:
+            cells += [Cell(*mesh, 2, "full", ep=ep, experts=True), Cell(*mesh, 1, "none", False, ep=ep, experts=True)]
+        elif data % ep == 0:
             cells += [Cell(*mesh, 2, ep=ep, experts=True), Cell(*mesh, 2, "full", ep=ep, experts=True, weighted=False)]
             cells += [Cell(*mesh, 1, "selective", cp=cp, ep=ep, tied=True, experts=True, packed=True)]
     cells += [Cell(*mesh, 2, dtype="float32") for mesh in meshes]

@@ -106,8 +106,10 @@ class DeviceParameters:
                 "attention is to be shared by ranks. Use one of the two."
             )
         check_integer("expert_parallel", self.expert_parallel, minimum=1)
-        if self.expert_parallel > 1:
-            self._refuse_beside_experts()
+        if self.expert_parallel > 1 and self.cpu_offload:
+            raise ConfigError(
+                f"cpu_offload=True with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
+            )
         check_boolean("compile", self.compile)
         check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
@@ -121,18 +123,6 @@ class DeviceParameters:
             check_positive("host_timeout_seconds", self.host_timeout_seconds)
         if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
             check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
-
-    def _refuse_beside_experts(self) -> None:
-        asked = {
-            "compile=True": self.compile,
-            "cpu_offload=True": self.cpu_offload,
-            "overlap_reduce=True": self.overlap_reduce,
-        }
-        for field, is_asked in asked.items():
-            if is_asked:
-                raise ConfigError(
-                    f"{field} with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
-                )
 
     def _refuse_beside_a_pipeline(self) -> None:
         if self.pipeline_parallel == 1:

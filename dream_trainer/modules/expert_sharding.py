@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import ExpertExchange, is_shared_by_experts
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ def divide_rows(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         exchange = vars(module)["exchange"]
         assert isinstance(exchange, ExpertExchange)  # set by `split_experts`
         exchange.divide_rows(mesh)
+
+
+def keep_out_of_graphs(models: Iterable[nn.Module]) -> None:
+    """Has experts that ranks share run as they are inside of what is compiled: what they exchange has other sizes in
+    each forward, for which they would be compiled again and again."""
+    for module in modules_of_experts(models):
+        forward = torch.compiler.disable(type(module).forward)
+        change_class(module, Changed, key="out of graphs", forward=forward)
 
 
 def shard_experts(models: Mapping[str, nn.Module], mesh: DeviceMesh, config: dict[str, Any]) -> None:

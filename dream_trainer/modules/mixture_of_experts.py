@@ -92,7 +92,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens `[..., width]` through their experts; the same shape."""
-        tokens = x.reshape(-1, x.shape[-1])
+        width = self.router.in_features  # compiled for changing sizes, PyTorch 2.13 loses that of `x`
+        tokens = x.reshape(-1, width)
         weights, chosen = self._route(tokens)
         by_expert, order = chosen.flatten().sort(stable=True)
         following = torch.arange(1, self.n_experts + 1, device=x.device)
@@ -100,7 +101,7 @@ class MoE(nn.Module):
         if self.training and self.router.weight.requires_grad:
             self.loads.add_(counts, alpha=self.counts_tokens)
         rows = self.experts(tokens[order // self.top_k], counts)
-        of_tokens = torch.empty_like(rows).index_copy_(0, order, rows).view(-1, self.top_k, x.shape[-1])
+        of_tokens = torch.empty_like(rows).index_copy_(0, order, rows).view(-1, self.top_k, width)
         out = (of_tokens * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
         if self.shared is not None:
             out = out + self.shared(tokens)

@@ -36,6 +36,8 @@ class Case:
     cp: int = 1
     tp: int = 1
     sequence: bool = False
+    backend: str | None = None
+    overlap: bool = False
     rate: float = RATE
 
 
@@ -184,6 +186,8 @@ def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
             expert_parallel=case.ep,
             context_parallel=case.cp,
             tensor_parallel=case.tp,
+            compile=case.backend is not None,
+            overlap_reduce=case.overlap,
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             **changes.pop("devices", {}),
         ),
@@ -191,6 +195,7 @@ def config_of(case: Case, experiment: str = "case", **changes: Any) -> Config:
         checkpoint_parameters=changes.pop(
             "checkpoints", dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False)
         ),
+        compile_parameters=dt.CompileParameters(backend=case.backend or "eager"),
         logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
         case=case,
         **changes,

@@ -36,9 +36,11 @@ WORLD_2 = [
     Case(2, ep=2, accumulation=2, recompute="full", fused=True),
     Case(2, ep=2, shard="auto", recompute="selective", clip=None),
     Case(2, ep=2, cp=2),
+    Case(2, ep=2, overlap=True),
 ]
 WORLD_4 = [
     Case(4, ep=2),
+    Case(4, ep=2, accumulation=2, overlap=True),
     Case(4, ep=2, shard="auto", accumulation=2, fused=True),
     Case(4, ep=2, shard=2, replicate=2, recompute="full"),
     Case(4, ep=4, shard="auto"),
@@ -49,7 +51,28 @@ WORLD_4 = [
 ]
 
 
-@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+COMPILED = [Case(2, ep=2, shard="auto", recompute="full", backend="eager")]
+FURTHER_COMPILED_2 = [
+    Case(2, ep=2, accumulation=2, recompute="selective", backend="aot_eager"),
+    Case(2, ep=2, backend="aot_eager"),  # with batches of other sizes than before
+]
+FURTHER_COMPILED_4 = [
+    Case(4, ep=2, shard="auto", backend="aot_eager"),
+    Case(4, ep=2, tp=2, shard=1, replicate=2, sequence=True, backend="aot_eager"),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WORLD_2, id="2 ranks"),
+        pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param([Case(8, ep=2, tp=2, shard="auto", sequence=True)], id="8 ranks", marks=pytest.mark.slow),
+        pytest.param(COMPILED, id="compiled"),
+        pytest.param(FURTHER_COMPILED_2, id="2 ranks, compiled", marks=pytest.mark.slow),
+        pytest.param(FURTHER_COMPILED_4, id="4 ranks, compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_training_on_shared_experts_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
     assert_as_by_hand(cases, tmp_path)
 

@@ -76,7 +76,17 @@ ALONE = [Case(), Case(accumulation=2, fused=True), Case(recompute="full", clip=N
 WORLD_2 = [Case(2), Case(2, shard="auto", accumulation=2, recompute="full"), Case(2, accumulation=2, fused=True)]
 
 
-@pytest.mark.parametrize("cases", [pytest.param(ALONE, id="1 rank"), pytest.param(WORLD_2, id="2 ranks")])
+COMPILED = [Case(backend="aot_eager"), Case(accumulation=2, recompute="full", backend="aot_eager")]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ALONE, id="1 rank"),
+        pytest.param(WORLD_2, id="2 ranks"),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_training_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
     assert_as_by_hand(cases, tmp_path)
 

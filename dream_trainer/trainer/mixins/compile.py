@@ -43,7 +43,8 @@ class CompileMixin(AbstractTrainer):
         """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
 
         Raises:
-            ConfigError: Layers are split, and shapes are to be variable.
+            ConfigError: Layers are split, and shapes are to be variable; or ranks share experts, and graphs are to be
+                whole.
         """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
@@ -53,6 +54,12 @@ class CompileMixin(AbstractTrainer):
             raise ConfigError(
                 f"compile_parameters.dynamic=True with tensor_parallel={tensor_parallel}: PyTorch cannot split layers "
                 "of variable shapes. Use dynamic=False, which compiles again for each shape, and pad batches to few."
+            )
+        expert_parallel = self.config.device_parameters.expert_parallel
+        if expert_parallel > 1 and parameters.fullgraph:
+            raise ConfigError(
+                f"compile_parameters.fullgraph=True with expert_parallel={expert_parallel}: experts that ranks share "
+                "are not compiled, inside of blocks that are. Use fullgraph=False."
             )
         for model in self._parameterised_models():
             for part in self.model_blocks(model) or [model]:

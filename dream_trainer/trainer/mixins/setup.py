@@ -233,7 +233,7 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
     if ranks == 1:
         return
     from dream_trainer.distributed.expert_mesh import lay_expert_mesh
-    from dream_trainer.modules.expert_sharding import divide_rows, modules_of_experts, shard_experts
+    from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
 
     mesh = lay_expert_mesh(trainer.world, ranks)
     with keeping_tied_and_frozen(models):
@@ -245,6 +245,8 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
         )
     if trainer.world.data_copies > 1:
         divide_rows(models.values(), _mesh(trainer)["tp"])
+    if trainer.config.device_parameters.compile:
+        keep_out_of_graphs(models.values())
     shard_experts(models, mesh, trainer._sharding_policies())
     gradients, copies = trainer._parallel.gradients, mesh["dp_replicate"]
     gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None

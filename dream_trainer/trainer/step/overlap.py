@@ -41,8 +41,9 @@ class OverlappedAveraging(Averaging):
     """
 
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
-        group = world.further_group()
-        super().__init__([replace(bucket, group=group) for bucket in buckets], world)
+        group, meet_others = world.further_group(), (None, world.step_group, world.data_group)
+        # The ranks that have the same experts do nothing else together.
+        super().__init__([replace(b, group=group) if b.group in meet_others else b for b in buckets], world)
         self._window: list[tuple[Bucket, list[nn.Parameter]]]
         self._number: dict[Tensor, int]  # the place in `_window` of each parameter
         self._awaited: list[set[Tensor]]
