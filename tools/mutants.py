@@ -1157,9 +1157,30 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics move twice under recomputation",
         "dream_trainer/modules/recompute.py",
-        "_again(norms, mixtures, modes) if has_run else",
-        "_again(norms, mixtures, modes) if False else",
+        "_again(module, modes) if has_run else",
+        "_again(module, modes) if False else",
         "tests/trainer/test_activation_checkpointing.py -k batch_norm",
+    ),
+    Mutant(
+        "a block that is measured moves the statistics of its norms",
+        "dream_trainer/modules/activation_budget.py",
+        "preserved_random_state(device), counts_at_rest(self), noted(",
+        "preserved_random_state(device), noted(",
+        "tests/modules/test_activation_budget.py -k numbers",
+    ),
+    Mutant(
+        "a block that is measured draws random numbers",
+        "dream_trainer/modules/activation_budget.py",
+        "preserved_random_state(device), counts_at_rest(self), noted(",
+        "counts_at_rest(self), noted(",
+        "tests/modules/test_activation_budget.py -k numbers",
+    ),
+    Mutant(
+        "blocks keep more than their budget",
+        "dream_trainer/modules/activation_budget.py",
+        "room = self.fraction * self.n_bytes_without - self.n_bytes",
+        "room = self.fraction * self.n_bytes_without",
+        "tests/modules/test_activation_budget.py -k memory",
     ),
     Mutant(
         "a window that runs again counts twice in metrics",

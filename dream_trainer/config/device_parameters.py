@@ -13,6 +13,7 @@ DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ReduceType = Literal["fp32", "bf16", "fp16"]
 Float8Recipe = Literal["none", "tensorwise", "rowwise"]
+Recomputation = Literal["none", "full", "selective", "budget"]
 
 
 @parameters
@@ -64,9 +65,9 @@ class DeviceParameters:
     which FSDP2 does from two ranks on."""
     compile: bool = False
     """Whether blocks are compiled (CompileMixin)."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Recomputation = "none"
     """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
-    or all but what is dear to compute."""
+    all but what is dear to compute, or each block what keeps them within a budget of memory."""
     start_timeout_seconds: float = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: float = 600.0
@@ -111,7 +112,12 @@ class DeviceParameters:
                 f"cpu_offload=True with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
             )
         check_boolean("compile", self.compile)
-        check_choice("activation_checkpointing", self.activation_checkpointing, ("none", "full", "selective"))
+        check_choice("activation_checkpointing", self.activation_checkpointing, get_args(Recomputation))
+        if self.compile and self.activation_checkpointing == "budget":
+            raise ConfigError(
+                'compile=True with activation_checkpointing="budget": blocks are measured while they run, which '
+                'compiled ones cannot be. Use "selective", or compile=False.'
+            )
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
             raise ConfigError(
                 f'compile=True with tensor_parallel={self.tensor_parallel} and activation_checkpointing="full": '

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,7 @@ from dream_trainer.modules.mixture_of_experts import MoE
 class Recomputed(Changed):
     """Keeps the inputs of its forward, and computes the rest again in backward."""
 
-    _contexts: ClassVar[Any] = None  # makes the pair of contexts of selective checkpointing
+    _contexts: Any = None  # makes the pair of contexts of selective checkpointing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed where a backward can follow."""
@@ -45,8 +45,6 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
     counted, in the first run alone.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    norms = [part for part in module.modules() if isinstance(part, _NORMS)]
-    mixtures = [part for part in module.modules() if isinstance(part, MoE)]
     modes = function_modes()  # backward runs without
     has_run = False
 
@@ -55,7 +53,7 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
         changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
         for parameter, required in changed:
             parameter.requires_grad_(required)
-        again = _again(norms, mixtures, modes) if has_run else nullcontext()
+        again = _again(module, modes) if has_run else nullcontext()
         has_run = True
         try:
             with again:
@@ -68,11 +66,20 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
 
 
 @contextmanager
-def _again(norms: Sequence[nn.Module], mixtures: Sequence[MoE], modes: Sequence[Any]) -> Iterator[None]:
+def _again(module: nn.Module, modes: Sequence[Any]) -> Iterator[None]:
     """What the second run is in: the modes of the first that are not on, as in a backward, where none are."""
-    with statistics_at_rest(norms), loads_at_rest(mixtures), ExitStack() as stack:
+    with counts_at_rest(module), ExitStack() as stack:
         for mode in modes[len(function_modes()) :]:
             stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def counts_at_rest(module: nn.Module) -> Iterator[None]:
+    """Inside, a forward of `module` leaves batch norms' statistics and experts' counts as they are."""
+    norms = [part for part in module.modules() if isinstance(part, _NORMS)]
+    mixtures = [part for part in module.modules() if isinstance(part, MoE)]
+    with statistics_at_rest(norms), loads_at_rest(mixtures):
         yield
 
 

@@ -1,0 +1,72 @@
+"""How much memory tensors hold, whatever class they are of, and how much a forward keeps for its backward.
+
+`tests/compat/test_kept_bytes.py` exercises the names that are not public in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from dream_trainer.compat.pytorch import storage_id
+
+
+class Held:
+    """Storages, each once: those that other tensors are views of, and this rank's part of those that are split."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}  # kept, so that no other storage gets the identity of one
+
+    def add(self, tree: Any) -> None:
+        """Adds the tensors in containers of any kind."""
+        for leaf in tree_leaves(tree):
+            for tensor in _plain(leaf):
+                self._tensors[storage_id(tensor)] = tensor
+
+    def n_bytes(self, without: Held | None = None) -> int:
+        """Of all of them, but for those that `without` has too."""
+        others: Collection[int] = () if without is None else without._tensors
+        kept = (tensor for number, tensor in self._tensors.items() if number not in others)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+
+def _plain(leaf: Any) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: a DTensor's shard, the data and the scale of one in float8."""
+    if not isinstance(leaf, Tensor):
+        return
+    if not is_traceable_wrapper_subclass(leaf):
+        yield leaf
+        return
+    for name in leaf.__tensor_flatten__()[0]:
+        yield from _plain(getattr(leaf, name))
+
+
+class _Outputs(TorchDispatchMode):
+    def __init__(self, operations: Collection[Any], held: Held) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations, self._held = frozenset(operations), held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in self._operations:
+            self._held.add(output)
+        return output
+
+
+@contextmanager
+def noted(saved: Held, outputs: Held, operations: Collection[Any]) -> Iterator[None]:
+    """Inside, `saved` gets what forwards keep for their backward, and `outputs` the results of `operations`."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # a graph that holds its own tensors would never be freed
+        saved.add(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Outputs(operations, outputs):
+        yield

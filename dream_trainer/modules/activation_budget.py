@@ -1,0 +1,119 @@
+"""Activation checkpointing with a budget: each block keeps all, what is expensive, or only what enters it.
+
+A block is measured in its first forward with gradients, which it runs once more for that. It then chooses, so that the
+blocks so far keep no more than a fraction of what they would keep without recomputation. Numbers are the same bits
+whatever is chosen, so ranks need not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self, cast
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from dream_trainer.compat.kept_bytes import Held, noted
+from dream_trainer.compat.operations import operation
+from dream_trainer.distributed.seeds import preserved_random_state
+from dream_trainer.modules.class_change import change_class
+from dream_trainer.modules.recompute import Recomputed, counts_at_rest
+
+Way = Literal["none", "selective", "full"]
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that a block keeps for its backward in each way."""
+
+    none: int
+    selective: int
+    full: int
+
+
+class Budget:
+    """Chooses for the blocks of a model, in the order in which they first run.
+
+    Args:
+        fraction: Of what they keep without recomputation, above 0 and at most 1.
+        n_blocks: How many there are.
+        tell: Called with the budget when all of them have chosen.
+    """
+
+    def __init__(self, fraction: float, n_blocks: int, tell: Callable[[Budget], None]) -> None:
+        self.fraction = fraction
+        self.ways: list[Way] = []
+        self.n_bytes = 0  # kept, in the ways that were chosen
+        self.n_bytes_without = 0  # that would be kept if nothing was computed again
+        self._n_blocks, self._tell = n_blocks, tell
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def choose(self, kept: KeptBytes) -> Way:
+        """The way of the next block: what it keeps more is computed again less.
+
+        Of the two ways between which the fraction lies the one that keeps more, if the blocks before have left room
+        for it: they take turns then, and none is computed again in full where the expensive part could be kept.
+        """
+        self.n_bytes_without += kept.none
+        room = self.fraction * self.n_bytes_without - self.n_bytes
+        more: Way = "none"
+        less: Way = "full"
+        if kept.full < kept.selective < kept.none:
+            if kept.selective <= self.fraction * kept.none:
+                less = "selective"
+            else:
+                more = "selective"
+        way = more if kept._asdict()[more] <= room else less
+        self.ways.append(way)
+        self.n_bytes += kept._asdict()[way]
+        if len(self.ways) == self._n_blocks:
+            self._tell(self)
+        return way
+
+
+class Budgeted(Recomputed):
+    """Recomputes what a budget asks it to."""
+
+    _budget: Budget
+    _operations: Sequence[Any]
+    _way: Way | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, checkpointed if that was chosen; measured and chosen if it was not yet."""
+        if self._way is None and torch.is_grad_enabled():
+            self._way = self._budget.choose(self._measure(args, kwargs))
+            if self._way == "selective":
+                self._contexts = partial(create_selective_checkpoint_contexts, self._operations)
+        if self._way == "none":
+            return super(Recomputed, self).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _measure(self, args: Any, kwargs: Any) -> KeptBytes:
+        own, entering, saved, outputs = Held(), Held(), Held(), Held()
+        own.add([*self.parameters(), *self.buffers()])
+        entering.add((args, kwargs))
+        device = next((p.device for p in self.parameters()), None)
+        with preserved_random_state(device), counts_at_rest(self), noted(saved, outputs, self._operations):
+            super(Recomputed, self).forward(*args, **kwargs)
+        full = entering.n_bytes(without=own)
+        return KeptBytes(saved.n_bytes(without=own), full + outputs.n_bytes(without=entering), full)
+
+
+def keep_within(module: nn.Module, budget: Budget, keep: Sequence[str]) -> None:
+    """Makes `module` recompute in backward what `budget` asks it to.
+
+    Args:
+        module: Any but one whose forward has side effects, such as counting its calls.
+        budget: That of its model.
+        keep: Operations that are expensive, such as `"aten.mm.default"`.
+
+    Raises:
+        ValueError: PyTorch has no operation of a given name.
+    """
+    change_class(module, Budgeted)
+    budgeted = cast("Budgeted", module)
+    budgeted._budget = budget
+    budgeted._operations = [op for name in keep if (op := operation(name)) is not None]
