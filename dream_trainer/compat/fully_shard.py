@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -195,6 +196,21 @@ def gathered_dtype(parameter: torch.nn.Parameter) -> torch.dtype | None:
         return None
     weight: Any = local
     return cast("torch.dtype", weight._dtype)
+
+
+def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
+    """Has the shards of gradients in `model`, which is sharded, cross ranks in groups of their own; returns these.
+
+    A collective, from PyTorch 2.13 on.
+    """
+    cast("FSDPModule", model).set_separate_reduce_scatter_group()
+    groups: dict[ProcessGroup, None] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                groups[group._reduce_scatter_process_group] = None
+    return list(groups)
 
 
 def reduce_what_waits(

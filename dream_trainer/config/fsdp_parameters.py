@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
+from dream_trainer.checks import check_boolean
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
 
@@ -20,7 +23,17 @@ class FSDPParameters:
     """Whether blocks give their gathered parameters back after forward: True saves memory, False saves a second gather
     in backward, an int keeps them sharded over that many ranks of a host."""
 
+    separate_reduce_group: bool = False
+    """Whether shards of gradients cross ranks in a process group of their own, so that on GPUs they and the parameters
+    that are gathered meanwhile need not wait for each other, at the price of another communicator's memory. From
+    PyTorch 2.13 on, where it is experimental."""
+
     def __post_init__(self) -> None:
+        check_boolean("separate_reduce_group", self.separate_reduce_group)
+        if self.separate_reduce_group and torch.__version__ < "2.13":
+            raise ConfigError(
+                f"separate_reduce_group=True needs PyTorch 2.13, and this is {torch.__version__}. Leave it out."
+            )
         value = self.reshard_after_forward
         if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
             raise ConfigError(

@@ -40,3 +40,7 @@ class FSDPMixin(AbstractTrainer):
         is_last_stage = self.world.stage_rank == self.world.stages - 1
         for model in self._parameterised_models():
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_last_stage=is_last_stage)
+            if self.config.fsdp_parameters.separate_reduce_group:
+                from dream_trainer.compat.fully_shard import reduce_in_own_groups
+
+                self.world.further_groups += reduce_in_own_groups(model)
