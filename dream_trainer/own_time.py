@@ -13,13 +13,15 @@ class OwnTime:
     """One rank's clock. The host's: of an accelerator it has what the host waits for, not what the device does.
 
     Attributes:
+        is_wanted: Whether there is another rank to compare with; without one nobody need tell it of windows.
         seconds: Of own work, in all windows.
         windows: Number of windows.
     """
 
-    __slots__ = ("_began", "_left", "seconds", "windows")
+    __slots__ = ("_began", "_left", "is_wanted", "seconds", "windows")
 
     def __init__(self) -> None:
+        self.is_wanted = False
         self.seconds = 0.0
         self.windows = 0
         self._began = self._left = 0.0

@@ -154,12 +154,6 @@ class Saver(Saving):
 
     # -- when to save
 
-    def window_finished(self) -> None:
-        # After the first step, since optimizers create their state in it.
-        if self._is_to_warm and self._writer.copies is not None:
-            self._is_to_warm = False
-            self._writer.warm(self._warm(self._writer.copies))
-
     def expect_best_metric(self, metrics: Collection[str]) -> None:
         if not self._knows_best_metric:
             refuse_missing(self._parameters.best_metric or "", metrics, named_by="best_metric")
@@ -179,11 +173,15 @@ class Saver(Saving):
             self._best_value, self._is_best = value, self._parameters.save_on_best
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
+        # After the first step, since optimizers create their state in it.
+        if self._is_to_warm and step is not None and self._writer.copies is not None:
+            self._is_to_warm = False
+            self._writer.warm(self._warm(self._writer.copies))
         if self._only_when_called:
             return
         parameters = self._parameters
         must = requested or self._is_best or (is_last and parameters.save_at_end)
-        is_local = self._local_cadence.is_due(step)
+        is_local = self.local is not None and self._local_cadence.is_due(step)
         # A local one follows a checkpoint, so the run's first save is one.
         due = self._cadence.is_due(step, epoch) or (is_local and not self._has_checkpoint)
         self._is_best = False
@@ -214,7 +212,12 @@ class Saver(Saving):
         return self._ranks_writing > 0 and self._parameters.when_busy == "skip"
 
     def flags(self) -> tuple[bool, bool, bool]:
-        due = self._world.is_main and self._cadence.is_due_by_the_clock() and not self._would_skip()
+        due = (
+            self._cadence.goes_by_the_clock
+            and self._world.is_main
+            and self._cadence.is_due_by_the_clock()
+            and not self._would_skip()
+        )
         if not self._ranks_writing:
             return due, False, False
         return due, self._writer.is_busy, self._writer.has_failed
@@ -255,7 +258,8 @@ class Saver(Saving):
         self._finish("raise")
 
     def before_update(self) -> None:
-        self._writer.before_update()
+        if self._ranks_writing:
+            self._writer.before_update()
 
     def _begin(self, on_error: OnSaveError) -> None:
         """Saves where the run is, unless that has been saved; no save may be running."""

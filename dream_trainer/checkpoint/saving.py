@@ -33,9 +33,6 @@ class Saving:
         """Whether another trainer of this process has trained this run since this one did or loaded it."""
         return False
 
-    def window_finished(self) -> None:
-        """A window is finished, and optimizers have created their state."""
-
     def expect_best_metric(self, metrics: Collection[str]) -> None:
         """A validation, or that for sanity, gave these; raises ConfigError if the first one has no `best_metric`."""
 

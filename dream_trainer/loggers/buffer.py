@@ -159,6 +159,8 @@ class MetricBuffer:
                 name = key
             kind = type(value)
             is_plain = kind is float or (kind is Tensor and value.dim() == 0 and value.is_floating_point())
+            if is_plain and kind is Tensor and not reading_waits(value.device):  # as `keep` does, at half the price
+                value = value.item()
             if is_plain or is_scalar(value):
                 self.add(name, value, weight)
             elif isinstance(value, Mapping):

@@ -170,7 +170,7 @@ class RunLog:
         if self._undecided:
             self._decide(None)
         self.metrics.mark()
-        self.media.window_started()
+        self.media.before_window = len(self.media.waiting)
 
     def window_dropped(self) -> None:
         """Forgets what was logged since `window_started`: the window runs again."""
@@ -186,11 +186,12 @@ class RunLog:
             is_last: Whether the run ends with it.
             is_stopped: Whether it ends before its limits, so that it may go on later.
         """
-        if self._flight is not None or self.media:
+        if self._flight is not None or self.media.waiting:
             self.land()
         if is_last:
             self._has_ended = not (is_stopped and self._pending_is_saved(step))
-        self._flush_if_due(step)
+        if self._has_ended or self._cadence.is_due(step):
+            self._flush_if_due(step)
         if is_last:
             self.land()
 

@@ -60,6 +60,7 @@ class Agreement:
         world = self._trainer.world
         self._pulse = Pulse(world)
         self._is_alone, self._is_main, self._counts_samples = world.world_size == 1, world.is_main, world.counts_samples
+        self._trainer._parallel.gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0

@@ -206,7 +206,7 @@ class BaseTrainer(AbstractTrainer):
     def _train_epoch(self) -> None:
         self._notify("pre_epoch")
         follow_train_dataloader(self)
-        is_over = self._schedule.epoch_steps == 0
+        is_over, own_time = self._schedule.epoch_steps == 0, self._parallel.gradients.own_time
         if is_over:
             self._end_epoch()
         while not is_over:
@@ -217,9 +217,11 @@ class BaseTrainer(AbstractTrainer):
                 return
             if window is None:  # a pass without a window; two in a row are an error
                 continue
-            self._parallel.gradients.own_time.begin_window()
+            if own_time.is_wanted:
+                own_time.begin_window()
             self._run_window(window)
-            self._parallel.gradients.own_time.end_window()
+            if own_time.is_wanted:
+                own_time.end_window()
             is_over = self._window.epoch_ends
             if self._between_windows():
                 return
@@ -314,7 +316,8 @@ class BaseTrainer(AbstractTrainer):
     def _save_if_due(self, *, stepped: bool, epoch_ended: bool, is_last: bool, requested: bool) -> None:
         # A request that all ranks got in an exchange that ended the run, or that came before the first step.
         requested |= self._agreement.requests.take_save()
-        step, epoch = self.global_step if stepped else None, self.current_epoch if epoch_ended else None
+        progress = self.progress
+        step, epoch = progress.global_step if stepped else None, progress.current_epoch if epoch_ended else None
         self._saver.save_if_due(step=step, epoch=epoch, is_last=is_last, requested=requested)
 
     # -- between two windows: log, validate, end the epoch, save; in this order, on all ranks

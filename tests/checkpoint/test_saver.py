@@ -95,7 +95,6 @@ class Counter:
             requested = self.speak()
             self.step += 1
             self.clock.now += seconds
-            self.saver.window_finished()
             self.saver.save_if_due(step=self.step, epoch=epoch, is_last=is_last, requested=requested)
 
     def ask(self) -> None:

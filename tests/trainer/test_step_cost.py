@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections import Counter
 from typing import Any
 
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.usefixtures("late_norms")
 FIRST, LAST = 11, 15
 # The pulse is a dozen numbers and the norm two; copies of so few are bookkeeping on the host, not data.
 FEW = len(Flags())
+# Calls of functions of our own that a step may take; to be lowered where some are saved.
+MOST_CALLS = 120
 
 
 class Counts(TorchDispatchMode):
@@ -187,6 +190,31 @@ def test_watchers_and_loggers_read_nothing_in_steps_that_do_not_flush(
     assert found.get("reads", 0) == 0
     assert [name for name in found if "c10d" in name] == []
     assert len((tmp_path / "runs/tests/trainer/run/metrics.jsonl").read_text().splitlines()) == 3
+
+
+class CallsCounted(Whole):
+    """Counts the calls of Dream Trainer's own functions in steady windows that write nothing."""
+
+    n_calls = 0
+
+    def pre_train_batch(self, batch: Batch, batch_idx: int) -> None:
+        if self.local_batches == FIRST:
+            sys.setprofile(self.note)
+        if self.local_batches == LAST:
+            sys.setprofile(None)
+
+    def note(self, frame: Any, event: str, argument: object) -> None:
+        self.n_calls += event == "call" and frame.f_globals.get("__name__", "").startswith("dream_trainer.")
+
+
+def test_an_everyday_step_of_one_process_makes_few_calls_of_our_own(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(max_steps=24, gradient_clip_val=1.0, callbacks=[cb.Progress(clock=float)], loggers=("jsonl",))
+    with CallsCounted(config) as trainer:
+        trainer.fit()
+    assert 50 * (LAST - FIRST) < trainer.n_calls <= MOST_CALLS * (LAST - FIRST)
 
 
 def sharded_by_hand() -> dict[str, int]:

@@ -315,10 +315,6 @@ class CheckpointMixin(AbstractTrainer):
             self._saver.expect_best_metric(metrics)
         super()._tell_end(event, *args)
 
-    def _window_finished(self, *, is_last: bool) -> None:
-        super()._window_finished(is_last=is_last)
-        self._saver.window_finished()
-
     def _close(self) -> None:
         # The directory is released last, since loggers write their last lines.
         with followed_by(self._saver.release), followed_by(super()._close):

@@ -75,9 +75,10 @@ class Accumulation:
     def averages(self, averaging: Averaging, former: Averaging | None) -> None:
         """From now on tells `averaging`, in place of `former`, of backwards, and of last micro-batches if it wants to
         know."""
-        if former is not None:
+        if former:
             self._averagings.remove(former)
-        self._averagings.append(averaging)
+        if averaging:  # else it has nothing to average, as in a process alone
+            self._averagings.append(averaging)
         if isinstance(former, OverlappedAveraging):
             former.close()
             self._overlapping.remove(former)

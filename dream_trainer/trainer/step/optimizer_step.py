@@ -75,6 +75,7 @@ class OptimizerStep:
         self._devices = trainer.config.device_parameters
         self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
+        self._own_time = trainer._parallel.gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._stepped: set[nn.Module] = set()
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # found right, beside the models so far
@@ -168,7 +169,8 @@ class OptimizerStep:
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)
-        self._local_gradients.own_time.enter_collective()
+        if self._own_time.is_wanted:
+            self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         grads = gradients_of(plan)
         if plan.sums:
@@ -176,7 +178,8 @@ class OptimizerStep:
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
         if self._stages is not None:
             norm = norm_over_stages(norm, self._stages)
-        self._local_gradients.own_time.leave_collective()
+        if self._own_time.is_wanted:
+            self._own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.
         n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
         scale, empty = self._scale(weight, total, n_batches)
