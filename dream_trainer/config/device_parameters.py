@@ -199,23 +199,19 @@ def resolve_mesh(
         ConfigError: the sizes do not multiply to `world_size`, or sharding is asked of a trainer that cannot.
     """
     pipeline, tensor, context = parameters.pipeline_parallel, parameters.tensor_parallel, parameters.context_parallel
-    if world_size % pipeline != 0:
-        raise ConfigError(
-            f"pipeline_parallel={pipeline} does not divide world_size={world_size}. Use "
-            f"{spell(divisors(world_size))}, or start another number of processes."
-        )
-    if world_size % tensor != 0:
-        raise ConfigError(
-            f"tensor_parallel={tensor} does not divide world_size={world_size}. Use "
-            f"{spell(divisors(world_size))}, or start another number of processes."
-        )
-    if world_size // tensor % context != 0:
-        left = f" (tp={tensor} leaves {world_size // tensor})" if tensor > 1 else ""
-        raise ConfigError(
-            f"context_parallel={context} does not divide world_size={world_size}{left}. Use "
-            f"{spell(divisors(world_size // tensor))}, or start another number of processes."
-        )
-    data_ranks = world_size // (pipeline * tensor * context)
+    data_ranks = world_size
+    taken: list[str] = []
+    for name, short in (("pipeline_parallel", "pp"), ("tensor_parallel", "tp"), ("context_parallel", "cp")):
+        size = int(vars(parameters)[name])
+        if data_ranks % size != 0:
+            left = f" ({', '.join(taken)} leave{'s' * (len(taken) == 1)} {data_ranks})" if taken else ""
+            raise ConfigError(
+                f"{name}={size} does not divide world_size={world_size}{left}. Use {spell(divisors(data_ranks))}, or "
+                "start another number of processes."
+            )
+        if size > 1:
+            taken.append(f"{short}={size}")
+        data_ranks //= size
     replicate, shard = _data_parallel(parameters, world_size, shard_by_default, ranks_per_host or world_size)
     if shard > 1 and not shard_by_default:
         raise ConfigError(
@@ -240,7 +236,7 @@ def _refuse_uneven_experts(parameters: DeviceParameters, shape: MeshShape) -> No
     if ranks % parameters.expert_parallel != 0:
         raise ConfigError(
             f"expert_parallel={parameters.expert_parallel} does not divide the {ranks} ranks of {name}, which would "
-            f"share experts. Use {spell(divisors(ranks))}, or another {name}."
+            f"share experts. Use {spell(divisors(ranks))}, another {name}, or another number of processes."
         )
 
 

@@ -36,8 +36,9 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
     if len(places) < n_stages:
         raise ConfigError(
             f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {len(places)} "
-            f"repeated blocks. Use pipeline_parallel={max(1, len(places))} or less, name the blocks in model_blocks, "
-            "or say in pipeline_stages what each stage holds."
+            f"repeated blocks. Use {max(1, len(places))} stages or less, which are pipeline_parallel times the stages "
+            "of each rank (1 under 1F1B and GPipe, else 2 or more), name the blocks in model_blocks, or say in "
+            "pipeline_stages what each stage holds."
         )
     first_blocks = [places[len(places) * stage // n_stages] for stage in range(n_stages)]
     ends = [*first_blocks[1:], len(parts)]

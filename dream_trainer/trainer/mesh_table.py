@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
@@ -12,14 +12,17 @@ from dream_trainer.trainer.traffic import exchanged_for_a_token, step_traffic
 if TYPE_CHECKING:
     from torch import nn
 
+    from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
+_SHOWN_RANKS = 64
 _EXPERTS = "tokens to their experts and back, and their gradients, in each mixture"
 
 
 def mesh_lines(trainer: AbstractTrainer) -> list[str]:
-    """Rows of a Markdown table, one for each dimension of more than one rank; none before launch, or on one rank."""
+    """Markdown: a row for each dimension of more than one rank, for each rank, and for each stage of a pipeline; none
+    before launch, or on one rank."""
     world = trainer._world
     if world is None or world.mesh is None:
         return []
@@ -30,7 +33,7 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
             links, crossing = world.links(ranks), _crossing(trainer, name)
-            sent = _size(traffic.by_dimension[name]) if traffic is not None else "-"
+            sent = _size(traffic.by_dimension[name]) if traffic is not None and name in traffic.by_dimension else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
     experts = trainer.config.device_parameters.expert_parallel
     if experts > 1:
@@ -39,9 +42,39 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
         n_bytes = exchanged_for_a_token(trainer)
         sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
         rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | {sent} |")
-    if traffic is not None:
+    if traffic is not None and traffic.inside is not None and traffic.between is not None:
         rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]
         rows[-1] += f", and other hosts {_size(traffic.between)}." if world.n_hosts > 1 else "."
+    return [*rows, "", *_places(trainer, world), *_stages(trainer)]
+
+
+def _places(trainer: AbstractTrainer, world: World) -> list[str]:
+    """A row for each of the first ranks: its host, and its place on each dimension of several."""
+    assert world.mesh is not None  # there are several ranks
+    experts = trainer.config.device_parameters.expert_parallel
+    shown = [name for name, size in zip(MESH_DIMS, world.mesh_shape, strict=True) if size > 1]
+    heads = ["Rank", *["Host"] * (world.n_hosts > 1), *shown, *["ep"] * (experts > 1)]
+    rows: list[list[Any]] = [heads, ["---"] * len(heads)]
+    for rank in range(min(world.world_size, _SHOWN_RANKS)):
+        (place,) = (world.mesh.mesh == rank).nonzero().tolist()
+        of_rank = {"Rank": rank, "Host": world.host_of(rank), "ep": rank // world.data_copies % experts}
+        of_rank |= dict(zip(MESH_DIMS, place, strict=True))
+        rows.append([of_rank[head] for head in heads])
+    if world.world_size > _SHOWN_RANKS:
+        rows.append([f"... {world.world_size - 1}", *[""] * (len(heads) - 1)])
+    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+def _stages(trainer: AbstractTrainer) -> list[str]:
+    """A row for each stage of a pipeline: where it is, and what it holds."""
+    from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
+
+    if trainer.world.stages == 1 or not isinstance(trainer, PipelineParallelMixin) or not trainer.named_models():
+        return []
+    rows = ["", "| Stage | Place in the pipeline | Holds |", "| --- | --- | --- |"]
+    for number, (names, rank) in enumerate(zip(trainer._stages.names, trainer._stages.ranks, strict=True)):
+        held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
+        rows.append(f"| {number} | {rank} | {held} |")
     return rows
 
 

@@ -97,6 +97,8 @@ class Pipeline:
 
     Attributes:
         is_running: Whether a call of the model is one of its stage.
+        bytes_of_a_batch: What this rank sends to other stages, there and back, in a batch like the last one that was of
+            a new shape; None before the first.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Pipeline:
         self._loss_fn: LossFunction | None = None
         self._scaled: Callable[[Tensor], Tensor] | None = None
         self.is_running = False
+        self.bytes_of_a_batch: int | None = None
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
@@ -246,6 +249,7 @@ class Pipeline:
             )
             for number, like in seen.items()
         ]
+        self.bytes_of_a_batch = self._microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
             return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
         except ValueError as error:
@@ -253,6 +257,15 @@ class Pipeline:
                 f"schedule={self._schedule!r} cannot run microbatches={self._microbatches} through {len(self._ranks)} "
                 f"stages on {max(self._ranks) + 1} ranks: {error}"
             ) from error
+
+    def _bytes_of(self, stage: int, seen: _Seen) -> int:
+        """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
+        here, total = self._world.stage_rank, 0
+        if stage < self._last and self._ranks[stage + 1] != here:
+            total += sum(tensor.nbytes for tensor in seen.outputs)
+        if stage > 0 and self._ranks[stage - 1] != here:
+            total += sum(tensor.nbytes for tensor in seen.inputs if tensor.is_floating_point())
+        return total
 
     # -- without gradients
 

@@ -31,21 +31,21 @@ class Traffic:
     """Bytes of a step, on average over rounds where LocalSGDMixin has some.
 
     Attributes:
-        by_dimension: What each rank sends over a dimension of the mesh.
-        inside: What the ranks of this host send one another.
-        between: What they send to other hosts.
+        by_dimension: What this rank sends over a dimension of the mesh; without those of which it cannot be told.
+        inside: What the ranks of this host send one another; None if it cannot be told.
+        between: What they send to other hosts; None likewise.
     """
 
     by_dimension: dict[str, float]
-    inside: float
-    between: float
+    inside: float | None
+    between: float | None
 
 
 def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, with split layers or
-    sequences, stages, or shared experts, where it depends on the tokens."""
+    sequences, or shared experts, where it depends on the tokens. Of stages it is known from the first batch on."""
     world = trainer._world
-    if world is None or world.mesh is None or world.sample_copies * world.stages > 1 or not trainer.named_models():
+    if world is None or world.mesh is None or world.sample_copies > 1 or not trainer.named_models():
         return None
     if trainer.config.device_parameters.expert_parallel > 1:
         return None
@@ -63,6 +63,13 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
         _add(sent, trainer, "dp_replicate", inside, 1, within)
         _add(sent, trainer, "dp_replicate", workers, inside, across)
         by_dimension["dp_replicate"] = within + across
+    if world.stages > 1:
+        from dream_trainer.trainer.pipeline import Pipelined
+
+        (model,) = trainer.named_models().values()
+        if isinstance(model, Pipelined) and model._pipeline.bytes_of_a_batch is not None:
+            by_dimension["pp"] = trainer.accumulation_steps * model._pipeline.bytes_of_a_batch
+        return Traffic(by_dimension, inside=None, between=None)  # other stages send other numbers
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
 
 
@@ -98,6 +105,7 @@ def _of_shards(trainer: AbstractTrainer) -> float:
             reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
     if trainer.world.device.type == "cpu":
         reductions *= 2  # gloo reduces and scatters by reducing for all
+    # In a pipeline shards stay gathered through a batch, and are given back after it.
     return (n - 1) * (accumulation * gathered + reductions * reduced)  # sizes are of shares, 1/n of the whole
 
 

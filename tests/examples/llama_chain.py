@@ -29,12 +29,13 @@ class Hop(NamedTuple):
 
 
 def hops(chain: Sequence[Cell]) -> list[Hop]:
-    """`STEPS` steps in each of `chain`; its cells with tied weights are one run, those without are another."""
-    done = {True: 0, False: 0}
+    """`STEPS` steps in each of `chain`; the cells that train one thing are one run."""
+    done: dict[Cell, int] = {}
     found = []
     for cell in chain:
-        done[cell.tied] += STEPS
-        found.append(Hop(cell, done[cell.tied]))
+        kind = cell.alone()
+        done[kind] = done.get(kind, 0) + STEPS
+        found.append(Hop(cell, done[kind]))
     return found
 
 
@@ -68,7 +69,7 @@ def train(hop: Hop, total: int, experiment: str) -> dict[str, Any]:
     training = dataclasses.replace(config.training_parameters, max_steps=total)
     config = dataclasses.replace(
         config,
-        experiment=f"{experiment}, {'tied' if hop.cell.tied else 'untied'}",
+        experiment=f"{experiment} {'tied' * hop.cell.tied}{'experts' * hop.cell.experts}",
         training_parameters=training,
         checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
     )
@@ -117,9 +118,9 @@ def run_chain(chain: Sequence[Cell], directory: Path, timeout: float = 600.0) ->
         timeout: Seconds for each world.
     """
     parts = hops(chain)
-    totals = {hop.cell.tied: hop.until for hop in parts}
+    totals = {hop.cell.alone(): hop.until for hop in parts}
     total = max(totals.values())
-    alone = {tied: train(Hop(Cell(tied=tied), until), total, "straight") for tied, until in totals.items()}
+    alone = {kind: train(Hop(kind, until), total, "straight") for kind, until in totals.items()}
     links = []
     for world_size, row in itertools.groupby(parts, key=lambda hop: hop.cell.world_size):
         together = list(row)
@@ -128,7 +129,7 @@ def run_chain(chain: Sequence[Cell], directory: Path, timeout: float = 600.0) ->
         else:
             by_rank = run_world(as_rank, world_size, together, total, str(directory), timeout=timeout)
         for hop, ranks in zip(together, zip(*by_rank, strict=True), strict=True):
-            links.append(Link(hop, ranks, compare(ranks_of(ranks), same_steps(alone[hop.cell.tied], hop.until))))
+            links.append(Link(hop, ranks, compare(ranks_of(ranks), same_steps(alone[hop.cell.alone()], hop.until))))
     return links
 
 

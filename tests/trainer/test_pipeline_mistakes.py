@@ -48,7 +48,7 @@ def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None
 
 def test_a_model_that_cannot_be_cut_is_named_with_what_to_do() -> None:
     model = Model(Case())
-    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use pipeline_parallel={BLOCKS} or les"):
+    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use {BLOCKS} stages or less, w"):
         stages_of(model, 6)
     first, last = stages_of(model)
     with pytest.raises(HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.compat.pipelining import ranks_of_stages
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.trainer.traffic import step_traffic
 from tests.trainer.arithmetic import full, same_bits
-from tests.trainer.small import run_ranks
 from tests.trainer.stages import (
     BATCH,
     LENGTH,
@@ -79,7 +78,7 @@ class Observed(Trained):
 
 
 def formula(case: Case, rank: int) -> int:
-    """What docs/pipeline-parallel.md says that a rank of a pipeline sends in a batch, in bytes of float64."""
+    """What docs/pipeline-parallel.md says that a rank of a pipeline sends in a step, in bytes of float64."""
     ranks = ranks_of_stages(case.schedule, case.pp, 2 if case.schedule not in ("1F1B", "GPipe") else 1)
     ends = [(here, there) for one, other in pairwise(ranks) for here, there in ((one, other), (other, one))]
     microbatches = case.microbatches or 2 * case.pp
@@ -103,6 +102,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
                     "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(13), 4, drop_last=False))),
                     "sent": vars(trainer).get("sent"),
                     "mesh": trainer.describe(),
+                    "traffic": step_traffic(trainer),
                 }
             )
     return results
@@ -136,6 +136,11 @@ def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp
             assert result["val"] == pytest.approx(expected["val"], rel=1e-10), case
             torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-10, atol=1e-10)
             assert f"| pp | {case.pp} |" in result["mesh"]
+            if not case.changing:
+                assert result["traffic"].by_dimension["pp"] == formula(case, rank // case.dp), case
+            stage = "| 0 | 0 | position, embedding, blocks.0"
+            assert stage in result["mesh"]
+            assert f"| {rank} | {rank // case.dp} |" in result["mesh"]
         weights = united([result["weights"] for result in ranks])
         for name, value in expected["weights"].items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
@@ -219,36 +224,3 @@ def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:
     assert before.keys() == alone["state"].keys()
     for name, value in alone["state"].items():
         torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
-
-
-class Killed(Trained):
-    """Dies in the third step of its first start."""
-
-    dies = False
-
-    def post_train_batch(self, result: dict[str, Any], batch_idx: int) -> None:
-        if self.dies and self.global_step == 3 and self.world.rank == 2:
-            os.kill(os.getpid(), SIGKILL)
-
-
-def run_to_the_end(experiment: str, *, dies: bool) -> None:
-    Killed.dies = dies
-    case = Case(2, dp=2, shard="auto", dropout=0.3)
-    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None, save_every_n_steps=1, async_save=False)
-    with Killed(replace(config_of(case, experiment), checkpoint_parameters=checkpoints)) as trainer:
-        trainer.fit()
-        torch.save(state_of(trainer), f"{experiment}-{trainer.world.rank}.pt")
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_and_started_again_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    def statuses(experiment: str, *, dies: bool) -> list[int]:
-        code = "from tests.trainer.test_pipeline_parallel import run_to_the_end; "
-        return [status for status, _ in run_ranks(f"{code}run_to_the_end({experiment!r}, dies={dies})", 4, tmp_path)]
-
-    assert statuses("straight", dies=False) == [0] * 4
-    assert -SIGKILL in statuses("killed", dies=True)
-    assert statuses("killed", dies=False) == [0] * 4
-    for rank in range(4):
-        straight, killed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("straight", "killed"))
-        assert same_bits(killed, straight)

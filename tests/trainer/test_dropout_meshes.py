@@ -1,0 +1,60 @@
+"""Random layers drop the same where ranks compute the same, and not where they have other samples, positions or layers.
+
+Those of pipelines are in test_pipeline_parallel.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.trainer import mixtures, sequences
+from tests.worlds import run_world
+
+CASES: dict[str, Any] = {
+    "tensor parallel": sequences.Case(tp=2, dropout=0.5),
+    "data parallel": sequences.Case(dp=2, dropout=0.5),
+    "context parallel": sequences.Case(2, dropout=0.5),
+    "expert parallel": mixtures.Case(2, ep=2),
+}
+
+
+class Dropping(sequences.Trained):
+    """Notes what its first block drops in the first step."""
+
+    def pre_fit(self) -> None:
+        self.dropped: list[Tensor] = []
+        first = next(module for module in self.model.modules() if isinstance(module, nn.Dropout))
+        first.register_forward_hook(lambda module, args, output: self.dropped.append((output == 0).flatten()[:64]))
+
+
+class Drawing(mixtures.Trained):
+    """Notes what its first step draws."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.dropped = [torch.rand(64) < 0.5]
+        return super().training_step(batch, batch_idx)
+
+
+def train(directory: str) -> dict[str, Tensor]:
+    os.chdir(directory)
+    found = {}
+    for name, case in CASES.items():
+        kind: Any = Drawing if isinstance(case, mixtures.Case) else Dropping
+        of = mixtures.config_of(case, training={"max_steps": 1}) if kind is Drawing else None
+        config = of or sequences.config_of(case, max_steps=1, val_every_n_epochs=None)
+        with kind(config) as trainer:
+            trainer.fit()
+            found[name] = trainer.dropped[0]
+    return found
+
+
+def test_what_ranks_drop_is_equal_on_the_axis_of_split_layers_and_on_no_other(tmp_path: Path) -> None:
+    here, there = run_world(train, 2, str(tmp_path))
+    equal = {name: torch.equal(here[name], there[name]) for name in CASES}
+    assert all(8 < int(dropped.sum()) < 56 for dropped in (*here.values(), *there.values()))
+    assert equal == {name: name == "tensor parallel" for name in CASES}
