@@ -1,0 +1,138 @@
+"""What a rank keeps and sends in a step of the llama example, counted: for comparison with the formulas of the docs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tests.worlds import run_world
+from tools.parity import ParityTrainer, config_of
+from tools.parity_cells import Cell
+
+
+class Cost(NamedTuple):
+    """Bytes of a rank, of the second step."""
+
+    weights: int
+    gradients: int
+    moments: int
+    kept: int
+    """What forward has made and left for backward, when the loss is computed."""
+    sent: float
+    """As if every collective were a ring."""
+    in_flight: int
+    """Micro-batches that went through a block and have not come back, at most."""
+
+
+class Counted(TorchDispatchMode):
+    """What is sent, and the storages that operations have made and that still live."""
+
+    def __init__(self, n_ranks: int) -> None:
+        super().__init__()
+        self.n, self.sent, self.made = n_ranks, 0.0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, share = str(func).rpartition(".")[0], (self.n - 1) / self.n
+        match name:
+            case "c10d.allreduce_":
+                self.sent += 2 * share * sum(tensor.nbytes for tensor in args[0])
+            case "c10d._allgather_base_":
+                self.sent += (self.n - 1) * args[1].nbytes
+            case "c10d._reduce_scatter_base_" | "c10d.alltoall_base_":
+                self.sent += share * args[1].nbytes
+            case "_c10d_functional.all_reduce":
+                self.sent += 2 * share * args[0].nbytes
+            case "_c10d_functional.all_gather_into_tensor":
+                self.sent += (self.n - 1) * args[0].nbytes
+            case "_c10d_functional.reduce_scatter_tensor":
+                self.sent += share * args[0].nbytes
+        result = func(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                self.made[tensor.untyped_storage()] = True
+        return result
+
+    def living(self, besides: Sequence[Tensor]) -> int:
+        """Bytes of them, but for what `besides` lie in."""
+        others = {local(tensor).untyped_storage().data_ptr() for tensor in besides}
+        storages: dict[int, int] = {}
+        for storage in self.made:
+            with suppress(RuntimeError):  # its memory is gone
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(size for at, size in storages.items() if at not in others)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors if tensor.ndim)
+
+
+class CostTrainer(ParityTrainer):
+    """Counts in its second step."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.in_flight = self.most_in_flight = 0
+        self.counted: Counted | None = None
+        self.kept = 0
+        if self.world.stages > 1:
+            next(iter(self.model.layers)).register_forward_pre_hook(self.enter)
+
+    def enter(self, block: Any, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and inputs[0].requires_grad:
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            inputs[0].register_hook(self.leave)
+
+    def leave(self, gradient: Tensor) -> None:
+        self.in_flight -= 1
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.counted is not None and not self.kept:
+            self.kept = self.counted.living(list(self.model.parameters()))
+        return super().mean_loss(logits, targets)
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
+        if self.global_step != 1:
+            return super().training_step(batch, batch_idx)
+        self.in_flight = self.most_in_flight = 0  # the first batch sends a micro-batch ahead
+        with Counted(self.world.world_size) as self.counted:
+            self.loss(batch)
+            gradients = bytes_of([p.grad for p in self.model.parameters() if p.grad is not None])
+            self.step(self.model, self.optimizer, self.scheduler)
+        parameters = list(self.model.parameters())
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        self.cost = Cost(
+            bytes_of(parameters), gradients, bytes_of(moments), self.kept, self.counted.sent, self.most_in_flight
+        )
+        self.counted = None
+        self.request_stop("it is counted")
+        return {}
+
+
+def count(cells: Sequence[Cell], directory: str) -> list[tuple[Cost, dict[str, int]]]:
+    """Of each cell, with the elements of each parameter in one process's model."""
+    os.chdir(directory)
+    found = []
+    for cell in cells:
+        with CostTrainer(config_of(cell)) as trainer:
+            trainer.fit()
+            found.append((trainer.cost, {name: p.numel() for name, p in trainer.model.named_parameters()}))
+    return found
+
+
+def costs(cells: Sequence[Cell], directory: str) -> dict[Cell, list[tuple[Cost, dict[str, int]]]]:
+    """By cell, of each rank; they have as many."""
+    by_rank = run_world(count, cells[0].world_size, list(cells), directory, timeout=600.0)
+    return dict(zip(cells, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]

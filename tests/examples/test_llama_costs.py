@@ -1,0 +1,72 @@
+"""What a rank keeps and sends, counted in the llama example, is what docs/scale.md says by formula, on each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.launch import imported
+
+NUMBER = 8  # bytes, of float64
+WIDTH, HIDDEN, HEAD, KEY_HEADS, HEADS, VOCABULARY, LENGTH, BATCH = 64, 128, 4, 8, 16, 256, 16, 16
+NORMS = 2 * WIDTH
+BLOCK = WIDTH * HEAD * (2 * HEADS + 2 * KEY_HEADS) + 3 * WIDTH * HIDDEN + NORMS
+PARAMETERS = 9  # of each it is said whether this rank has a gradient
+ENDS = 2 * VOCABULARY * WIDTH + WIDTH
+
+
+@pytest.fixture(scope="module")
+def llama_costs() -> Iterator[Any]:
+    with imported("tests.examples.llama_costs") as module:
+        yield module
+
+
+def held(cell: Any, rank: int) -> float:
+    """Parameters of a rank: each has its share of what an axis shares, and all of what it does not."""
+    whole = cell.layers * BLOCK + ENDS
+    if cell.pp > 1:
+        return cell.layers / cell.pp * BLOCK + VOCABULARY * WIDTH + (WIDTH if rank else 0)
+    if cell.tp > 1:
+        norms = cell.layers * NORMS + WIDTH
+        return (whole - norms) / cell.tp + norms
+    return whole / cell.dp_shard
+
+
+def kept_of_a_block(cell: Any) -> float:
+    """What enters it, since it is computed again."""
+    split = cell.tp if cell.sequence_parallel else 1
+    return NUMBER * cell.batch * LENGTH / cell.cp / split * WIDTH
+
+
+def sent_of_a_block(cell: Any) -> float:
+    n = max(cell.dp_replicate, cell.dp_shard, cell.tp, cell.cp)
+    share, entering = (n - 1) / n, cell.batch * LENGTH * WIDTH
+    if cell.tp > 1:  # what a block ends with is not computed again
+        return NUMBER * (11 * share * entering + 2 * share * NORMS if cell.sequence_parallel else 10 * share * entering)
+    if cell.dp_shard > 1:
+        return NUMBER * share * (3 * BLOCK + 2 * PARAMETERS)
+    gradients = 2 * share * (BLOCK + PARAMETERS)
+    return NUMBER * (gradients + (cell.cp > 1) * 6 * share * cell.batch * KEY_HEADS * LENGTH * HEAD)
+
+
+def test_a_rank_keeps_and_sends_what_the_formulas_say(llama_costs: Any, all_cases: bool, tmp_path: Path) -> None:
+    kind = llama_costs.Cell
+    ways: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}]
+    if all_cases:
+        ways += [{"dp_replicate": 2}, {"dp_shard": 2}, {"cp": 2}, {"tp": 2, "sequence_parallel": False}]
+        ways += [{"pp": 2, "schedule": "GPipe"}]
+    recompute = {True: "none", False: "full"}
+    cells = [kind(**way, layers=layers, recompute=recompute["pp" in way]) for way in ways for layers in (2, 4)]
+    found = llama_costs.costs(cells, str(tmp_path))
+    for cell, ranks in found.items():
+        for rank, (cost, _) in enumerate(ranks):
+            assert cost.weights == cost.gradients == cost.moments / 2 == NUMBER * held(cell, rank), cell
+            if cell.pp > 1:
+                assert cost.in_flight == (4 if cell.schedule == "GPipe" else cell.pp - rank), cell
+            elif cell.layers == 4:
+                other = found[cell._replace(layers=2)][rank][0]
+                assert cost.kept - other.kept == 2 * kept_of_a_block(cell), cell
+                assert cost.sent - other.sent == 2 * sent_of_a_block(cell), cell
