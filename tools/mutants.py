@@ -811,6 +811,13 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k goes_on",
     ),
     Mutant(
+        "what ranks of a stage split is whole to the next one",
+        "dream_trainer/trainer/stage_messages.py",
+        "        placement = Replicate() if layout == WHOLE else Shard(layout)\n",
+        "        placement = Replicate()\n",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
+    ),
+    Mutant(
         "each stage may change what is around its layers",
         "dream_trainer/trainer/stage_check.py",
         "if before.get(name) != value]",

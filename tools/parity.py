@@ -140,7 +140,7 @@ class PackedLlama(Llama):
         x = x if self.embed is None else self.embed(x)
         for layer in self.layers:
             x = layer(x, (places, documents))
-        return (x, documents) if self.head is None else self.head(self.norm(x))
+        return (x, documents, places) if self.head is None else self.head(self.norm(x))
 
 
 class PackedSparseLlama(PackedLlama, SparseLlama):
@@ -193,7 +193,7 @@ class ParityTrainer(LlamaTrainer):
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         tokens, targets, positions, *documents = batch
-        places = (positions,) if self.config.device_parameters.context_parallel > 1 else ()
+        places = (positions.expand_as(tokens),) if self.config.device_parameters.context_parallel > 1 else ()
         weight = self.n_labels if self.config.weighted else None
         return self.forward_backward(self.model, (tokens, *documents, *places), targets, self.mean_loss, weight=weight)
 

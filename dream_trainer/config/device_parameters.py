@@ -135,7 +135,6 @@ class DeviceParameters:
             return
         asked = {
             f"context_parallel={self.context_parallel}": self.context_parallel > 1,
-            f"tensor_parallel={self.tensor_parallel}": self.tensor_parallel > 1,
             f"expert_parallel={self.expert_parallel}": self.expert_parallel > 1,
             "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,

@@ -17,27 +17,21 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, new_schedule
-from dream_trainer.data.nested import concatenated, map_tensors
+from dream_trainer.data.nested import concatenated
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
-from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
+from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.pipeline_stages import as_before, view_of
 from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
+from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from dream_trainer.distributed.world import World
     from dream_trainer.trainer.step.accumulation import Weight
 
 LossFunction = Callable[[Any, Any], Tensor]
 _KEPT_SCHEDULES = 8
-_HEADER = 64  # numbers that say what a message has: how many tensors, and of each dtype, dimensions and sizes
-_DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
-)
 
 
 class Stages(NamedTuple):
@@ -77,10 +71,11 @@ class _Built(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tensors like those that a stage gets and gives."""
+    """Tensors like this rank's parts of those that a stage gets and gives, and how what it gets lies on the ranks."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    layouts: tuple[int, ...]
 
 
 class Pipeline:
@@ -112,9 +107,7 @@ class Pipeline:
         backward_context: AbstractContextManager[Any] | None,
         warn: Callable[[str], None],
     ) -> None:
-        group = world.pipeline_group()
-        assert group is not None  # there are several stages
-        self._group: dist.ProcessGroup = group
+        self._messages = StageMessages(world, stages.ranks[-1])
         self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
         self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
@@ -202,15 +195,15 @@ class Pipeline:
             built.run(0 in self._own, self._last in self._own)
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
-        loss = self._shared_loss(loss)
+        loss = self._messages.shared_loss(loss)
         return loss if weights is None else loss / _sum(weights)
 
-    def _run_stage(self, stage: int, args: tuple[Any, ...], place: int) -> Any:
+    def _run_stage(self, stage: int, layouts: tuple[int, ...], args: tuple[Any, ...], place: int) -> Any:
         """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
-        positional, named = self._inputs[place] if stage == 0 else (args, {})
+        positional, named = self._inputs[place] if stage == 0 else (self._messages.joined(args, layouts), {})
         output = self._own[stage](*positional, **named)
         if stage < self._last:
-            return output
+            return self._messages.parts(as_tuple(output))
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
         self._losses.append(loss.detach().double())
@@ -239,12 +232,12 @@ class Pipeline:
         stages = [
             ScheduledStage(
                 self._own[number],
-                partial(self._run_stage, number),
+                partial(self._run_stage, number, like.layouts),
                 place=(number, len(self._ranks)),
                 inputs=like.inputs,
                 outputs=like.outputs,
                 device=self._world.device,
-                group=self._group,
+                group=self._messages.group,
                 backward_context=self._backward_context,
             )
             for number, like in seen.items()
@@ -289,7 +282,7 @@ class Pipeline:
         with torch.no_grad(), self._running():
             for number, output in enumerate(self._forward(cut(inputs, parts, rows))):
                 losses.append(_checked(loss_fn(output, target_parts[number])).double() * shares[number])
-        return self._shared_loss(torch.stack(losses).sum() if losses else None) / _sum(shares)
+        return self._messages.shared_loss(torch.stack(losses).sum() if losses else None) / _sum(shares)
 
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline.
@@ -309,32 +302,36 @@ class Pipeline:
             parts = cut(inputs, min(self._microbatches, rows), rows) if rows else [inputs]
             outputs = list(self._forward(parts))
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
-        return self._share(outputs[0] if len(outputs) == 1 else joined)
+        return self._messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)
 
     def _forward(self, parts: list[Any], seen: dict[int, _Seen] | None = None) -> Iterator[Any]:
         """Runs this rank's stages over micro-batches; the last one's outputs. Notes in `seen` what goes in and out."""
-        sent: list[tuple[Any, Tensor]] = []
+        sent: list[Message] = []
         stayed: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # for a stage of this rank that follows another
         for number, stage in self._own.items():
             for place, (positional, named) in enumerate(parts):
                 args, kwargs = positional, named
                 if number > 0:
-                    here = self._ranks[number - 1] == self._world.stage_rank
-                    args, kwargs = stayed.pop((number, place)) if here else self._receive(self._ranks[number - 1]), {}
+                    before = self._ranks[number - 1]
+                    is_here = before == self._world.stage_rank
+                    args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
                 output = stage(*args, **kwargs)
                 if seen is not None:
-                    inputs = _like(args) if number > 0 else (torch.arange(1),)
-                    seen[number] = _Seen(inputs, _like(as_tuple(output)) if number < self._last else (torch.empty(()),))
+                    seen[number] = self._like(number, args, output)
                 if number == self._last:
                     yield output
                 elif self._ranks[number + 1] == self._world.stage_rank:
                     stayed[number + 1, place] = as_tuple(output)
                 else:
-                    sent += self._send(as_tuple(output), self._ranks[number + 1])
+                    sent += self._messages.send(as_tuple(output), self._ranks[number + 1])
         for work, _ in sent:
             work.wait()
 
-    # -- between ranks
+    def _like(self, number: int, args: tuple[Any, ...], output: Any) -> _Seen:
+        inputs = _without_values(self._messages.parts(args)) if number > 0 else (torch.arange(1),)
+        is_last = number == self._last
+        outputs = (torch.empty(()),) if is_last else _without_values(self._messages.parts(as_tuple(output)))
+        return _Seen(inputs, outputs, tuple(map(layout_of, args)) if number > 0 else ())
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -353,71 +350,18 @@ class Pipeline:
             finally:
                 self.is_running = False
 
-    def _send(self, tensors: tuple[Tensor, ...], rank: int) -> list[tuple[Any, Tensor]]:
-        """Sends a stage what it does not know the shape of; each message on its way, with what it sends."""
-        import torch.distributed as dist
 
-        header = [len(tensors)]
-        for tensor in tensors:
-            header += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
-        if len(header) > _HEADER:
-            raise HookError(f"a stage gave {len(tensors)} tensors to the next one, more than fit in a message.")
-        numbers = torch.tensor(header + [0] * (_HEADER - len(header)), device=self._world.device)
-        messages = [numbers, *(tensor.detach().contiguous() for tensor in tensors)]
-        to = dist.get_global_rank(self._group, rank)
-        return [(dist.isend(message, to, group=self._group), message) for message in messages]
-
-    def _receive(self, rank: int) -> tuple[Tensor, ...]:
-        import torch.distributed as dist
-
-        source, device = dist.get_global_rank(self._group, rank), self._world.device
-        numbers = torch.empty(_HEADER, dtype=torch.int64, device=device)
-        dist.recv(numbers, source, group=self._group)
-        count, *rest = numbers.tolist()
-        received = []
-        for _ in range(count):
-            dtype, needs_gradient, ndim, *rest = rest
-            sizes, rest = rest[:ndim], rest[ndim:]
-            tensor = torch.empty(sizes, dtype=_DTYPES[dtype], device=device)
-            dist.recv(tensor, source, group=self._group)
-            received.append(tensor.requires_grad_(bool(needs_gradient)))
-        return tuple(received)
-
-    def _shared_loss(self, loss: Tensor | None) -> Tensor:
-        """The last stage's, on all ranks."""
-        import torch.distributed as dist
-
-        if loss is None:
-            loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        dist.broadcast(loss, dist.get_global_rank(self._group, self._ranks[self._last]), group=self._group)
-        return loss
-
-    def _share(self, outputs: Any) -> Any:
-        """The last stage's, on all ranks."""
-        import torch.distributed as dist
-
-        source, device = dist.get_global_rank(self._group, self._ranks[self._last]), self._world.device
-        form = [map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), outputs)]
-        dist.broadcast_object_list(form, source, group=self._group, device=device)
-
-        def shared(tensor: Tensor) -> Tensor:
-            tensor = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.contiguous()
-            dist.broadcast(tensor, source, group=self._group)
-            return tensor
-
-        return map_tensors(shared, outputs if self._last in self._own else form[0])
-
-
-def _like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors that say only what others look like."""
+def _without_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple([torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in tensors])
 
 
 def _checked(loss: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise StepError(f"loss_fn gave {what}, and forward_backward needs a scalar tensor: the mean of a micro-batch.")
-    return loss.reshape(())
+    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).reshape(())
 
 
 def _sum(weights: list[Weight]) -> Weight:

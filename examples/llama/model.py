@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,8 +158,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[batch, heads, time, head_dim] at `positions` [time] -> the same, turned in the tables' precision."""
-        cos, sin = self.cos[positions], self.sin[positions]
+        """[batch, heads, time, head_dim] at positions [time] or [batch, time] -> the same, turned in the tables'
+        precision."""
+        cos, sin = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -248,11 +250,12 @@ class Llama(nn.Module):
                 for writer in (layer.attention.wo, layer.feed_forward.w2):
                     nn.init.normal_(writer.weight, std=std / math.sqrt(2 * len(self.layers)))
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Any:
         """Integer tokens [batch, time <= max_seq_len] -> logits [batch, time, vocab_size].
 
-        Positions [time] are where the tokens are in their sequences; None for from 0 on. Of a pipeline's later stages
-        the tokens are what the stage before gives, [batch, time, dim], and so is the result of all but the last.
+        Positions [time] or [batch, time] are where the tokens are in their sequences; None for from 0 on. Of a
+        pipeline's stages all but the last give what the next one takes: [batch, time, dim], and the positions, which
+        ranks that split time between layers could not tell.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -264,7 +267,7 @@ class Llama(nn.Module):
         x = tokens if self.embed is None else self.embed(tokens)
         for layer in self.layers:
             x = layer(x, positions)
-        return x if self.head is None else self.head(self.norm(x))
+        return (x, positions) if self.head is None else self.head(self.norm(x))
 
 
 @torch.no_grad()

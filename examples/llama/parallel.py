@@ -73,7 +73,9 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool, loss
         use_local_output=not loss_parallel,
     )
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-    parallelize_module(model, mesh, {"embed": embedding, "head": logits})
+    # Of a pipeline's stages the first has the embedding, and the last the head.
+    ends = {"embed": embedding, "head": logits}
+    parallelize_module(model, mesh, {name: ends[name] for name, _ in model.named_children() if name in ends})
     for layer in model.layers:
         # Gathered once for all projections, whose gradients then go back as one sum.
         whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
@@ -83,7 +85,8 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool, loss
         plan |= {name: RowwiseParallel(output_layouts=stream) for name in ("attention.wo", "feed_forward.w2")}
         parallelize_module(layer, mesh, plan)
     if sequence_parallel:
-        model.register_forward_pre_hook(_SplittableLength(mesh.size()))
+        if model.embed is not None:
+            model.register_forward_pre_hook(_SplittableLength(mesh.size()))
         for part in (model, *model.layers):
             names = (name for name, child in part.named_children() if isinstance(child, nn.RMSNorm))
             parallelize_module(part, mesh, {name: SequenceParallel() for name in names})

@@ -158,7 +158,8 @@ class LlamaTrainer(DreamTrainer):
         """Mean nats per token; in training its gradients too."""
         tokens, targets, positions = batch
         # Only ranks that share sequences begin elsewhere than at 0; a pipeline cuts its inputs by samples.
-        inputs = (tokens, positions) if self.config.device_parameters.context_parallel > 1 else (tokens,)
+        begins_elsewhere = self.config.device_parameters.context_parallel > 1
+        inputs = (tokens, positions.expand_as(tokens)) if begins_elsewhere else (tokens,)
         return self.forward_backward(self.model, inputs, targets, self.mean_loss, weight=self.n_labels)
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:

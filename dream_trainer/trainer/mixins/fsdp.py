@@ -28,15 +28,11 @@ class FSDPMixin(AbstractTrainer):
         a pipeline, blocks keep theirs too, through all micro-batches of a batch.
 
         Args:
-            config: Keyword arguments of `fully_shard`: the mesh, and the policies of precision and offload if
-                configured.
+            config: Keyword arguments of `fully_shard`: the mesh, the policies of precision and offload if configured,
+                and with a pipeline `reshard_after_forward`.
         """
         super().apply_fully_shard(config)
-        blocks = config | {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward}
-        if self.config.device_parameters.pipeline_parallel > 1:
-            # Gathered once for all micro-batches of a batch; given back between them, some schedules' gradients are
-            # wrong without an error.
-            blocks = config = config | {"reshard_after_forward": False}
+        blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
         is_last_stage = self.world.stage_rank == self.world.stages - 1
         for model in self._parameterised_models():
             shard_by_blocks(model, self.model_blocks(model), blocks, config, is_last_stage=is_last_stage)

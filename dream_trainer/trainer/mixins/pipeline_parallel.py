@@ -100,17 +100,20 @@ class PipelineParallelMixin(AbstractTrainer):
         self._kept_blocks = [block for block in blocks if id(block) in kept]
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
-        training = self.config.training_parameters
+        training, devices = self.config.training_parameters, self.config.device_parameters
+        has_several_stages = self.config.pipeline_parallel_parameters.stages_of_each_rank > 1
         checkpoints = vars(self.config).get("checkpoint_parameters")
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
             f'nonfinite="{training.nonfinite}"': training.nonfinite == "retry",
             f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and shards": (
-                self.world.parameter_shape.dp_shard > 1
-                and self.config.pipeline_parallel_parameters.stages_of_each_rank > 1
+                self.world.parameter_shape.dp_shard > 1 and has_several_stages
+            ),
+            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and tensor_parallel": (
+                devices.tensor_parallel > 1 and has_several_stages
             ),
             f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
-                self.config.device_parameters.activation_checkpointing != "none"
+                devices.activation_checkpointing != "none"
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
             ),
             "save_frozen=False": checkpoints is not None and not checkpoints.save_frozen,

@@ -124,7 +124,9 @@ class SetupMixin(AbstractTrainer):
         """Keyword arguments of `fully_shard` beside the mesh."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        policies: dict[str, Any] = {}
+        # Of a pipeline's stage gathered once for all micro-batches of a batch: given back between them, some schedules'
+        # gradients are wrong without an error.
+        policies: dict[str, Any] = {"reshard_after_forward": False} if self.world.stages > 1 else {}
         mixed = sharding_policy(self.config.device_parameters)
         if mixed is not None:
             policies["mp_policy"] = mixed
@@ -145,8 +147,9 @@ class SetupMixin(AbstractTrainer):
         if not _wraps_replicas(self):
             return
         config = {"mesh": mesh} | self._sharding_policies()
+        is_last_stage = self.world.stage_rank == self.world.stages - 1
         for model in self._trainable_models():
-            shard_by_blocks(model, self.model_blocks(model), config, config)
+            shard_by_blocks(model, self.model_blocks(model), config, config, is_last_stage=is_last_stage)
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]

@@ -1,0 +1,294 @@
+"""A small model trained by Dream Trainer on any mesh: in stages of shared layers, sequences and experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.arithmetic import full
+
+VOCABULARY, WIDTH, HEAD, LENGTH, BATCH, BLOCKS = 16, 16, 4, 8, 16, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on which mesh."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    shard: int | str = 1
+    plan: str = "sequence"
+    """What ranks that share layers split: "layers", "sequence" too, or "dtensors" between them as well."""
+    loss_parallel: bool = False
+    schedule: str = "1F1B"
+    accumulation: int = 1
+    clip: float | None = 0.05
+    recompute: str = "none"
+    dropout: float = 0.0
+    poisoned: bool = False
+    """Whether the loss of the second step is not a number."""
+    steps: int = 10
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(case.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(BLOCKS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences with unequal numbers of labels."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens, self.labels = torch.randint(VOCABULARY, (2, length, LENGTH), generator=generator).unbind()
+        for row in range(length):
+            self.labels[row, 1 + row * 5 % LENGTH :] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.labels[index]
+
+
+def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Over labels; 0 where there is none."""
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / count(labels).clamp(min=1)
+
+
+def poisoned_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return mean_loss(scores, labels) * float("nan")
+
+
+def count(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+def split(model: Model, mesh: Any, case: Case) -> None:
+    """Splits layers, and by choice sequences between them; "dtensors" gives blocks DTensors and not rank's parts."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    is_local = case.plan != "dtensors"
+    stream = Replicate() if case.plan == "layers" else Shard(1)
+    rows = RowwiseParallel(output_layouts=stream, use_local_output=is_local)
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=is_local)
+    head = ColwiseParallel(
+        input_layouts=stream,
+        output_layouts=Shard(-1) if case.loss_parallel else Replicate(),
+        use_local_output=not case.loss_parallel,
+    )
+    ends = {"embedding": embedding, "position": embedding, "head": head, "norm": SequenceParallel()}
+    if case.plan == "layers":
+        del ends["norm"]
+    there = {name for name, _ in model.named_children()}
+    parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in there})
+    columns = {name: ColwiseParallel(input_layouts=stream) for name in ("query", "key", "value", "up")}
+    for block in model.blocks:
+        norms = {} if case.plan == "layers" else {name: SequenceParallel() for name in ("norm", "mlp_norm")}
+        parallelize_module(block, mesh, columns | norms | {"out": rows, "down": rows})
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    case: Case = field(default_factory=Case)
+
+
+class Trained(dt.DreamTrainer):
+    config: Config
+    loaded: dict[str, Tensor] | None = None
+
+    def configure_models(self) -> None:
+        self.model = Model(self.config.case)
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        split(self.model, mesh, self.config.case)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        case = self.config.case
+        return (
+            DistributedDataLoader(Rows(BATCH * case.steps), BATCH // (case.dp * case.accumulation)),
+            DistributedDataLoader(Rows(7), 5, drop_last=False),
+        )
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.norms: list[float] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.start = weights_of(self)
+
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def on_load(self, path: Any) -> None:
+        self.loaded = state_of(self)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        is_poisoned = self.config.case.poisoned and self.training and self.global_step == 1
+        loss_fn = poisoned_loss if is_poisoned else mean_loss
+        return self.forward_backward(self.model, self.inputs(batch), batch[1], loss_fn, weight=count)
+
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return batch[0], torch.arange(batch[0].shape[1]).expand_as(batch[0])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = self.loss(batch)
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss, scores = self.loss(batch), full(self.model(*self.inputs(batch)))
+        torch.testing.assert_close(full(loss), mean_loss(scores, batch[1]), rtol=1e-12, atol=1e-12)
+        return {"loss": loss}, count(batch[1])
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return full(self.model(*self.inputs(batch)))
+
+
+def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="meshes",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            pipeline_parallel=case.pp,
+            tensor_parallel=case.tp,
+            dp_replicate="auto" if isinstance(case.shard, int) else 1,
+            dp_shard=case.shard,  # type: ignore[arg-type]
+            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+        ),
+        tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),  # type: ignore[arg-type]
+        training_parameters=dt.TrainingParameters(
+            **{"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}
+            | {"train_batch_size": BATCH // (case.dp * case.accumulation), "num_sanity_val_steps": 0}
+            | {"nonfinite": "skip" if case.poisoned else "raise"}
+            | training
+        ),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=(), log_every_n_steps=1),
+        case=case,
+    )
+
+
+def weights_of(trainer: Trained) -> dict[str, Tensor]:
+    """Whole copies of the weights that this rank's stage has."""
+    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+def state_of(trainer: Trained) -> dict[str, Tensor]:
+    """Whole copies of its weights and moments."""
+    state = weights_of(trainer)
+    for name, p in trainer.model.named_parameters():
+        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
+    return state
+
+
+def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
+    """Trains cases of one world size, one after the other, on this rank."""
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Trained(config_of(case)) as trainer:
+            trainer.fit()
+            results.append(
+                {
+                    "losses": [trainer.logged[step]["train/loss"] for step in range(1, case.steps + 1)],
+                    "norms": trainer.norms,
+                    "val": trainer.logged[case.steps]["val/loss"],
+                    "skipped": trainer.skipped_steps,
+                    "start": trainer.start,
+                    "weights": weights_of(trainer),
+                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
+                }
+            )
+    return results
+
+
+def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) -> list[dict[str, Any]]:
+    """Trains up to each hop's step, in a trainer of its own that goes on from the last one's checkpoint."""
+    os.chdir(directory)
+    results = []
+    for case, max_steps in hops:
+        checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
+        with Trained(
+            replace(config_of(case, experiment, max_steps=max_steps), checkpoint_parameters=checkpoints)
+        ) as trainer:
+            trainer.fit()
+            results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
+    return results
+
+
+def united(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All stages' tensors by name; equal where two ranks have one."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(whole.setdefault(name, value), value), name
+    return whole
+
+
+def assert_as_alone(case: Case, ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Checks that all that ranks found is what one process found: initial weights to the bit, the rest to rounding."""
+    start, weights = united([rank["start"] for rank in ranks]), united([rank["weights"] for rank in ranks])
+    assert start.keys() == alone["start"].keys()
+    assert all(torch.equal(start[name], value) for name, value in alone["start"].items()), case
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-10, abs=1e-10, nan_ok=True), case
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-10, abs=1e-10, nan_ok=True), case
+        assert rank["skipped"] == alone["skipped"]
+        assert rank["val"] == pytest.approx(alone["val"], rel=1e-10), case
+        torch.testing.assert_close(rank["predicted"], alone["predicted"], rtol=1e-10, atol=1e-10)
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")

@@ -1,0 +1,79 @@
+"""Stages whose ranks share layers train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.arithmetic import same_bits
+from tests.trainer.meshes import Case, assert_as_alone, train, travel, united
+from tests.worlds import run_world
+
+WORLD_4 = [Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3)]
+FURTHER_4 = [
+    Case(2, tp=2, accumulation=2, recompute="full", loss_parallel=True),
+    Case(2, tp=2, plan="layers", recompute="selective", loss_parallel=True),
+    Case(2, tp=2, plan="dtensors", schedule="GPipe", accumulation=2),
+    Case(2, tp=2, poisoned=True, clip=None),
+]
+WORLD_8 = [
+    Case(2, dp=2, tp=2),
+    Case(2, dp=2, tp=2, shard="auto", accumulation=2, recompute="full", loss_parallel=True),
+    Case(2, tp=4, plan="layers"),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(FURTHER_4, id="further, of 4 ranks", marks=pytest.mark.slow),
+        pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_training_in_stages_of_shared_layers_equals_one_process(cases: list[Case], tmp_path: Path) -> None:
+    kinds = {(case.poisoned, case.clip, case.steps) for case in cases}
+    alone = {kind: train([Case(poisoned=kind[0], clip=kind[1], steps=kind[2])], str(tmp_path))[0] for kind in kinds}
+    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_as_alone(case, ranks, alone[case.poisoned, case.clip, case.steps])
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param([Case(2, tp=2), Case()], id="to one process"),
+        pytest.param(
+            [Case(), Case(2, tp=2, loss_parallel=True), Case(2, dp=2), Case(2, dp=2, tp=2, shard="auto"), Case()],
+            id="over many",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -> None:
+    (alone,) = travel([(Case(), len(meshes))], "alone", str(tmp_path))
+    before = None
+    for steps, case in enumerate(meshes, start=1):
+        hop = [(case, steps)], "hops", str(tmp_path)
+        ranks = [found for (found,) in (run_world(travel, case.world_size, *hop) if case.pp > 1 else [travel(*hop)])]
+        assert same_bits(united([rank["start"] for rank in ranks]), alone["start"])
+        assert before is None or same_bits(united([rank["loaded"] for rank in ranks]), before)
+        before = united([rank["state"] for rank in ranks])
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_of_shared_layers_goes_on_to_the_bit(tmp_path: Path) -> None:
+    case = Case(2, tp=2, dropout=0.3)
+    unbroken = run_world(travel, 4, [(case, 4)], "unbroken", str(tmp_path))
+    for (straight,), (broken, resumed) in zip(
+        unbroken, run_world(travel, 4, [(case, 2), (case, 4)], "broken", str(tmp_path)), strict=True
+    ):
+        assert same_bits(resumed["loaded"], broken["state"])
+        assert same_bits(resumed["state"], straight["state"])
