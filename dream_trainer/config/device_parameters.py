@@ -134,7 +134,6 @@ class DeviceParameters:
         if self.pipeline_parallel == 1:
             return
         asked = {
-            f"context_parallel={self.context_parallel}": self.context_parallel > 1,
             f"expert_parallel={self.expert_parallel}": self.expert_parallel > 1,
             "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,

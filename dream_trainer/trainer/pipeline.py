@@ -88,6 +88,7 @@ class Pipeline:
         schedule: Name of the order of micro-batches.
         microbatches: Their number in training.
         backward_context: What backwards run in, between forwards that run in what the step does.
+        aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
         warn: Called with what users should know.
 
     Attributes:
@@ -105,6 +106,7 @@ class Pipeline:
         schedule: str,
         microbatches: int,
         backward_context: AbstractContextManager[Any] | None,
+        aside: Callable[[], AbstractContextManager[Any]],
         warn: Callable[[str], None],
     ) -> None:
         self._messages = StageMessages(world, stages.ranks[-1])
@@ -120,7 +122,7 @@ class Pipeline:
             if part is not (original := model.get_submodule(name))
         ]
         self._check: StageCheck | None = stages.check
-        self._backward_context, self._warn = backward_context, warn
+        self._backward_context, self._aside, self._warn = backward_context, aside, warn
         self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
@@ -196,7 +198,7 @@ class Pipeline:
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
         loss = self._messages.shared_loss(loss)
-        return loss if weights is None else loss / _sum(weights)
+        return loss if weights is None else _mean(loss, weights)
 
     def _run_stage(self, stage: int, layouts: tuple[int, ...], args: tuple[Any, ...], place: int) -> Any:
         """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
@@ -222,7 +224,8 @@ class Pipeline:
 
     def _build(self, inputs: Any) -> _Built:
         if self._check is not None:
-            self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
+            with self._aside():
+                self._check.run(cut(inputs, self._microbatches, rows_of(inputs))[0], self._warn)
             self._check = None
         seen: dict[int, _Seen] = {}
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
@@ -282,7 +285,7 @@ class Pipeline:
         with torch.no_grad(), self._running():
             for number, output in enumerate(self._forward(cut(inputs, parts, rows))):
                 losses.append(_checked(loss_fn(output, target_parts[number])).double() * shares[number])
-        return self._messages.shared_loss(torch.stack(losses).sum() if losses else None) / _sum(shares)
+        return _mean(self._messages.shared_loss(torch.stack(losses).sum() if losses else None), shares)
 
     def call(self, inputs: Any) -> Any:
         """The outputs of the whole model, on each rank of the pipeline.
@@ -364,11 +367,14 @@ def _checked(loss: Any) -> Tensor:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).reshape(())
 
 
-def _sum(weights: list[Weight]) -> Weight:
-    total = weights[0]
-    for weight in weights[1:]:
-        total = total + weight
-    return total
+def _mean(total: Tensor, weights: list[Weight]) -> Tensor:
+    """`total` over the sum of `weights`; as it is where that is 0, and so there is nothing to be the mean of."""
+    weight = weights[0]
+    for other in weights[1:]:
+        weight = weight + other
+    if isinstance(weight, Tensor):
+        return total / weight.masked_fill(weight == 0, 1)
+    return total / (weight or 1)
 
 
 def _refuse_uneven(shapes: list[Any]) -> None:

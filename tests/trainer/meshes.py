@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dream_trainer as dt
+from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.data.loader import DistributedDataLoader
 from tests.trainer.arithmetic import full
 
@@ -27,10 +28,14 @@ class Case:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     shard: int | str = 1
     plan: str = "sequence"
     """What ranks that share layers split: "layers", "sequence" too, or "dtensors" between them as well."""
     loss_parallel: bool = False
+    attention: str = "gathered"
+    packed: bool = False
+    """Whether sequences are rows of several documents."""
     schedule: str = "1F1B"
     accumulation: int = 1
     clip: float | None = 0.05
@@ -42,7 +47,12 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def alone(self) -> Case:
+        """The same training in one process."""
+        return Case(packed=self.packed, poisoned=self.poisoned, clip=self.clip, steps=self.steps)
 
 
 class Block(nn.Module):
@@ -55,10 +65,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(case.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         y = self.norm(x)
         q, k, v = (p(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.query, self.key, self.value))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if documents is None:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            attended = packed_attention(q, k, v, packed_attention_mask(documents))
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
 
@@ -71,12 +84,14 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.double()
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Any:
         if self.embedding is not None:
             x = self.embedding(x) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
+            x = block(x, documents)
+        if self.head is not None:
+            return self.head(self.norm(x))
+        return x if documents is None else (x, documents)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -91,8 +106,8 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], self.labels[index]
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tokens[index], self.labels[index], (torch.arange(LENGTH) > index % LENGTH).long()
 
 
 def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -172,26 +187,31 @@ class Trained(dt.DreamTrainer):
     def on_load(self, path: Any) -> None:
         self.loaded = state_of(self)
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def cut_batch(self, batch: tuple[Tensor, ...], cut: Any) -> tuple[Tensor, ...]:
+        positions = torch.arange(LENGTH).expand_as(batch[0])
+        return tuple(cut(tensor) for tensor in (*batch, positions))
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         is_poisoned = self.config.case.poisoned and self.training and self.global_step == 1
         loss_fn = poisoned_loss if is_poisoned else mean_loss
         return self.forward_backward(self.model, self.inputs(batch), batch[1], loss_fn, weight=count)
 
-    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return batch[0], torch.arange(batch[0].shape[1]).expand_as(batch[0])
+    def inputs(self, batch: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        tokens, _, documents, positions = batch
+        return tokens, documents if self.config.case.packed else None, positions
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
         loss = self.loss(batch)
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
         loss, scores = self.loss(batch), full(self.model(*self.inputs(batch)))
         torch.testing.assert_close(full(loss), mean_loss(scores, batch[1]), rtol=1e-12, atol=1e-12)
         return {"loss": loss}, count(batch[1])
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         return full(self.model(*self.inputs(batch)))
 
 
@@ -203,12 +223,14 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
         device_parameters=dt.DeviceParameters(
             device="cpu",
             pipeline_parallel=case.pp,
+            context_parallel=case.cp,
             tensor_parallel=case.tp,
             dp_replicate="auto" if isinstance(case.shard, int) else 1,
             dp_shard=case.shard,  # type: ignore[arg-type]
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
         ),
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
+        context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
         pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),  # type: ignore[arg-type]
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 1, "gradient_clip_val": case.clip, "gradient_accumulation_steps": case.accumulation}

@@ -1,4 +1,4 @@
-"""Stages whose ranks share layers train as one process does."""
+"""Stages whose ranks share layers or sequences train as one process does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from tests.trainer.arithmetic import same_bits
 from tests.trainer.meshes import Case, assert_as_alone, train, travel, united
 from tests.worlds import run_world
 
-WORLD_4 = [Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3)]
+WORLD_4 = [Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3), Case(2, cp=2, packed=True, steps=3)]
 FURTHER_4 = [
     Case(2, tp=2, accumulation=2, recompute="full", loss_parallel=True),
     Case(2, tp=2, plan="layers", recompute="selective", loss_parallel=True),
     Case(2, tp=2, plan="dtensors", schedule="GPipe", accumulation=2),
     Case(2, tp=2, poisoned=True, clip=None),
+    Case(2, cp=2, recompute="full", accumulation=2),
+    Case(2, cp=2, attention="ulysses", packed=True, recompute="selective"),
+    Case(2, cp=2, shard="auto", schedule="GPipe"),
+    Case(2, cp=2, schedule="ZBVZeroBubble"),
 ]
 WORLD_8 = [
     Case(2, dp=2, tp=2),
     Case(2, dp=2, tp=2, shard="auto", accumulation=2, recompute="full", loss_parallel=True),
     Case(2, tp=4, plan="layers"),
+    Case(2, tp=2, cp=2, loss_parallel=True),
+    Case(2, dp=2, cp=2, shard="auto", packed=True, accumulation=2),
 ]
 
 
@@ -33,12 +39,14 @@ WORLD_8 = [
         pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_of_shared_layers_equals_one_process(cases: list[Case], tmp_path: Path) -> None:
-    kinds = {(case.poisoned, case.clip, case.steps) for case in cases}
-    alone = {kind: train([Case(poisoned=kind[0], clip=kind[1], steps=kind[2])], str(tmp_path))[0] for kind in kinds}
+def test_training_in_stages_of_shared_layers_and_sequences_equals_one_process(
+    cases: list[Case], tmp_path: Path
+) -> None:
+    kinds = list(dict.fromkeys(case.alone for case in cases))
+    alone = dict(zip(kinds, train(kinds, str(tmp_path)), strict=True))
     by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert_as_alone(case, ranks, alone[case.poisoned, case.clip, case.steps])
+        assert_as_alone(case, ranks, alone[case.alone])
 
 
 # -- checkpoints
@@ -49,7 +57,13 @@ def test_training_in_stages_of_shared_layers_equals_one_process(cases: list[Case
     [
         pytest.param([Case(2, tp=2), Case()], id="to one process"),
         pytest.param(
-            [Case(), Case(2, tp=2, loss_parallel=True), Case(2, dp=2), Case(2, dp=2, tp=2, shard="auto"), Case()],
+            [
+                Case(),
+                Case(2, tp=2, loss_parallel=True),
+                Case(2, dp=2),
+                Case(2, dp=2, tp=2, shard="auto"),
+                Case(2, cp=2),
+            ],
             id="over many",
             marks=pytest.mark.slow,
         ),

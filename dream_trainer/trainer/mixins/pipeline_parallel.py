@@ -145,6 +145,7 @@ class PipelineParallelMixin(AbstractTrainer):
             schedule=parameters.schedule,
             microbatches=microbatches,
             backward_context=without_autocast(self.config.device_parameters, self.world.device),
+            aside=lambda: self._outside_forward(),
             warn=lambda message: self.warn_once("stages", message),
         )
 
