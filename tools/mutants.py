@@ -722,8 +722,8 @@ MUTANTS = [
     Mutant(
         "biases of experts follow the loads of a rank's own",
         "dream_trainer/modules/expert_balance.py",
-        "        if self._world.step_size > 1:\n",
-        "        if False:\n",
+        "            if self._world.averaging_group() is not None:\n",
+        "            if False:\n",
         "tests/trainer/test_experts.py -k by_hand",
     ),
     Mutant(
@@ -806,9 +806,23 @@ MUTANTS = [
     Mutant(
         "finding out what stages expect draws random numbers",
         "dream_trainer/trainer/pipeline.py",
-        "        with as_before(self._model), preserved_random_state(self._world.device), torch",
-        "        with as_before(self._model), torch",
+        "            preserved_random_state(self._world.device),\n            torch.enable_grad(),\n",
+        "            torch.enable_grad(),\n",
         "tests/trainer/test_pipeline_parallel.py -k goes_on",
+    ),
+    Mutant(
+        "the loss of a part without labels is not a number in a pipeline",
+        "dream_trainer/trainer/pipeline.py",
+        "        return total / weight.masked_fill(weight == 0, 1)\n",
+        "        return total / weight\n",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
+    ),
+    Mutant(
+        "loads of experts are logged of one stage",
+        "dream_trainer/modules/expert_balance.py",
+        "        dist.all_reduce(of_all, group=stages)\n",
+        "",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
         "what ranks of a stage split is whole to the next one",

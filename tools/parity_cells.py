@@ -191,7 +191,7 @@ def fits(cell: Cell) -> bool:
         or cell.batch % microbatches
         or (cell.schedule == "DualPipeV" and microbatches < cell.stages)  # which sends two ways at once
         or (cell.cp > 1 and not cell.weighted)
-        or (several and (shards > 1 or cell.tp > 1))
+        or (several and (shards > 1 or cell.tp > 1 or cell.ep > 1))
         or (cell.experts and cell.tp > 1)  # for which the example has no plan
         or (apart and cell.recompute != "none")
     )

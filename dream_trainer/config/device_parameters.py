@@ -134,7 +134,6 @@ class DeviceParameters:
         if self.pipeline_parallel == 1:
             return
         asked = {
-            f"expert_parallel={self.expert_parallel}": self.expert_parallel > 1,
             "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,
             "overlap_reduce=True": self.overlap_reduce,

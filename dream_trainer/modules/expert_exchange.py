@@ -231,6 +231,39 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     vars(experts)["exchange"] = ExpertExchange(mesh)
 
 
+class _Unsent(ExpertExchange):
+    """In place of an exchange: nothing crosses ranks, no expert gets a row, and what comes back has the shape of what
+    would."""
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        self._group, self._size, self._alike = exchange._group, exchange._size, None
+
+    def send(self, rows: Tensor, counts: Tensor) -> Visitors:
+        """None of `rows`."""
+        none = counts.new_zeros(len(counts) // self._size)
+        return _Nobody(rows[:0], none, none[:0], [], [], self._group, None, len(rows))
+
+
+class _Nobody(Visitors):
+    def give_back(self, rows: Tensor) -> Tensor:
+        """Zeros for all rows."""
+        return rows.new_zeros((self._n_rows, *rows.shape[1:])).requires_grad_(rows.requires_grad)
+
+
+@contextmanager
+def without_exchange(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards of `model` show the shapes of what they compute, on this rank alone: no expert gets a token."""
+    attributes = [vars(part) for part in model.modules()]
+    exchanges = [(of, of["exchange"]) for of in attributes if isinstance(of.get("exchange"), ExpertExchange)]
+    for of, exchange in exchanges:
+        of["exchange"] = _Unsent(exchange)
+    try:
+        yield
+    finally:
+        for of, exchange in exchanges:
+            of["exchange"] = exchange
+
+
 @contextmanager
 def whole_experts(model: nn.Module) -> Iterator[None]:
     """Inside, each rank has the weights of all experts of `model`, and forwards exchange nothing. No gradients.

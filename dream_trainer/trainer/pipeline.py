@@ -21,6 +21,7 @@ from dream_trainer.data.nested import concatenated
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.pipeline_stages import as_before, view_of
 from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
@@ -87,6 +88,7 @@ class Pipeline:
         world: The ranks.
         schedule: Name of the order of micro-batches.
         microbatches: Their number in training.
+        most_without_gradients: The most there are of them without.
         backward_context: What backwards run in, between forwards that run in what the step does.
         aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
         warn: Called with what users should know.
@@ -105,12 +107,14 @@ class Pipeline:
         *,
         schedule: str,
         microbatches: int,
+        most_without_gradients: int,
         backward_context: AbstractContextManager[Any] | None,
         aside: Callable[[], AbstractContextManager[Any]],
         warn: Callable[[str], None],
     ) -> None:
         self._messages = StageMessages(world, stages.ranks[-1])
         self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
+        self._most_without_gradients = most_without_gradients
         self._ranks, self._last = stages.ranks, len(stages.ranks) - 1
         own = [number for number, rank in enumerate(stages.ranks) if rank == world.stage_rank]
         self._own = {own[0]: model} if len(own) == 1 else {n: view_of(model, stages.names[n]) for n in own}
@@ -229,7 +233,14 @@ class Pipeline:
             self._check = None
         seen: dict[int, _Seen] = {}
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
-        with as_before(self._model), preserved_random_state(self._world.device), torch.enable_grad(), self._running():
+        # Ranks that share experts may have shapes of their own, and then not all of them are here.
+        with (
+            as_before(self._model),
+            preserved_random_state(self._world.device),
+            torch.enable_grad(),
+            without_exchange(self._model),
+            self._running(),
+        ):
             for _ in self._forward(cut(inputs, self._microbatches, rows_of(inputs))[:1], seen):
                 pass
         stages = [
@@ -277,7 +288,7 @@ class Pipeline:
             weight: That of a micro-batch, of its targets; None: its samples.
         """
         rows = rows_of(inputs)
-        parts = min(self._microbatches, rows)
+        parts = min(self._most_without_gradients, rows)
         target_parts = cut(targets, parts, rows)
         sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
         shares: list[Weight] = list(sizes) if weight is None else [weight(part) for part in target_parts]
@@ -302,7 +313,7 @@ class Pipeline:
         self._world.refuse_if_forbidden()
         rows = rows_of(inputs)
         with self._running():
-            parts = cut(inputs, min(self._microbatches, rows), rows) if rows else [inputs]
+            parts = cut(inputs, min(self._most_without_gradients, rows), rows) if rows else [inputs]
             outputs = list(self._forward(parts))
         joined = concatenated(outputs, _refuse_uneven) if len(outputs) > 1 else None
         return self._messages.shared_outputs(outputs[0] if len(outputs) == 1 else joined)

@@ -59,9 +59,9 @@ def test_the_matrix_has_every_mesh_of_up_to_eight_processes_and_every_option(par
     plain = [cell for cell in cells if cell == parity.Cell(*cell[:5])]
     assert len({cell[:3] for cell in plain}) == 1 + 3 + 6 + 10
     assert len({cell[:5] for cell in plain}) >= 20 * 2 * 2
-    shared = {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == 1}
+    shared = {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == cell.pp == 1}
     assert len(shared) == 3 + 3 * 2 + 6  # cp 2, 4 and 8 with what is left for the other three
-    assert {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == 1 and cell.packed} == shared
+    assert {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == cell.pp == 1 and cell.packed} == shared
     assert {(1, *mesh, 1, 1, ep) for mesh, ep in (((8, 1), 8), ((1, 8), 4), ((2, 4), 2))} <= {c.mesh for c in cells}
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.modules import MoE
 from tests.trainer.arithmetic import full
 
-VOCABULARY, WIDTH, HEAD, LENGTH, BATCH, BLOCKS = 16, 16, 4, 8, 16, 2
+VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Case:
     """What ranks that share layers split: "layers", "sequence" too, or "dtensors" between them as well."""
     loss_parallel: bool = False
     attention: str = "gathered"
+    ep: int = 1
+    experts: bool = False
+    """Whether the last block has a mixture."""
+    uneven: bool = False
+    """Whether half of the data-parallel ranks have shorter sequences in every second batch."""
+    short: bool = False
+    """Whether labels are in the first half of each sequence alone, so that ranks have none in their parts."""
     packed: bool = False
     """Whether sequences are rows of several documents."""
     schedule: str = "1F1B"
@@ -43,6 +51,7 @@ class Case:
     dropout: float = 0.0
     poisoned: bool = False
     """Whether the loss of the second step is not a number."""
+    blocks: int = 2
     steps: int = 10
 
     @property
@@ -52,12 +61,22 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same training in one process."""
-        return Case(packed=self.packed, poisoned=self.poisoned, clip=self.clip, steps=self.steps)
+        assert not self.uneven  # which one process cannot do
+        return Case(
+            blocks=self.blocks,
+            experts=self.experts,
+            short=self.short,
+            packed=self.packed,
+            poisoned=self.poisoned,
+            clip=self.clip,
+            steps=self.steps,
+        )
 
 
 class Block(nn.Module):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, is_sparse: bool) -> None:
         super().__init__()
+        self.moe = MoE(WIDTH, WIDTH, 4, 2, n_shared=1, balance_rate=0.02) if is_sparse else None
         self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key, self.value = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
@@ -73,14 +92,16 @@ class Block(nn.Module):
         else:
             attended = packed_attention(q, k, v, packed_attention_mask(documents))
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        return x if self.moe is None else x + self.moe(x)
 
 
 class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(case) for _ in range(BLOCKS))
+        sparse = [case.experts and place == case.blocks - 1 for place in range(case.blocks)]
+        self.blocks = nn.ModuleList(Block(case, is_sparse=is_sparse) for is_sparse in sparse)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.double()
 
@@ -97,11 +118,13 @@ class Model(nn.Module):
 class Rows(torch.utils.data.Dataset):
     """Sequences with unequal numbers of labels."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, short: bool = False) -> None:
         generator = torch.Generator().manual_seed(3)
         self.tokens, self.labels = torch.randint(VOCABULARY, (2, length, LENGTH), generator=generator).unbind()
         for row in range(length):
             self.labels[row, 1 + row * 5 % LENGTH :] = -100
+        if short:
+            self.labels[:, LENGTH // 2 :] = -100
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -171,7 +194,7 @@ class Trained(dt.DreamTrainer):
     def configure_dataloaders(self) -> tuple[Any, Any]:
         case = self.config.case
         return (
-            DistributedDataLoader(Rows(BATCH * case.steps), BATCH // (case.dp * case.accumulation)),
+            DistributedDataLoader(Rows(BATCH * case.steps, short=case.short), BATCH // (case.dp * case.accumulation)),
             DistributedDataLoader(Rows(7), 5, drop_last=False),
         )
 
@@ -192,6 +215,8 @@ class Trained(dt.DreamTrainer):
         return tuple(cut(tensor) for tensor in (*batch, positions))
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        if self.config.case.uneven and self.training and self.world.dp_rank % 2 and self.global_step % 2:
+            batch = tuple(tensor[:, : LENGTH // 2] for tensor in batch)
         is_poisoned = self.config.case.poisoned and self.training and self.global_step == 1
         loss_fn = poisoned_loss if is_poisoned else mean_loss
         return self.forward_backward(self.model, self.inputs(batch), batch[1], loss_fn, weight=count)
@@ -224,6 +249,7 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             device="cpu",
             pipeline_parallel=case.pp,
             context_parallel=case.cp,
+            expert_parallel=case.ep,
             tensor_parallel=case.tp,
             dp_replicate="auto" if isinstance(case.shard, int) else 1,
             dp_shard=case.shard,  # type: ignore[arg-type]
@@ -270,6 +296,8 @@ def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
                     "norms": trainer.norms,
                     "val": trainer.logged[case.steps]["val/loss"],
                     "skipped": trainer.skipped_steps,
+                    "loads": {name: v for name, v in trainer.logged[case.steps].items() if "_load" in name},
+                    "biases": {n: b.clone() for n, b in trainer.model.named_buffers() if n.endswith("balance_bias")},
                     "start": trainer.start,
                     "weights": weights_of(trainer),
                     "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
@@ -310,6 +338,9 @@ def assert_as_alone(case: Case, ranks: Sequence[dict[str, Any]], alone: dict[str
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-10, abs=1e-10, nan_ok=True), case
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-10, abs=1e-10, nan_ok=True), case
         assert rank["skipped"] == alone["skipped"]
+        assert len(rank["loads"]) == 2 * case.experts
+        assert rank["loads"] == pytest.approx(alone["loads"])
+        assert all(torch.equal(bias, alone["biases"][name]) for name, bias in rank["biases"].items())
         assert rank["val"] == pytest.approx(alone["val"], rel=1e-10), case
         torch.testing.assert_close(rank["predicted"], alone["predicted"], rtol=1e-10, atol=1e-10)
     for name, value in alone["weights"].items():

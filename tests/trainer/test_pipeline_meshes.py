@@ -1,4 +1,4 @@
-"""Stages whose ranks share layers or sequences train as one process does."""
+"""Stages whose ranks share layers, sequences or experts train as one process does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from tests.trainer.arithmetic import same_bits
 from tests.trainer.meshes import Case, assert_as_alone, train, travel, united
 from tests.worlds import run_world
 
-WORLD_4 = [Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3), Case(2, cp=2, packed=True, steps=3)]
+WORLD_4 = [
+    Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3),
+    Case(2, cp=2, attention="ulysses", short=True, packed=True, steps=3),
+    Case(2, dp=2, ep=2, experts=True, steps=3),
+]
 FURTHER_4 = [
     Case(2, tp=2, accumulation=2, recompute="full", loss_parallel=True),
     Case(2, tp=2, plan="layers", recompute="selective", loss_parallel=True),
     Case(2, tp=2, plan="dtensors", schedule="GPipe", accumulation=2),
     Case(2, tp=2, poisoned=True, clip=None),
     Case(2, cp=2, recompute="full", accumulation=2),
-    Case(2, cp=2, attention="ulysses", packed=True, recompute="selective"),
+    Case(2, cp=2, packed=True, recompute="selective"),
     Case(2, cp=2, shard="auto", schedule="GPipe"),
-    Case(2, cp=2, schedule="ZBVZeroBubble"),
+    Case(2, cp=2, schedule="ZBVZeroBubble", blocks=4),
+    Case(2, dp=2, ep=2, experts=True, accumulation=2, recompute="full"),
+    Case(2, dp=2, ep=2, experts=True, shard="auto", schedule="GPipe"),
+    Case(2, cp=2, ep=2, experts=True),
 ]
 WORLD_8 = [
     Case(2, dp=2, tp=2),
@@ -28,6 +35,8 @@ WORLD_8 = [
     Case(2, tp=4, plan="layers"),
     Case(2, tp=2, cp=2, loss_parallel=True),
     Case(2, dp=2, cp=2, shard="auto", packed=True, accumulation=2),
+    Case(2, dp=4, ep=2, experts=True, shard=2),
+    Case(2, dp=4, ep=2, experts=True),
 ]
 
 
@@ -39,7 +48,7 @@ WORLD_8 = [
         pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_in_stages_of_shared_layers_and_sequences_equals_one_process(
+def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(
     cases: list[Case], tmp_path: Path
 ) -> None:
     kinds = list(dict.fromkeys(case.alone for case in cases))
@@ -47,6 +56,12 @@ def test_training_in_stages_of_shared_layers_and_sequences_equals_one_process(
     by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_as_alone(case, ranks, alone[case.alone])
+
+
+def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -> None:
+    case = Case(2, dp=2, ep=2, experts=True, uneven=True, steps=2)
+    for (rank,) in run_world(train, 4, [case], str(tmp_path)):
+        assert len(rank["norms"]) == case.steps
 
 
 # -- checkpoints

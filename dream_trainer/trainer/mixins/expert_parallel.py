@@ -42,7 +42,8 @@ class ExpertParallelMixin(AbstractTrainer):
         from dream_trainer.modules.expert_exchange import split_experts
 
         mixtures = [part for model in self.named_models().values() for part in model.modules() if isinstance(part, MoE)]
-        if not mixtures:
+        has_whole_models = self.config.device_parameters.pipeline_parallel == 1  # of its stages one may have none
+        if not mixtures and has_whole_models:
             raise HookError(
                 f"expert_parallel={mesh.size()}, and no model of {type(self).__name__} has a layer of "
                 "dream_trainer.modules.MoE. Override apply_expert_parallel for others, or set expert_parallel=1."

@@ -112,6 +112,9 @@ class PipelineParallelMixin(AbstractTrainer):
             f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and tensor_parallel": (
                 devices.tensor_parallel > 1 and has_several_stages
             ),
+            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and expert_parallel": (
+                devices.expert_parallel > 1 and has_several_stages
+            ),
             f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
                 devices.activation_checkpointing != "none"
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
@@ -144,6 +147,8 @@ class PipelineParallelMixin(AbstractTrainer):
             self.world,
             schedule=parameters.schedule,
             microbatches=microbatches,
+            # Ranks that share experts run them as often, and may have batches of other sizes.
+            most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
             backward_context=without_autocast(self.config.device_parameters, self.world.device),
             aside=lambda: self._outside_forward(),
             warn=lambda message: self.warn_once("stages", message),

@@ -241,7 +241,7 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
     mesh = lay_expert_mesh(trainer.world, ranks)
     with keeping_tied_and_frozen(models):
         trainer.apply_expert_parallel(mesh["ep"])
-    if not modules_of_experts(models.values()):
+    if not any(trainer.world.all_gather_object(bool(modules_of_experts(models.values())))):
         raise HookError(
             f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
             "all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
