@@ -35,9 +35,6 @@ class Float8Mixin(AbstractTrainer):
             raise ConfigError(
                 f"float8={recipe!r} needs torchao, which is not installed. Run pip install 'dream-trainer[fp8]'."
             )
-        stages = self.config.device_parameters.pipeline_parallel
-        if stages > 1:
-            raise ConfigError(f"float8={recipe!r} with pipeline_parallel={stages}: not tried yet. Use one of the two.")
         if recipe != "tensorwise" and self.config.float8_parameters.all_gather:
             raise ConfigError(
                 f"float8_parameters.all_gather=True with float8={recipe!r}: shards are gathered with one scale for "

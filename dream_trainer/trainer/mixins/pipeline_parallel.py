@@ -119,6 +119,10 @@ class PipelineParallelMixin(AbstractTrainer):
                 devices.activation_checkpointing != "none"
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
             ),
+            f"float8 and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
+                self.config.device_parameters.float8 != "none"
+                and self.config.pipeline_parallel_parameters.computes_weights_apart
+            ),
             "save_frozen=False": checkpoints is not None and not checkpoints.save_frozen,
             "local_directory": checkpoints is not None and checkpoints.local_directory is not None,
         }
