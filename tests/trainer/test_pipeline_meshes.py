@@ -32,7 +32,7 @@ FURTHER_4 = [
 WORLD_8 = [
     Case(2, dp=2, tp=2),
     Case(2, dp=2, tp=2, shard="auto", accumulation=2, recompute="full", loss_parallel=True),
-    Case(2, tp=4, plan="layers"),
+    Case(4, tp=2, plan="layers", blocks=4),
     Case(2, tp=2, cp=2, loss_parallel=True),
     Case(2, dp=2, cp=2, shard="auto", packed=True, accumulation=2),
     Case(2, dp=4, ep=2, experts=True, shard=2),
