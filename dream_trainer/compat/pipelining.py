@@ -26,6 +26,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from dream_trainer.errors import ConfigError
+
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
@@ -33,6 +35,9 @@ SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
 OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
 """What `shallow_copy` of a module does not share with it."""
+
+_ONLY_FLOATS_CROSS = torch.__version__ < "2.13"
+"""PyTorch 2.11 asks for a gradient of whatever a stage is given, which integers cannot have."""
 
 RunStage = Callable[[tuple[Any, ...], int], Any]
 
@@ -64,6 +69,8 @@ class ScheduledStage(PipelineStage):
         group: dist.ProcessGroup,
         backward_context: AbstractContextManager[Any] | None = None,
     ) -> None:
+        if _ONLY_FLOATS_CROSS:
+            _check_all_floats(place[0], outputs if place[0] < place[1] - 1 else ())
         # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
         args = {"input_args": tuple(inputs), "output_args": tuple(outputs)}
         super().__init__(module, *place, device, group=group, **args)  # type: ignore[arg-type]
@@ -99,6 +106,16 @@ class ScheduledStage(PipelineStage):
         """Reduces shards' gradients, if it is time to."""
         if self.reduces:
             super().perform_reduce_grad(1)
+
+
+def _check_all_floats(stage: int, outputs: Sequence[Tensor]) -> None:
+    """Raises ConfigError where a stage hands on what has no gradient."""
+    for number, output in enumerate(outputs):
+        if not (output.is_floating_point() or output.is_complex()):
+            raise ConfigError(
+                f"Stage {stage} hands on output {number} of {output.dtype}, and PyTorch {torch.__version__} cannot "
+                "send integers from stage to stage in training. Use PyTorch 2.13 or newer, or hand them on as floats."
+            )
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
