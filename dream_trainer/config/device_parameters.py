@@ -118,6 +118,11 @@ class DeviceParameters:
                 'compile=True with activation_checkpointing="budget": blocks are measured while they run, which '
                 'compiled ones cannot be. Use "selective", or compile=False.'
             )
+        if self.expert_parallel > 1 and self.activation_checkpointing == "budget":
+            raise ConfigError(
+                f'expert_parallel={self.expert_parallel} with activation_checkpointing="budget": ranks would choose by '
+                'tokens of their own what to compute again, which sends tokens again. Use "selective" or "full".'
+            )
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
             raise ConfigError(
                 f'compile=True with tensor_parallel={self.tensor_parallel} and activation_checkpointing="full": '

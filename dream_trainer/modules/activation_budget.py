@@ -2,7 +2,8 @@
 
 A block is measured in its first forward with gradients, which it runs once more for that. It then chooses, so that the
 blocks so far keep no more than a fraction of what they would keep without recomputation. Numbers are the same bits
-whatever is chosen, so ranks need not agree.
+whatever is chosen, so ranks need not agree, but where recomputing sends something of their own sizes: experts that
+ranks share, which the config refuses beside it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dream_trainer.compat.kept_bytes import Held, noted
 from dream_trainer.compat.operations import operation
+from dream_trainer.compat.pytorch import write_count
 from dream_trainer.distributed.seeds import preserved_random_state
-from dream_trainer.modules.class_change import change_class
+from dream_trainer.errors import ConfigError
+from dream_trainer.modules.class_change import change_class, own_class
 from dream_trainer.modules.recompute import Recomputed, counts_at_rest
 
 Way = Literal["none", "selective", "full"]
@@ -96,8 +101,16 @@ class Budgeted(Recomputed):
         own.add([*self.parameters(), *self.buffers()])
         entering.add((args, kwargs))
         device = next((p.device for p in self.parameters()), None)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = [write_count(tensor) for tensor in given]
         with preserved_random_state(device), counts_at_rest(self), noted(saved, outputs, self._operations):
             super(Recomputed, self).forward(*args, **kwargs)
+        if before != [write_count(tensor) for tensor in given]:
+            raise ConfigError(
+                f"The forward of {own_class(self).__name__} changes what it is given in place, so that it cannot be "
+                'computed again: activation_checkpointing="budget" would change it twice. Write `x = x + y`, not '
+                '`x += y`, or use activation_checkpointing="none".'
+            )
         full = entering.n_bytes(without=own)
         return KeptBytes(saved.n_bytes(without=own), full + outputs.n_bytes(without=entering), full)
 

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, new_schedule
-from dream_trainer.data.nested import concatenated
+from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -234,6 +234,8 @@ class Pipeline:
         seen: dict[int, _Seen] = {}
         # A run that goes on from here finds out anew: the random numbers of its batches are not to depend on that.
         # Ranks that share experts may have shapes of their own, and then not all of them are here.
+        first = cut(inputs, self._microbatches, rows_of(inputs))[:1]
+        ahead = map_tensors(torch.clone, first)  # a stage may change what it is given
         with (
             as_before(self._model),
             preserved_random_state(self._world.device),
@@ -241,7 +243,7 @@ class Pipeline:
             without_exchange(self._model),
             self._running(),
         ):
-            for _ in self._forward(cut(inputs, self._microbatches, rows_of(inputs))[:1], seen):
+            for _ in self._forward(ahead, seen):
                 pass
         stages = [
             ScheduledStage(

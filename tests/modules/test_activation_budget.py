@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS
+from dream_trainer.errors import ConfigError
 from dream_trainer.modules.activation_budget import Budget, KeptBytes, keep_within
 from dream_trainer.modules.mixture_of_experts import MoE
 
@@ -151,3 +152,15 @@ def test_forwards_without_gradients_choose_nothing() -> None:
     twin(torch.ones(4, WIDTH), torch.ones(())).sum().backward()
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_block_that_changes_its_input_in_place_is_refused() -> None:
+    class InPlace(Block):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            x += scale * self.up(x)[:, :WIDTH]
+            return x
+
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), InPlace())
+    keep_within(net[1], Budget(1.0, 1, lambda budget: None), EXPENSIVE_OPERATIONS)
+    with pytest.raises(ConfigError, match=r"The forward of InPlace changes what it is given in place"):
+        net[1](net[0](torch.ones(2, WIDTH)) * 1.0, torch.ones(()))

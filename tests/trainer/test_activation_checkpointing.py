@@ -282,6 +282,8 @@ def test_a_budget_is_refused_where_it_says_nothing() -> None:
         Trained(config_of("budget", memory_budget=0.5, every_n_blocks=2))
     with pytest.raises(ConfigError, match=r'compile=True with activation_checkpointing="budget"'):
         replace(config_of("budget", memory_budget=0.5).device_parameters, compile=True)
+    with pytest.raises(ConfigError, match=r'expert_parallel=2 with activation_checkpointing="budget"'):
+        replace(config_of("budget", memory_budget=0.5).device_parameters, expert_parallel=2)
 
 
 def test_what_a_budget_chose_is_said_and_what_cannot_be_kept_is_warned_of(

@@ -23,6 +23,7 @@ from tests.trainer.stages import (
     BATCH,
     LENGTH,
     STEPS,
+    VOCABULARY,
     WIDTH,
     Case,
     Rows,
@@ -144,6 +145,36 @@ def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp
         weights = united([result["weights"] for result in ranks])
         for name, value in expected["weights"].items():
             torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+
+
+class Shifting(Trained):
+    """Its embedding changes the tokens in place."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.embedding.register_forward_pre_hook(shift)
+        self.shifted: list[bool] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        once = (batch[0] + 1) % VOCABULARY
+        result = super().training_step(batch, batch_idx)
+        self.shifted.append(torch.equal(batch[0], once))
+        return result
+
+
+def shift(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0].add_(1).remainder_(VOCABULARY).clone(),)
+
+
+def train_shifting(directory: str) -> list[bool]:
+    os.chdir(directory)
+    with Shifting(config_of(Case(2), max_steps=2)) as trainer:
+        trainer.fit()
+        return trainer.shifted
+
+
+def test_a_stage_may_change_its_inputs_in_place(tmp_path: Path) -> None:
+    assert run_world(train_shifting, 2, str(tmp_path))[0] == [True, True]
 
 
 # -- checkpoints
