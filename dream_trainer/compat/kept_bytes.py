@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from dream_trainer.compat.pytorch import storage_id
+from dream_trainer.compat.pytorch import storage_id, write_count
 
 
 class Held:
@@ -34,6 +34,10 @@ class Held:
         others: Collection[int] = () if without is None else without._tensors
         kept = (tensor for number, tensor in self._tensors.items() if number not in others)
         return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+    def n_writes(self) -> int:
+        """In-place operations that have gone through them."""
+        return sum(map(write_count, self._tensors.values()))
 
 
 def _plain(leaf: Any) -> Iterator[Tensor]:

@@ -14,13 +14,10 @@ from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn as nn
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dream_trainer.compat.kept_bytes import Held, noted
 from dream_trainer.compat.operations import operation
-from dream_trainer.compat.pytorch import write_count
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import change_class, own_class
@@ -101,11 +98,10 @@ class Budgeted(Recomputed):
         own.add([*self.parameters(), *self.buffers()])
         entering.add((args, kwargs))
         device = next((p.device for p in self.parameters()), None)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        before = [write_count(tensor) for tensor in given]
+        n_writes = entering.n_writes()
         with preserved_random_state(device), counts_at_rest(self), noted(saved, outputs, self._operations):
             super(Recomputed, self).forward(*args, **kwargs)
-        if before != [write_count(tensor) for tensor in given]:
+        if entering.n_writes() != n_writes:
             raise ConfigError(
                 f"The forward of {own_class(self).__name__} changes what it is given in place, so that it cannot be "
                 'computed again: activation_checkpointing="budget" would change it twice. Write `x = x + y`, not '

@@ -18,6 +18,7 @@ from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.modules import MoE
 from tests.trainer.arithmetic import full
+from tests.trainer.stages import state_of, united, weights_of
 
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 16, 16, 4, 8, 16
 
@@ -270,19 +271,6 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
     )
 
 
-def weights_of(trainer: Trained) -> dict[str, Tensor]:
-    """Whole copies of the weights that this rank's stage has."""
-    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-
-
-def state_of(trainer: Trained) -> dict[str, Tensor]:
-    """Whole copies of its weights and moments."""
-    state = weights_of(trainer)
-    for name, p in trainer.model.named_parameters():
-        state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
-    return state
-
-
 def train(cases: Sequence[Case], directory: str) -> list[dict[str, Any]]:
     """Trains cases of one world size, one after the other, on this rank."""
     os.chdir(directory)
@@ -318,15 +306,6 @@ def travel(hops: Sequence[tuple[Case, int]], experiment: str, directory: str) ->
             trainer.fit()
             results.append({"start": trainer.start, "loaded": trainer.loaded, "state": state_of(trainer)})
     return results
-
-
-def united(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All stages' tensors by name; equal where two ranks have one."""
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, value in part.items():
-            assert torch.equal(whole.setdefault(name, value), value), name
-    return whole
 
 
 def assert_as_alone(case: Case, ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,17 +185,26 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
     )
 
 
-def weights_of(trainer: Trained) -> dict[str, Tensor]:
+def weights_of(trainer: Any) -> dict[str, Tensor]:
     """Whole copies of the weights that this rank's stage has."""
     return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
 
 
-def state_of(trainer: Trained) -> dict[str, Tensor]:
+def state_of(trainer: Any) -> dict[str, Tensor]:
     """Whole copies of its weights and moments."""
     state = weights_of(trainer)
     for name, p in trainer.model.named_parameters():
         state |= {f"{key} of {name}": full(value).clone() for key, value in trainer.optimizer.state[p].items()}
     return state
+
+
+def united(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All stages' tensors by name; equal where two ranks have one."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(whole.setdefault(name, value), value), name
+    return whole
 
 
 def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tests.trainer.stages import (
     config_of,
     reference,
     state_of,
+    united,
     weights_of,
 )
 from tests.worlds import run_world
@@ -107,15 +108,6 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
                 }
             )
     return results
-
-
-def united(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All stages' tensors by name; equal where two ranks have one."""
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, value in part.items():
-            assert torch.equal(whole.setdefault(name, value), value), name
-    return whole
 
 
 @pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
