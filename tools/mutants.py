@@ -40,6 +40,27 @@ LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
+        "gradients that differ between ranks that share layers are taken",
+        "dream_trainer/modules/whole_gradients.py",
+        "> TOLERANCE * norm",
+        "> TOLERANCE * norm * torch.inf",
+        "tests/trainer/test_expert_mistakes.py -k parts",
+    ),
+    Mutant(
+        "ranks that share layers compare gradients in each step",
+        "dream_trainer/modules/whole_gradients.py",
+        "            self._handle.remove()\n",
+        "            pass\n",
+        "tests/trainer/test_pipeline_meshes.py -k shared_layers",
+    ),
+    Mutant(
+        "a count of tokens stays a tensor",
+        "dream_trainer/trainer/window_counts.py",
+        "        return index(tokens)\n",
+        "        return tokens\n",
+        "tests/trainer/test_tokens.py -k tensor_of_one",
+    ),
+    Mutant(
         "short window scaled by the full one",
         "dream_trainer/trainer/step/accumulation.py",
         "self.counted_batches = size",

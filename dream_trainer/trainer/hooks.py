@@ -189,7 +189,8 @@ class Hooks:
 
     def batch_tokens(self, batch: Any) -> int | None:
         """Number of tokens in the batch, which `tokens_seen`, `max_tokens` and tokens per second count; None if it has
-        none. Called on the host before the batch is moved, so that nothing waits for the device.
+        none. Called on the host before the batch is moved, so that nothing waits for the device. A tensor of one whole
+        number is taken as such.
 
         Default: numbers of 0 and more in "documents" (packed rows), ones in "attention_mask", or "labels" other than
         -100, of a dict of CPU tensors; the sum over the batches of several loaders.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 from dream_trainer.data.stream import Window
-from dream_trainer.errors import DataError
+from dream_trainer.errors import DataError, HookError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -21,12 +22,13 @@ def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
 
     Raises:
         DataError: Its batches do not tell, and the run ends by tokens.
+        HookError: What a batch tells is not a whole number.
     """
     total = 0
     for batch in () if window is None else window.batches:
         tokens = trainer.batch_tokens(batch)
         if tokens is not None:
-            total += tokens
+            total += _whole_number(tokens, trainer, batch)
         elif trainer.config.training_parameters.max_tokens is not None:
             raise DataError(
                 f"max_tokens={trainer.config.training_parameters.max_tokens}, and batch_tokens gives None for a batch "
@@ -34,3 +36,14 @@ def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
                 "batch_tokens(batch) in your trainer."
             )
     return total
+
+
+def _whole_number(tokens: Any, trainer: AbstractTrainer, batch: Any) -> int:
+    """`tokens` as an int: a tensor would be counted in place, and be no number in the log and in checkpoints."""
+    try:
+        return index(tokens)
+    except TypeError:
+        raise HookError(
+            f"{type(trainer).__name__}.batch_tokens gave {tokens!r} for a batch of type {type(batch).__name__}. Give a "
+            "whole number, such as int(mask.sum())."
+        ) from None

@@ -91,8 +91,8 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return total / count.clamp(min=1), count
 
 
-def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool) -> None:
-    """All but routers and experts, and norms outside of a sequence. Mixtures have whole sequences."""
+def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool, whole_inside: bool = True) -> None:
+    """All but routers and experts, and norms outside of a sequence. Mixtures have whole sequences, if they are to."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -106,7 +106,7 @@ def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool) -> 
     ends = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
     parallelize_module(model, mesh, ends | {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())})
     shared = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    whole_inside = PrepareModuleInputOutput(
+    whole = PrepareModuleInputOutput(
         input_layouts=(Shard(1),),
         desired_input_layouts=(Replicate(),),
         use_local_input=True,
@@ -115,8 +115,9 @@ def split_dense_layers(model: Model, mesh: DeviceMesh, *, in_sequence: bool) -> 
     )
     for block in model.blocks:
         plan = {"mix": ColwiseParallel(input_layouts=stream, output_layouts=stream)}
-        plan |= {f"moe.shared.{name}": style for name, style in shared.items()}
-        plan |= {"norm": SequenceParallel(), "moe": whole_inside} if in_sequence else {}
+        plan |= {f"moe.shared.{name}": style for name, style in shared.items() if whole_inside}
+        plan |= {"norm": SequenceParallel(use_local_output=not whole_inside)} if in_sequence else {}
+        plan |= {"moe": whole} if in_sequence and whole_inside else {}
         parallelize_module(block, mesh, plan)
 
 

@@ -20,7 +20,7 @@ from dream_trainer.distributed.expert_mesh import expert_mesh_shape
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.modules import MoE, split_experts
 from dream_trainer.modules.gated_experts import GatedExperts
-from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of
+from tests.trainer.mixtures import VOCABULARY, WIDTH, Case, Trained, config_of, split_dense_layers
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world
 
@@ -74,7 +74,16 @@ class SplitsNothing(Trained):
         pass
 
 
+class InParts(Trained):
+    """Gives its mixtures the parts of sequences that ranks have."""
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        split_dense_layers(self.model, mesh, in_sequence=True, whole_inside=False)
+
+
 MISTAKES = {
+    "parts of sequences": "model.blocks.0.moe.router.weight, model.blocks.0.moe.experts.gate, "
+    "model.blocks.0.moe.experts.up and 11 more: whole on each of the tensor_parallel=2 ranks, and their gradients",
     "graphs": "compile_parameters.fullgraph=True with expert_parallel=2: experts that ranks share are not",
     "nothing": "SplitsNothing.apply_expert_parallel split no experts: each of the 2 ranks would have all of them",
     "differ": "Use the same device_parameters on every rank",
@@ -82,6 +91,8 @@ MISTAKES = {
 
 
 def make_mistake(mistake: str) -> None:
+    if mistake == "parts of sequences":
+        InParts(config_of(Case(2, tp=2, sequence=True, recompute="full"))).fit()
     if mistake == "nothing":
         SplitsNothing(config_of(Case(2, ep=2))).fit()
     if mistake == "graphs":

@@ -16,7 +16,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import Every, Progress, Throughput
 from dream_trainer.data import DistributedDataLoader, Mixture, PackedRows, PerRankLoader
 from dream_trainer.data.token_counts import count_tokens
-from dream_trainer.errors import ConfigError, DataError
+from dream_trainer.errors import ConfigError, DataError, HookError
 from dream_trainer.optim import ScheduleParameters, TokenAxis, build_schedule, rate_factor
 from dream_trainer.trainer.counters import Counters
 from tests.trainer.small import Config
@@ -216,6 +216,28 @@ def test_a_limit_in_tokens_that_nobody_counts_is_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match="max_tokens=10, and batch_tokens gives None for a batch of type dict"):
         train(tmp_path, "Untold", max_tokens=10)
     assert train(tmp_path, "Untold", max_steps=1)["tokens"] == 0
+
+
+class Summed(Words):
+    """Counts with the tensors' own sum."""
+
+    def batch_tokens(self, batch: Any) -> Any:
+        return (batch["documents"] >= 0).sum()
+
+
+class Averaged(Words):
+    def batch_tokens(self, batch: Any) -> Any:
+        return (batch["documents"] >= 0).float().sum()
+
+
+def test_a_count_may_be_a_tensor_of_one_whole_number(tmp_path: Path) -> None:
+    by_step = tokens_by_step(3)
+    found = train(tmp_path, "Summed", max_steps=3)
+    assert (type(found["tokens"]), found["tokens"]) == (int, sum(by_step))
+    assert [line["tokens_seen"] for line in found["lines"]] == np.cumsum(by_step).tolist()
+    assert train(tmp_path, "Summed", max_steps=6)["tokens"] == sum(tokens_by_step(6))
+    with pytest.raises(HookError, match=r"Averaged\.batch_tokens gave tensor\(\d+\.\) for a batch of type dict.*whole"):
+        train(tmp_path, "Averaged", max_steps=9)
 
 
 def test_what_batches_tell() -> None:

@@ -34,6 +34,13 @@ class TensorParallelMixin(AbstractTrainer):
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
 
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if self.world.mesh_shape.tp > 1:
+            from dream_trainer.modules.whole_gradients import compare_first_gradients
+
+            compare_first_gradients(self.named_optimizers().values(), self.named_models(), self.world)
+
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
         is_split = self.config.device_parameters.tensor_parallel > 1
