@@ -804,6 +804,27 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k 2",
     ),
     Mutant(
+        "stages keep the gradients of tied parameters to themselves",
+        "dream_trainer/trainer/step/tied_gradients.py",
+        "    own.copy_(total[:-1].view_as(own))\n",
+        "",
+        "tests/trainer/test_pipeline_ties.py",
+    ),
+    Mutant(
+        "tied parameters count in the norm on each of their stages",
+        "dream_trainer/trainer/step/gradients.py",
+        "if group.is_counted for grad in of_group]",
+        "for grad in of_group]",
+        "tests/trainer/test_pipeline_ties.py",
+    ),
+    Mutant(
+        "the last stage saves what is tied under a name of its own",
+        "dream_trainer/checkpoint/model_state.py",
+        "{whole[fqn][0] if fqn in whole else fqn}",
+        "{fqn}",
+        "tests/trainer/test_pipeline_ties.py",
+    ),
+    Mutant(
         "a pipeline goes back from losses without fp16's scale",
         "dream_trainer/trainer/pipeline.py",
         "        return loss if self._scaled is None else self._scaled(loss)\n",

@@ -1,8 +1,8 @@
 """Models' parameters and buffers by name, as references that a checkpoint is written from and loaded into.
 
 Names are those of `state_dict()` under `models.<name>.`, so they do not depend on sharding, compilation or activation
-checkpointing. A tensor with several names (tied weights) is stored once, under the first; loading is in place, so what
-is tied stays tied.
+checkpointing. A tensor with several names (tied weights) is stored once, under the first, be that another stage's of a
+pipeline; loading is in place, so what is tied stays tied.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dream_trainer.checkpoint.files import content_checksum
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
+from dream_trainer.modules.tied_stages import names_in_whole
 
 _EXTRA_STATE = "_extra_state"
 
@@ -46,6 +47,7 @@ def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
         state = model.state_dict(keep_vars=True)
         owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         seen: set[int] = set()
+        whole = names_in_whole(model)
         for fqn, value in state.items():
             if fqn.rpartition(".")[2] == _EXTRA_STATE or id(value) in seen:
                 continue
@@ -55,7 +57,7 @@ def _stored(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
                     "buffers; it could not be loaded in place. Return such values from get_extra_state() instead."
                 )
             seen.add(id(value))
-            yield f"models.{model_name}.{fqn}", value
+            yield f"models.{model_name}.{whole[fqn][0] if fqn in whole else fqn}", value
 
 
 def model_buffers(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ class LocalGradients:
         own_time: How long this rank is busy with its windows, without collectives.
         shares_experts: Whether ranks share experts.
         expert_copies: The ranks that have the same experts as this one; None where it is the only one.
+        tied: The ranks of the pipeline that have a copy of a parameter each, by the parameter's id.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
     """
 
@@ -38,6 +39,7 @@ class LocalGradients:
     own_time: OwnTime = field(default_factory=OwnTime)
     shares_experts: bool = False
     expert_copies: dist.ProcessGroup | None = None
+    tied: dict[int, tuple[int, ...]] = field(default_factory=dict)
     order: int = 0
 
     def note_collective(self, number: int) -> None:

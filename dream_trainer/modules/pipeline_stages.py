@@ -65,7 +65,7 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
 
     Raises:
         HookError: They do not; the message names what is missing, unknown or named twice.
-        ConfigError: Two stages share a parameter, or one has none to train.
+        ConfigError: A stage has no parameter to train.
     """
     if len(stages) != n_stages or not all(stages):
         counts = ", ".join(str(len(names)) for names in stages)
@@ -79,8 +79,7 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
             f"pipeline_stages names {spell(map(repr, unknown[:3]))}, which {type(model).__name__} does not have. Name "
             "its parts as named_modules() and named_parameters() do."
         )
-    holders: dict[int, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, _ in model.named_parameters(remove_duplicate=False):
         of = [number for number, names in enumerate(stages) if is_held(name, names)]
         if len(of) != 1:
             wrong = f"in stages {spell(map(str, of))}" if of else "in no stage"
@@ -88,15 +87,8 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
                 f"pipeline_stages has the parameter {name!r} {wrong}. Name each parameter, or a part around it, in one "
                 "stage."
             )
-        first, stage = holders.setdefault(id(parameter), (name, of[0]))
-        if stage != of[0]:
-            raise ConfigError(
-                f"{first} and {name} are one parameter, in stages {stage} and {of[0]} of the pipeline. Tied parameters "
-                "have to be in one stage: untie them, or keep both in one stage by pipeline_stages."
-            )
-
     for number, names in enumerate(stages):
-        held = [p for name, p in model.named_parameters() if is_held(name, names)]
+        held = [p for name, p in model.named_parameters(remove_duplicate=False) if is_held(name, names)]
         if not any(p.requires_grad for p in held):
             raise ConfigError(
                 f"stage {number} of the pipeline has no parameter that is trained ({', '.join(list(names)[:4])}), and "

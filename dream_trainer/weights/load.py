@@ -23,6 +23,7 @@ from dream_trainer.distributed.outcomes import from_all_ranks, on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.shards import local_indices
+from dream_trainer.modules.tied_stages import names_in_whole
 from dream_trainer.stores.store_path import as_path
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
 from dream_trainer.weights.origins import Origin, remember_origin
@@ -170,7 +171,8 @@ def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names: the tensors themselves. FSDP2 reshards by this."""
+    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have: the
+    tensors themselves. FSDP2 reshards by this."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -184,6 +186,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         if value.is_meta:
             raise CheckpointError(f"{name} of the model is on the meta device. Load in load_pretrained(), not before.")
         tensors[name] = value
+    for name, names in names_in_whole(model).items():
+        tensors |= dict.fromkeys(names, tensors[name])
     return tensors
 
 

@@ -33,6 +33,7 @@ class Case:
     recompute: str = "none"
     dropout: float = 0.0
     frozen: bool = False
+    tied: bool = False
     precision: str = "fp32"
     """Parameters are float64 in full precision, and float32 beside half."""
     changing: bool = False
@@ -63,6 +64,8 @@ class Model(nn.Module):
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(Block(case) for _ in range(BLOCKS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        if case.tied:
+            self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.full((), 0.5))
         if case.frozen:
             self.embedding.requires_grad_(False)

@@ -77,6 +77,7 @@ class PipelineParallelMixin(AbstractTrainer):
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.pipeline_stages import check_stages, keep_only
+        from dream_trainer.modules.tied_stages import remember_ties, ties_of
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
@@ -94,6 +95,7 @@ class PipelineParallelMixin(AbstractTrainer):
         blocks, stages = self.model_blocks(model), self.pipeline_stages(model, len(ranks))
         check_stages(model, stages, len(ranks))
         self._stages = Stages([list(names) for names in stages], ranks, StageCheck(model, stages))
+        remember_ties(model, ties_of(model, stages, ranks, self.world.stage_rank))
         own = zip(stages, ranks, strict=True)
         keep_only(model, [name for names, rank in own if rank == self.world.stage_rank for name in names])
         kept = {id(module) for module in model.modules()}
@@ -136,6 +138,7 @@ class PipelineParallelMixin(AbstractTrainer):
         if self.world.stages == 1:
             return
         from dream_trainer.trainer.pipeline import Pipeline
+        from dream_trainer.trainer.step.tied_gradients import connect_ties
 
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
@@ -145,6 +148,7 @@ class PipelineParallelMixin(AbstractTrainer):
                 "never work at once. Use as many or more."
             )
         (model,) = self.named_models().values()
+        connect_ties(self, model)
         self._pipeline = Pipeline(
             model,
             self._stages,

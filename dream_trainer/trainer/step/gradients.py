@@ -47,12 +47,15 @@ class ParameterGroup:
         copies: Number of ranks of a step that hold each element.
         is_sharded: Whether they are DTensors.
         divisor: What gradients are still to be divided by, once a backward has averaged them over ranks.
+        is_counted: Whether a norm over the stages of a pipeline has their squares from this rank, and not from another
+            that has copies of them.
         parameters: The parameters.
     """
 
     copies: int
     is_sharded: bool
     divisor: float
+    is_counted: bool
     parameters: list[nn.Parameter]
 
     def gradients(self) -> list[Tensor]:
@@ -70,6 +73,7 @@ class StepPlan:
         parameters: All their parameters, each once.
         groups: The same, grouped by how many ranks hold each of their elements.
         sums: Places of those groups whose gradients are still to be divided.
+        tied: Those that other ranks of the pipeline have copies of, with all ranks that have one.
         averaging: Of the gradients that no backward reduces over ranks; of none at world size 1.
         is_whole: Whether all ranks have all of every parameter and see different data, so that averaged gradients are
             equal to the bit on all of them.
@@ -86,6 +90,7 @@ class StepPlan:
     parameters: list[nn.Parameter]
     groups: list[ParameterGroup]
     sums: list[int]
+    tied: list[tuple[nn.Parameter, tuple[int, ...]]]
     averaging: Averaging
     is_whole: bool
     shared: list[nn.Parameter]
@@ -110,16 +115,17 @@ def plan_step(
     from torch.distributed.tensor import DTensor
 
     # Frozen ones too: they may be unfrozen later, and cost nothing while they have no gradient.
-    unique = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
-    parameters = list(unique.values())
-    kinds: dict[tuple[int, bool, float], list[nn.Parameter]] = {}
+    by_id = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+    parameters = list(by_id.values())
+    kinds: dict[tuple[int, bool, float, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         is_reduced = id(parameter) in gradients.shared or gradients.expert_copies is None
         # Of experts it is the sum over the ranks that share them; a bucket would have divided by all ranks. And copies
         # on ranks of the same data had parts of the rows.
         is_sum = is_reduced and is_shared_by_experts(parameter)
         divisor = devices.expert_parallel / world.data_copies if is_sum else 1
-        kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor
+        first, *_ = gradients.tied.get(id(parameter), (world.stage_rank,))
+        kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor, first == world.stage_rank
         kinds.setdefault(kind, []).append(parameter)
     dtypes = {p.dtype for p in parameters}
     dtype = torch.float32
@@ -130,15 +136,16 @@ def plan_step(
         parameters=parameters,
         groups=[ParameterGroup(*kind, members) for kind, members in kinds.items()],
         averaging=_averaging(parameters, world, gradients, devices),
-        sums=[place for place, (_, _, divisor) in enumerate(kinds) if divisor != 1],
-        is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, _, _ in kinds),
+        sums=[place for place, (_, _, divisor, _) in enumerate(kinds) if divisor != 1],
+        tied=[(by_id[key], ranks) for key, ranks in gradients.tied.items() if key in by_id],
+        is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, *_ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
         guards_itself=all(guards_itself(o) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
-        is_mixed=len({is_dtensor for _, is_dtensor, _ in kinds}) == 2,
+        is_mixed=len({is_dtensor for _, is_dtensor, *_ in kinds}) == 2,
         ranks=world.step_group,
     )
 
@@ -190,6 +197,13 @@ def divide_sums(plan: StepPlan, grads: list[list[Tensor]]) -> None:
             foreach_div_(grads[place], float(plan.groups[place].divisor))
 
 
+def counted(plan: StepPlan, grads: list[list[Tensor]]) -> list[Tensor]:
+    """The gradients that a norm has from this rank."""
+    if len(grads) == 1 and plan.groups[0].is_counted:
+        return grads[0]
+    return [grad for group, of_group in zip(plan.groups, grads, strict=True) if group.is_counted for grad in of_group]
+
+
 def local_norm(plan: StepPlan, grads: list[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of this rank's gradients, 0-dim on `device`."""
     if not grads:
@@ -228,7 +242,8 @@ def global_norm(
     if lacking:
         sums[[2 + place for place in lacking]] = 0.0
     for group, group_gradients in zip(plan.groups, grads, strict=True):
-        sums[0] += local_norm(plan, group_gradients, device).double().square() / group.copies
+        if group.is_counted:
+            sums[0] += local_norm(plan, group_gradients, device).double().square() / group.copies
     if weight is not None:
         sums[1] = weight
     dist.all_reduce(sums, group=plan.ranks)

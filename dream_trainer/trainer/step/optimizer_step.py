@@ -27,6 +27,7 @@ from dream_trainer.trainer.registry import refuse_another_model
 from dream_trainer.trainer.scheduler_steps import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
+    counted,
     divide_sums,
     global_norm,
     gradients_of,
@@ -37,6 +38,7 @@ from dream_trainer.trainer.step.gradients import (
     scale_gradients,
 )
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
+from dream_trainer.trainer.step.tied_gradients import add_up_tied
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -172,6 +174,8 @@ class OptimizerStep:
         if self._own_time.is_wanted:
             self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
+        if plan.tied and self._stages is not None:
+            add_up_tied(plan.tied, self._stages, self._world.device)
         grads = gradients_of(plan)
         if plan.sums:
             divide_sums(plan, grads)
@@ -264,8 +268,7 @@ class OptimizerStep:
         return global_norm(plan, grads, None, self._device)[0]
 
     def _local_norm(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
-        gradients = grads[0] if len(grads) == 1 else [grad for group in grads for grad in group]
-        return local_norm(plan, gradients, self._device)
+        return local_norm(plan, counted(plan, grads), self._device)
 
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> None:
         names = [

@@ -1,0 +1,71 @@
+"""Parameters that stages of a pipeline share, tied ends for instance: each of their ranks has a copy of its own.
+
+The copies begin with the same bits, get the same gradient in `step` (the sum of theirs) and so stay equal. For
+checkpoints they are one parameter, under the name that it has in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.nn as nn
+
+from dream_trainer.modules.pipeline_stages import is_held
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter of several ranks of a pipeline.
+
+    Attributes:
+        names: All that it has in the whole model, in the order of `state_dict()`; checkpoints have the first.
+        ranks: Those that have a copy, in the order of their first name.
+        own_name: What the copy of this rank is called in its part of the model; None without one.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    own_name: str | None
+
+
+_ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
+
+
+def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence[int], own_rank: int) -> list[Tie]:
+    """The parameters of `model`, which is still whole, that more than one rank will have.
+
+    Args:
+        model: The model.
+        stages: The names that each stage holds.
+        ranks: Which rank has each stage.
+        own_rank: This one.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    ties = []
+    for of_one in names.values():
+        holders: dict[int, str] = {}
+        for name in of_one:
+            rank = next(rank for rank, held in zip(ranks, stages, strict=True) if is_held(name, held))
+            holders.setdefault(rank, name)
+        if len(holders) > 1:
+            ties.append(Tie(tuple(of_one), tuple(holders), holders.get(own_rank)))
+    return ties
+
+
+def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
+    """From now on `names_in_whole` knows what `model`, a part, calls otherwise than the whole does."""
+    _ties[model] = ties
+
+
+def ties_in(model: nn.Module) -> Sequence[Tie]:
+    """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
+    return _ties.get(model, ())
+
+
+def names_in_whole(model: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """All names in the whole model of what others have copies of, by that which `model` has; empty but of stages."""
+    return {tie.own_name: tie.names for tie in ties_in(model) if tie.own_name is not None}

@@ -1,0 +1,89 @@
+"""Parameters that several stages of a pipeline have copies of: each copy's gradient is the sum of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import local_tensor, with_local
+from dream_trainer.errors import HookError
+from dream_trainer.modules.tied_stages import ties_in
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dream_trainer.trainer.abstract import AbstractTrainer
+
+
+def connect_ties(trainer: AbstractTrainer, model: nn.Module) -> None:
+    """Has `step` add up the gradients of copies; a collective, if there are any.
+
+    Raises:
+        HookError: Copies are in other optimizers or groups than each other, and would not stay equal.
+    """
+    ties = ties_in(model)
+    if not ties:
+        return
+    own = {tie.names: (tie.own_name, model.get_parameter(tie.own_name)) for tie in ties if tie.own_name is not None}
+    places = {
+        names: f"{name} is in group {number} of {optimizer_name}"
+        for names, (name, parameter) in own.items()
+        for optimizer_name, optimizer in trainer.named_optimizers().items()
+        for number, group in enumerate(optimizer.param_groups)
+        if any(parameter is other for other in group["params"])
+    }
+    held = {names: places.get(names, f"{name} is in no optimizer") for names, (name, _) in own.items()}
+    all_held = trainer.world.all_gather_object(held)
+    for tie in ties:
+        found = list(dict.fromkeys(of_rank[tie.names] for of_rank in all_held if tie.names in of_rank))
+        if len({place.partition(" is in ")[2] for place in found}) > 1:
+            raise HookError(
+                f"{' and '.join(tie.names)} are one parameter, of which stages of the pipeline have copies, and "
+                f"{', '.join(found)}. Put it into the same group under each of its names."
+            )
+    trainer._parallel.gradients.tied |= {id(own[tie.names][1]): tie.ranks for tie in ties if tie.names in own}
+
+
+def add_up_tied(
+    tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], stages: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit.
+
+    Args:
+        tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have one.
+        stages: The pipeline.
+        device: What crosses ranks has to be there.
+    """
+    for parameter, ranks in tied:
+        if parameter.requires_grad:
+            _add_up(parameter, ranks, stages, device)
+
+
+def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.ProcessGroup, device: torch.device) -> None:
+    import torch.distributed as dist
+
+    has_gradient = parameter.grad is not None
+    own = local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    # The last number says whether there is a gradient: a parameter that no stage used gets none, as in one process.
+    sent = torch.cat((own.reshape(-1), own.new_full((1,), float(has_gradient)))).to(device)
+    parts: list[Tensor] = []
+    messages: list[Any] = []
+    for rank in ranks:
+        if dist.get_group_rank(stages, dist.get_rank()) == rank:
+            parts.append(sent)
+            continue
+        other = dist.get_global_rank(stages, rank)
+        parts.append(torch.empty_like(sent))
+        messages += [dist.P2POp(dist.isend, sent, other, stages), dist.P2POp(dist.irecv, parts[-1], other, stages)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    total = torch.stack(parts).sum(dim=0) if len(parts) > 2 else parts[0] + parts[1]
+    if not has_gradient:  # a rank that has it does not wait for the device
+        if not total[-1].item():
+            return
+        parameter.grad = with_local(parameter, own)
+    own.copy_(total[:-1].view_as(own))

@@ -1,0 +1,93 @@
+"""A parameter of several stages is one parameter: its gradient, its share of the norm, and its name in checkpoints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.weights.load import load_weights
+from tests.trainer.arithmetic import full
+from tests.trainer.stages import STEPS, Case, Trained, config_of, reference, state_of, weights_of
+from tests.worlds import run_world
+
+CASES = [Case(2, tied=True), Case(2, tied=True, schedule="ZBVZeroBubble", weighted=False)]
+CASES += [Case(2, tied=True, schedule="Interleaved1F1B", accumulation=2, microbatches=2)]
+WORLD_4 = [Case(2, dp=2, tied=True, shard="auto"), Case(2, dp=2, tied=True), Case(4, tied=True, microbatches=4)]
+
+
+def train(cases: list[Case], directory: str, experiment: str, steps: int) -> list[dict[str, Any]]:
+    """Trains up to `steps` optimizer steps, from the last checkpoint of the experiment; and notes what it loaded."""
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        config = replace(
+            config_of(case, experiment, max_steps=steps),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment != "case"),
+            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+        )
+        with Trained(config) as trainer:
+            trainer.fit()
+            averages = trainer.get_callback(EMA).checkpoint_tensors()
+            losses = [metrics["train/loss"] for _, metrics in sorted(trainer.logged.items())]
+            results.append(
+                {"losses": losses, "norms": trainer.norms, "start": trainer.start, "state": state_of(trainer)}
+            )
+            results[-1] |= {"weights": weights_of(trainer), "averages": {n: full(a) for n, a in averages.items()}}
+            if experiment == "hops" and case.pp > 1:
+                with torch.no_grad():
+                    for p in trainer.model.parameters():
+                        p.zero_()
+                load_weights(trainer.model, "alone.safetensors", optional=("scale",))
+                results[-1]["loaded"] = weights_of(trainer)
+    return results
+
+
+def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) -> None:
+    for case, ranks in zip(cases, ranks_of_case, strict=True):
+        start = {name: value for result in ranks for name, value in result["start"].items()}
+        assert torch.equal(start["embedding.weight"], start.get("head.weight", start["embedding.weight"]))
+        expected = reference(case, start)
+        weights = {}
+        for result in ranks:
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10), case
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
+            weights |= result["weights"]
+        tied = [v for result in ranks for n, v in result["weights"].items() if n in ("embedding.weight", "head.weight")]
+        assert all(torch.equal(copy, tied[0]) for copy in tied)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+
+
+def train_and_hop(directory: str) -> list[list[dict[str, Any]]]:
+    return [train(CASES, directory, "case", STEPS), train([CASES[0]], directory, "hops", 3)]
+
+
+def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
+    ((first,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "hops", 2)
+    from safetensors.torch import save_file
+
+    save_file({n: v.contiguous() for n, v in first["weights"].items()}, tmp_path / "alone.safetensors")
+    by_rank = run_world(train_and_hop, 2, str(tmp_path))
+    check(CASES, list(zip(*(cases for cases, _ in by_rank), strict=True)))
+    for _, (hopped,) in by_rank:
+        copies = {"head.weight": "embedding.weight"}
+        assert all(torch.equal(v, first["weights"][copies.get(n, n)]) for n, v in hopped["loaded"].items())
+    ((last,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "hops", 4)
+    ((unbroken,),) = run_world(train, 1, [Case(tied=True)], str(tmp_path), "unbroken", 4)
+    assert last["weights"].keys() == unbroken["weights"].keys()
+    for kind in ("state", "averages"):
+        for name, value in unbroken[kind].items():
+            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.slow
+def test_tied_ends_beside_data_parallel_ranks_and_further_stages(tmp_path: Path) -> None:
+    by_rank = run_world(train, 4, WORLD_4, str(tmp_path), "case", STEPS)
+    check(WORLD_4, list(zip(*by_rank, strict=True)))
