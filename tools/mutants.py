@@ -804,6 +804,20 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k 2",
     ),
     Mutant(
+        "checkpoints without frozen weights know of the first stage's alone",
+        "dream_trainer/trainer/saved_state.py",
+        "            about = {name: known | about[name] for name, known in of_rank.items()}\n",
+        "            pass\n",
+        "tests/trainer/test_pipeline_exports.py",
+    ),
+    Mutant(
+        "an export of a pipeline has the first stage's tensors alone",
+        "dream_trainer/weights/stage_tensors.py",
+        "self.specs = {**specs, **self.specs} if rank == 0 else self.specs | specs",
+        "pass",
+        "tests/trainer/test_pipeline_exports.py",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

@@ -139,7 +139,6 @@ class DeviceParameters:
         if self.pipeline_parallel == 1:
             return
         asked = {
-            "compile=True": self.compile,
             "cpu_offload=True": self.cpu_offload,
             "overlap_reduce=True": self.overlap_reduce,
         }

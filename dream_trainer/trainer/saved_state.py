@@ -44,6 +44,7 @@ from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
+    from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -64,7 +65,7 @@ def snapshot(
     """
     world, models = trainer.world, trainer.named_models()
     tensors, optimizers = _tensors(trainer)
-    left_out = _left_out(models, frozen.unchanged()) if frozen is not None else {}
+    left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
@@ -161,13 +162,17 @@ def kept_name(optimizer: str, worker: int) -> str:
     return optimizer if worker == 0 else f"workers.{worker}.{optimizer}"
 
 
-def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """What a checkpoint has instead of each of these parameters: its digest, and where it was loaded from if known."""
+def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
+    """What a checkpoint has instead of each of these parameters: its digest, and where it was loaded from if known; a
+    collective where there are several stages."""
     about = {name: {"digest": digest} for name, digest in digests.items()}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
         if origin is not None:
             about[name] |= origin._asdict()
+    if world.stages > 1:  # each knows of its own
+        for of_rank in world.all_gather_object(about):
+            about = {name: known | about[name] for name, known in of_rank.items()}
     return about
 
 

@@ -34,6 +34,7 @@ from dream_trainer.weights.export_files import (
 )
 from dream_trainer.weights.left_out import LeftOutWeights
 from dream_trainer.weights.safetensors_file import TensorSpec
+from dream_trainer.weights.stage_tensors import StageTensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,7 +180,7 @@ def export_model(
     Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
     Args:
-        model: The model; the same tensors on every rank, as DTensors or plain.
+        model: The model; the same tensors on every rank, as DTensors or plain, or the part of one that it has.
         out: As for `export_checkpoint`.
         world: The ranks.
         dtype: Cast floating-point tensors to this; None leaves each as it is.
@@ -199,15 +200,15 @@ def export_model(
     out, task = Path(out), f"export to {out}"
     tensors = {name.removeprefix("models.model."): tensor for name, tensor in model_tensors({"model": model}).items()}
 
+    before = None if merge_adapters else dtype  # merging is in the model's own type
+    own = on_all_ranks(world, task, lambda: {name: _cast(_spec(tensor), before) for name, tensor in tensors.items()})
+    stored = StageTensors(own, lambda name: _whole(tensors[name], before), world)
+
     def prepare() -> tuple[_Content, dict[str, str], FilePlan]:
-        specs = {name: _spec(tensor) for name, tensor in tensors.items()}
-        content = _content(
-            specs,
-            lambda name: _whole(tensors[name], None if merge_adapters else dtype),
-            _config(config, dtype),
-            adapters_of(model),
-            merge_adapters=merge_adapters,
-        )
+        adapters = adapters_of(model)
+        if adapters is not None and world.stages > 1:
+            raise CheckpointError("it has adapters of peft, in stages. Export them with pipeline_parallel=1.")
+        content = _content(stored.specs, stored.read, _config(config, dtype), adapters, merge_adapters=merge_adapters)
         sources = renamed({name: name for name in content.specs}, renames)
         if world.is_main:
             check_target(out, overwrite=overwrite)
@@ -215,10 +216,7 @@ def export_model(
 
     content, sources, plan = on_all_ranks(world, task, prepare)
     if any(other != plan for other in world.all_gather_object(plan)):
-        raise CheckpointError(
-            f"Could not {task}: the ranks have different tensors, as the stages of a pipeline do. "
-            "Save a checkpoint and export that."
-        )
+        raise CheckpointError(f"Could not {task}: the ranks have different tensors. Save a checkpoint and export that.")
     names = (name for specs in plan.values() for name in specs)
 
     def gather(name: str) -> Tensor:

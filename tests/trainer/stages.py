@@ -34,6 +34,7 @@ class Case:
     dropout: float = 0.0
     frozen: bool = False
     tied: bool = False
+    compile: bool = False
     precision: str = "fp32"
     """Parameters are float64 in full precision, and float32 beside half."""
     changing: bool = False
@@ -168,11 +169,13 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             dp_shard=case.shard,  # type: ignore[arg-type]
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             precision=case.precision,  # type: ignore[arg-type]
+            compile=case.compile,
         ),
         pipeline_parallel_parameters=dt.PipelineParallelParameters(
             schedule=case.schedule,  # type: ignore[arg-type]
             microbatches=case.microbatches,
         ),
+        compile_parameters=dt.CompileParameters(backend="aot_eager"),
         training_parameters=dt.TrainingParameters(
             **{
                 "n_epochs": 1,

@@ -55,6 +55,8 @@ WORLD_4 = [
     Case(2, dp=2, schedule="DualPipeV"),
 ]
 
+COMPILED = [Case(2, compile=True, changing=True), Case(2, compile=True, schedule="Interleaved1F1B")]
+
 
 class Sent(TorchDispatchMode):
     """Counts what this rank sends to other stages."""
@@ -110,7 +112,14 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WORLD_2, id="2 ranks"),
+        pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
     (alone,) = run_world(train, 1, [Case(frozen=frozen) for frozen in (False, True)], str(tmp_path))
     by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))

@@ -125,7 +125,10 @@ class PipelineParallelMixin(AbstractTrainer):
                 self.config.device_parameters.float8 != "none"
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
             ),
-            "save_frozen=False": checkpoints is not None and not checkpoints.save_frozen,
+            f"compile=True and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
+                self.config.device_parameters.compile
+                and self.config.pipeline_parallel_parameters.computes_weights_apart
+            ),
             "local_directory": checkpoints is not None and checkpoints.local_directory is not None,
         }
         beside |= {type(callback).__name__: callback.needs_whole_models for callback in self.callbacks}

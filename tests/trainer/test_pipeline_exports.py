@@ -1,0 +1,68 @@
+"""What leaves a pipeline is the whole model: exports of what is trained now, and checkpoints without frozen weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.weights.export import export_checkpoint
+from dream_trainer.weights.load import load_weights
+from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.stages import Case, Model, Trained, config_of, state_of, weights_of
+from tests.trainer.test_pipeline_parallel import united
+from tests.worlds import run_world
+
+CASE = Case(2, frozen=True)
+
+
+class Loaded(Trained):
+    def load_pretrained(self) -> None:
+        load_weights(self.model, "base.safetensors")
+
+
+def travel(case: Case, experiment: str, directory: str, *steps: int) -> list[dict[str, Any]]:
+    """Trains up to each of `steps`, in a trainer of its own that goes on from the last one, and exports."""
+    os.chdir(directory)
+    results = []
+    for max_steps in steps:
+        config = replace(
+            config_of(case, experiment, max_steps=max_steps),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_frozen=False),
+            callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+        )
+        with Loaded(config) as trainer:
+            trainer.fit()
+            averages = trainer.get_callback(EMA).checkpoint_tensors()
+            results.append({"state": state_of(trainer), "weights": weights_of(trainer)})
+            results[-1]["averages"] = {name: full(value) for name, value in averages.items()}
+            trainer.export(f"{experiment}-{max_steps}", dtype=torch.float32)
+            trainer.export(f"{experiment}-{max_steps}.safetensors", weights="ema")
+    return results
+
+
+def test_exports_and_checkpoints_without_frozen_weights_are_the_whole_models(tmp_path: Path) -> None:
+    save_file(Model(CASE).state_dict(), tmp_path / "base.safetensors")
+    ranks = run_world(travel, 2, CASE, "hops", str(tmp_path), 2, 3)
+    weights = united([result["weights"] for *_, result in ranks])
+    weights["scale"] = torch.full((), 0.5, dtype=torch.float64)
+    exported = load_file(tmp_path / "hops-3" / "model.safetensors")
+    assert same_bits(exported, {name: value.float() for name, value in weights.items()})
+    (checkpoint,) = tmp_path.rglob("step_*3")  # without what is frozen, which is read from where each stage loaded it
+    export_checkpoint(checkpoint, tmp_path / "saved")
+    assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), weights)
+    averages = united([result["averages"] for *_, result in ranks])
+    found = load_file(tmp_path / "hops-3.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name.partition("model.")[2]], value) for name, value in averages.items())
+    ((last,),) = run_world(travel, 1, replace(CASE, pp=1), "hops", str(tmp_path), 4)
+    ((unbroken,),) = run_world(travel, 1, replace(CASE, pp=1), "unbroken", str(tmp_path), 4)
+    for kind in ("state", "averages"):
+        for name, value in unbroken[kind].items():
+            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
