@@ -23,6 +23,12 @@ CASE = Case(2, frozen=True)
 
 
 class Loaded(Trained):
+    """With frozen layers in both stages, which come from a file."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.blocks[-1].requires_grad_(False)
+
     def load_pretrained(self) -> None:
         load_weights(self.model, "base.safetensors")
 
