@@ -40,6 +40,7 @@ from train import DTYPES, LlamaTrainer, LlamaTrainerConfig, default_config
 import dream_trainer as dt
 from dream_trainer.data import packed_attention, packed_attention_mask
 from dream_trainer.modules import MoE
+from dream_trainer.modules.tied_stages import names_in_whole
 from dream_trainer.trainer.step import buckets
 from tests.trainer.arithmetic import full
 from tests.worlds import run_world
@@ -216,8 +217,10 @@ class ParityTrainer(LlamaTrainer):
 
 
 def weights(trainer: LlamaTrainer) -> dict[str, Tensor]:
-    """Whole copies of the parameters."""
-    return {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    """Whole copies of the parameters, by their names in the whole model."""
+    whole = names_in_whole(trainer.model)
+    named = trainer.model.named_parameters()
+    return {whole[name][0] if name in whole else name: full(p.detach()).clone() for name, p in named}
 
 
 def config_of(cell: Cell) -> ParityConfig:

@@ -140,12 +140,32 @@ def all_cells() -> list[Cell]:
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
     cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
-    return [*cells, *pipelines(), Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+    cells += [*pipelines(), *tied_pipelines()]
+    return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
+
+
+def tied_pipelines() -> list[Cell]:
+    """Pipelines whose first stage and last share the embedding, some of them compiled, on meshes of every kind."""
+    pipeline = Cell(pp=2, tied=True)
+    compiled = pipeline._replace(backend="aot_eager")
+    return [
+        *(pipeline, compiled, pipeline._replace(schedule="ZBVZeroBubble", layers=4)),
+        pipeline._replace(dp_shard=2, backend="inductor"),
+        *(pipeline._replace(tp=2), compiled._replace(tp=2)),
+        pipeline._replace(tp=2, accumulation=2, recompute="full", loss_parallel=True),
+        pipeline._replace(tp=2, sequence_parallel=False, weighted=False),
+        *(pipeline._replace(cp=2, packed=True), pipeline._replace(cp=2, attention="ulysses")),
+        pipeline._replace(dp_replicate=2, ep=2, experts=True),
+        pipeline._replace(dp_shard=2, ep=2, experts=True, recompute="selective"),
+        compiled._replace(dp_shard=2, ep=2, experts=True),
+        *(pipeline._replace(dp_shard=2, tp=2), compiled._replace(dp_shard=2, tp=2), pipeline._replace(cp=2, tp=2)),
+        pipeline._replace(pp=4, tp=2, layers=4, loss_parallel=True),
+        pipeline._replace(dp_shard=2, cp=2, ep=2, experts=True),
+    ]
 
 
 def pipelines() -> list[Cell]:
-    """Every mesh with a pipeline, any two options together on some mesh, and each on every mesh; tied ends would have
-    to be in one stage."""
+    """Every mesh with a pipeline, any two options together on some mesh, and each on every mesh."""
     meshes = [
         {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp, "ep": ep, "experts": ep > 1}
         for pp, replicate, shard, cp, tp, ep in itertools.product(SIZES[1:], *[SIZES] * 5)

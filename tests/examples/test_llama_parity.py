@@ -38,7 +38,7 @@ def spanning(cell: Any) -> list[Any]:
         cell(1, 1, 2, cp=2),
         cell(2, 1, 1, accumulation=2, recompute="full", ep=2, experts=True),
         cell(1, 4, 1, recompute="selective", ep=2, tied=True, experts=True),
-        cell(1, 2, 1, accumulation=2, recompute="full", pp=2, microbatches=2, packed=True),
+        cell(1, 1, 2, accumulation=2, recompute="full", pp=2, microbatches=2, packed=True, tied=True),
         cell(pp=2, schedule="ZBVZeroBubble", layers=4, experts=True, weighted=False),
     ]
 
@@ -78,6 +78,9 @@ def test_pipelines_are_on_every_mesh_that_they_go_with_and_any_two_options_meet(
     options |= {"schedule": schedules}
     for (one, a), (other, b) in itertools.combinations([(n, value) for n in options for value in options[n]], 2):
         assert one == other or any(getattr(cell, one) == a and getattr(cell, other) == b for cell in cells), (a, b)
+    assert {tuple(size > 1 for size in cell.mesh) for cell in cells if cell.tied} >= {
+        (True, False, shards, False, tensors, False) for shards in (False, True) for tensors in (False, True)
+    }
     for recompute in ("full", "selective"):
         assert {c.schedule for c in cells if c.recompute == recompute} == {"1F1B", "GPipe", "Interleaved1F1B"}
 

@@ -203,9 +203,7 @@ def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
 
 def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
     devices = dt.DeviceParameters(device="cpu", pipeline_parallel=2)
-    for other in (
-        {"overlap_reduce": True},
-    ):
+    for other in ({"overlap_reduce": True},):
         (name,) = other
         with pytest.raises(
             ConfigError, match=f"{name}=.* with pipeline_parallel=2 is not there yet. Use one of the tw"

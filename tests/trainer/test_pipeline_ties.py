@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.weights.load import load_weights
+from tests.trainer import meshes
 from tests.trainer.arithmetic import full
+from tests.trainer.small import run_ranks
 from tests.trainer.stages import STEPS, Case, Trained, config_of, reference, state_of, weights_of
 from tests.worlds import run_world
 
@@ -85,6 +89,33 @@ def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
     for kind in ("state", "averages"):
         for name, value in unbroken[kind].items():
             torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class SplitElsewhere(meshes.Trained):
+    """Tied ends, of which it splits one along rows and the other not at all."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.head.weight = self.model.embedding.weight
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        if self.model.embedding is not None:
+            parallelize_module(self.model.embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+        for block in self.model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel()})
+
+
+def split_elsewhere() -> None:
+    SplitElsewhere(meshes.config_of(meshes.Case(2, tp=2))).fit()
+
+
+@pytest.mark.slow
+def test_copies_that_are_split_otherwise_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_pipeline_ties import split_elsewhere; split_elsewhere()"
+    ranks = run_ranks(code, 4, tmp_path)
+    assert [status for status, _ in ranks] == [1] * 4
+    assert all("are one parameter, of which stages of the pipeline have copies, and" in text for _, text in ranks)
+    assert any("Have apply_tensor_parallel split it alike under each of its names." in text for _, text in ranks)
 
 
 @pytest.mark.slow

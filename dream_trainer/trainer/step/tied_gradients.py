@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
     from dream_trainer.trainer.abstract import AbstractTrainer
 
+_FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
+
 
 def connect_ties(trainer: AbstractTrainer, model: nn.Module) -> None:
     """Has `step` add up the gradients of copies; a collective, if there are any.
 
     Raises:
-        HookError: Copies are in other optimizers or groups than each other, and would not stay equal.
+        HookError: Copies are in other optimizers or groups than each other, and would not stay equal, or ranks that
+            share layers have other parts of one copy than of the other.
     """
     ties = ties_in(model)
     if not ties:
@@ -36,16 +39,27 @@ def connect_ties(trainer: AbstractTrainer, model: nn.Module) -> None:
         for number, group in enumerate(optimizer.param_groups)
         if any(parameter is other for other in group["params"])
     }
-    held = {names: places.get(names, f"{name} is in no optimizer") for names, (name, _) in own.items()}
+    held = {
+        names: (places.get(names, f"{name} is in no optimizer"), f"{name} is {_layout(parameter)}")
+        for names, (name, parameter) in own.items()
+    }
     all_held = trainer.world.all_gather_object(held)
     for tie in ties:
-        found = list(dict.fromkeys(of_rank[tie.names] for of_rank in all_held if tie.names in of_rank))
-        if len({place.partition(" is in ")[2] for place in found}) > 1:
-            raise HookError(
-                f"{' and '.join(tie.names)} are one parameter, of which stages of the pipeline have copies, and "
-                f"{', '.join(found)}. Put it into the same group under each of its names."
-            )
+        of_ranks = [of_rank[tie.names] for of_rank in all_held if tie.names in of_rank]
+        for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
+            if len({said.partition(" is ")[2] for said in found}) > 1:
+                raise HookError(
+                    f"{' and '.join(tie.names)} are one parameter, of which stages of the pipeline have copies, and "
+                    f"{', '.join(dict.fromkeys(found))}. {fix} under each of its names."
+                )
     trainer._parallel.gradients.tied |= {id(own[tie.names][1]): tie.ranks for tie in ties if tie.names in own}
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    from torch.distributed.tensor import DTensor
+
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return f"of the shape {list(parameter.shape)}, {' '.join(map(str, placements)) or 'whole'}"
 
 
 def add_up_tied(
