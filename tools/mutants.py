@@ -68,6 +68,27 @@ MUTANTS = [
         f"{PARITY} -k [1]",
     ),
     Mutant(
+        "hooks of an optimizer's step are left out",
+        "dream_trainer/compat/direct_calls.py",
+        "        or optimizer._optimizer_step_post_hooks\n",
+        "",
+        "tests/compat/test_direct_calls.py -k hooks_of_a_step",
+    ),
+    Mutant(
+        "a step wrapped by its user is left out",
+        "dream_trainer/compat/direct_calls.py",
+        "        and patched.__globals__ is vars(lr_scheduler)\n",
+        "",
+        "tests/compat/test_direct_calls.py -k wrapped_step",
+    ),
+    Mutant(
+        "a tensor's own backward is not called",
+        "dream_trainer/compat/direct_calls.py",
+        "        has_torch_function_unary(loss)\n        or not",
+        "        not",
+        "tests/compat/test_direct_calls.py -k subclass",
+    ),
+    Mutant(
         "the workers of a mixture's finished pass are kept",
         f"{DATA}/loader.py",
         "        self.marked.release()\n",

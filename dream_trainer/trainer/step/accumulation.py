@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.compat import direct_calls
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.step.buckets import Averaging
@@ -138,10 +139,10 @@ class Accumulation:
         for group in self._local_gradients.graphs:
             group.hold()
         if self._backward_context is None:
-            loss.backward()
+            direct_calls.backward(loss)
         else:
             with self._backward_context:
-                loss.backward()
+                direct_calls.backward(loss)
         self.turns.after_backward()
 
     def run_pipeline(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
