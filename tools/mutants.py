@@ -40,6 +40,20 @@ LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
+        "ranks drop the same places of their parts",
+        "dream_trainer/modules/random_parts.py",
+        'hash_seed(b"part", number, place)',
+        'hash_seed(b"part", number)',
+        "tests/trainer/test_random_parts.py -k one_process",
+    ),
+    Mutant(
+        "a dropout of which nothing is declared is not told",
+        "dream_trainer/modules/random_parts.py",
+        "part.p > 0 and part not in known",
+        "part.p > 0 and part not in known and False",
+        "tests/trainer/test_dropout_meshes.py",
+    ),
+    Mutant(
         "gradients that differ between ranks that share layers are taken",
         "dream_trainer/modules/whole_gradients.py",
         "> TOLERANCE * norm",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dream_trainer.modules.gated_experts import GatedExperts as GatedExperts
     from dream_trainer.modules.mixture_of_experts import MoE as MoE
     from dream_trainer.modules.mixture_of_experts import SharedExperts as SharedExperts
+    from dream_trainer.modules.random_parts import declare_random_layer as declare_random_layer
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -23,6 +24,7 @@ else:
             "GatedExperts": "modules.gated_experts",
             "MoE": "modules.mixture_of_experts",
             "SharedExperts": "modules.mixture_of_experts",
+            "declare_random_layer": "modules.random_parts",
             "split_experts": "modules.expert_exchange",
         },
     )

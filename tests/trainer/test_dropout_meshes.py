@@ -1,10 +1,12 @@
 """Random layers drop the same where ranks compute the same, and not where they have other samples, positions or layers.
 
-Those of pipelines are in test_pipeline_parallel.py.
+Those of pipelines are in test_pipeline_parallel.py, and those of what ranks of tensor parallelism have in parts in
+test_random_parts.py.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,22 @@ class Drawing(mixtures.Trained):
         return super().training_step(batch, batch_idx)
 
 
-def train(directory: str) -> dict[str, Tensor]:
+class Said(logging.Handler):
+    """What is said of dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "declare_random_layer" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+def train(directory: str) -> tuple[dict[str, Tensor], list[str]]:
     os.chdir(directory)
-    found = {}
+    found, said = {}, Said()
+    logging.getLogger("dream_trainer").addHandler(said)
     for name, case in CASES.items():
         kind: Any = Drawing if isinstance(case, mixtures.Case) else Dropping
         of = mixtures.config_of(case, training={"max_steps": 1}) if kind is Drawing else None
@@ -50,11 +65,13 @@ def train(directory: str) -> dict[str, Tensor]:
         with kind(config) as trainer:
             trainer.fit()
             found[name] = trainer.dropped[0]
-    return found
+    return found, said.messages
 
 
 def test_what_ranks_drop_is_equal_on_the_axis_of_split_layers_and_on_no_other(tmp_path: Path) -> None:
-    here, there = run_world(train, 2, str(tmp_path))
+    (here, said), (there, _) = run_world(train, 2, str(tmp_path))
+    (message,) = said  # of tensor parallelism alone
+    assert "dropout: apply_tensor_parallel does not say whether the tensor_parallel=2 ranks have" in message
     equal = {name: torch.equal(here[name], there[name]) for name in CASES}
     assert all(8 < int(dropped.sum()) < 56 for dropped in (*here.values(), *there.values()))
     assert equal == {name: name == "tensor parallel" for name in CASES}

@@ -36,10 +36,21 @@ class TensorParallelMixin(AbstractTrainer):
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
-        if self.world.mesh_shape.tp > 1:
-            from dream_trainer.modules.whole_gradients import compare_first_gradients
+        ranks, models = self.world.mesh_shape.tp, self.named_models()
+        if ranks == 1:
+            return
+        from dream_trainer.modules.random_parts import undeclared_dropouts
+        from dream_trainer.modules.whole_gradients import compare_first_gradients
 
-            compare_first_gradients(self.named_optimizers().values(), self.named_models(), self.world)
+        compare_first_gradients(self.named_optimizers().values(), models, self.world)
+        if undeclared := undeclared_dropouts(models):
+            more = f" and {len(undeclared) - 3} more" if len(undeclared) > 3 else ""
+            self.warn_once(
+                "undeclared dropouts",
+                f"{', '.join(undeclared[:3])}{more}: apply_tensor_parallel does not say whether the tensor_parallel="
+                f"{ranks} ranks have these layers' input whole or a part each, so that each drops the same places. Say "
+                "it with dream_trainer.modules.declare_random_layer(module, mesh, Shard(dim) or Replicate()).",
+            )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)

@@ -1,0 +1,118 @@
+"""Random layers between layers that ranks share: each draws for its own part, or all draw the same for what is whole.
+
+Ranks of tensor parallelism have the same generators, as random layers need whose input is whole on each of them. Where
+the input is split, over features or along sequences, other places are to be dropped of each rank's part. What a module
+is given is a plain tensor in both cases, so whoever splits the model says which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.compat.pytorch import shard_dim
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
+from dream_trainer.errors import ConfigError
+from dream_trainer.modules.class_change import Changed, change_class, own_class
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def declare_random_layer(module: nn.Module, mesh: DeviceMesh, input_layout: Placement) -> None:
+    """Says of a random layer how its input lies on the ranks that share layers; for `apply_tensor_parallel`.
+
+    A layer whose input is cut draws other numbers on each rank, and one whose input is whole the same on all. Either
+    way the generators of all ranks stay alike, a resumed run goes on to the bit, and a block that is computed again in
+    backward draws what it drew.
+
+    Args:
+        module: A dropout, or any module that draws from torch's, Python's or numpy's global generators for all of what
+            it is given; changed in place.
+        mesh: Of one dimension, as `apply_tensor_parallel` is given it.
+        input_layout: `Shard(dim)` between a `ColwiseParallel` and a `RowwiseParallel`, and along with a
+            `SequenceParallel`; else `Replicate()`.
+
+    Raises:
+        ConfigError: It, or a module in it, was declared before; or the layout is that of a sum.
+
+    Example:
+        ```python
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=stream)})
+        declare_random_layer(block.hidden_dropout, mesh, Shard(-1))
+        declare_random_layer(block.dropout, mesh, stream)  # Shard(1) or Replicate()
+        ```
+    """
+    from torch.distributed.tensor import Replicate
+
+    is_cut = shard_dim(input_layout) is not None
+    if not is_cut and not isinstance(input_layout, Replicate):
+        raise ConfigError(
+            f"a random layer cannot draw for an input that is laid out as {input_layout!r}. Use Shard(dim) or "
+            "Replicate()."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, Declared):
+            inside = f"its {name}" if name else "it"
+            raise ConfigError(
+                f"declare_random_layer was given a {own_class(module).__name__} after {inside} had been declared. "
+                "Declare each random layer once, and no module around it."
+            )
+    if is_cut:
+        place = mesh.get_local_rank()
+        change_class(module, DrawsForItsPart, key=place, _place=place)
+    else:
+        change_class(module, Declared)
+
+
+class Declared(Changed):
+    """A random layer of which it is known how its input lies."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return super().forward(*args, **kwargs)
+
+
+class DrawsForItsPart(Declared):
+    """Draws numbers of this rank alone."""
+
+    _place: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, with generators that begin at a number that all ranks draw, and at this one's place."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        return self._drawn(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot put generators back
+    def _drawn(self, *args: Any, **kwargs: Any) -> Any:
+        devices = (value.device for value in args if isinstance(value, Tensor) and not value.is_meta)
+        device = next(devices, torch.device("cpu"))
+        with _own_generators(self._place, device):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def _own_generators(place: int, device: torch.device) -> Iterator[None]:
+    """The number is of the CPU's generator, which checkpoints and recomputation keep for any device, without a wait."""
+    number = int(torch.randint(2**62, (), device="cpu"))
+    with preserved_random_state(device):
+        seed_device(hash_seed(b"part", number, place), device)
+        yield
+
+
+def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:
+    """The names of dropouts that drop something and of which nothing was declared."""
+    found = []
+    for model_name, model in models.items():
+        known = {part for module in model.modules() if isinstance(module, Declared) for part in module.modules()}
+        named = ((name, part) for name, part in model.named_modules() if isinstance(part, _DROPOUTS))
+        found += [f"{model_name}.{name}" for name, part in named if part.p > 0 and part not in known]
+    return found

@@ -1,0 +1,246 @@
+"""Random layers among split ones: each rank draws for its part, and all draw the same for what is whole."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.functional import gelu, mse_loss
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError
+from dream_trainer.modules import declare_random_layer
+from dream_trainer.modules.random_parts import undeclared_dropouts
+from tests.trainer.arithmetic import full, same_bits
+from tests.trainer.small import run_ranks
+from tests.worlds import run_world
+
+WIDTH, LENGTH, BATCH, STEPS = 8, 6, 4, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained by two ranks that share layers."""
+
+    in_sequence: bool
+    recompute: str = "none"
+    backend: str | None = None
+    mistaken: bool = False
+    """Whether the residual stream, which is whole, is said to be cut."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.hidden_dropout, self.dropout = nn.Dropout(0.5), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.hidden_dropout(gelu(self.up(self.norm(x))))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    case: Case = field(default_factory=lambda: Case(in_sequence=False))
+
+
+def batches() -> list[Tensor]:
+    return list(torch.randn(STEPS, BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)).double())
+
+
+class Trained(dt.DreamTrainer):
+    config: Config
+
+    def configure_models(self) -> None:
+        self.model = Model()
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            RowwiseParallel,
+            SequenceParallel,
+            parallelize_module,
+        )
+
+        case = self.config.case
+        stream: Any = Shard(1) if case.in_sequence else Replicate()
+        for number, block in enumerate(self.model.blocks):
+            plan = {"up": ColwiseParallel(input_layouts=stream), "down": RowwiseParallel(output_layouts=stream)}
+            plan |= {"norm": SequenceParallel()} if case.in_sequence else {}
+            parallelize_module(block, mesh, plan)
+            if case.in_sequence and number == 0:
+                cut = PrepareModuleInput(
+                    input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+                )
+                parallelize_module(block, mesh, cut)
+            declare_random_layer(block.hidden_dropout, mesh, Shard(-1))
+            declare_random_layer(block.dropout, mesh, Shard(1) if case.mistaken else stream)
+        parallelize_module(
+            self.model, mesh, {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())}
+        )
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return dt.data.PerRankLoader(batches()), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.start = weights_of(self.model)
+        self.dropped: dict[str, list[Tensor]] = {}
+        self.ends: list[float] = []
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, nn.Dropout):
+                layer.register_forward_hook(lambda _, args, output, name=name: self.note(name, args[0], output))
+
+    def note(self, name: str, x: Tensor, output: Tensor) -> None:
+        self.dropped.setdefault(name, []).append(((output == 0) & (x != 0)).detach())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        loss = mse_loss(self.model(batch), batch.flip(1))
+        self.backward(loss)
+        self.step(self.model, self.optimizer)
+        self.ends.append(float(torch.rand(())))
+        return {"loss": loss}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def config_of(case: Case, experiment: str, **training: Any) -> Config:
+    return Config(
+        project="tests",
+        group="random-parts",
+        experiment=experiment,
+        device_parameters=dt.DeviceParameters(
+            device="cpu",
+            tensor_parallel=2,
+            activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+            compile=case.backend is not None,
+        ),
+        compile_parameters=dt.CompileParameters(backend=case.backend or "eager"),
+        training_parameters=dt.TrainingParameters(**{"n_epochs": 1} | training),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=experiment == "broken"),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        case=case,
+    )
+
+
+def fit(case: Case, experiment: str, **training: Any) -> dict[str, Any]:
+    with Trained(config_of(case, experiment, **training)) as trainer:
+        trainer.fit()
+        found = {"start": trainer.start, "weights": weights_of(trainer.model)}
+        return found | {"dropped": trainer.dropped, "ends": trainer.ends}
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    """Each case, and the last one again, stopped after two steps and gone on with."""
+    os.chdir(directory)
+    results = [fit(case, f"{number}") for number, case in enumerate(cases)]
+    fit(cases[-1], "broken", max_steps=2)
+    return [*results, fit(cases[-1], "broken")]
+
+
+def by_hand(start: dict[str, Tensor], dropped: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The weights that one process comes to by plain PyTorch, if it drops those places."""
+    model = Model()
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, x in enumerate(batches()):
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Dropout):
+                kept = (~dropped[name][step]).double() / (1 - layer.p)
+                layer.forward = lambda y, kept=kept: y * kept  # type: ignore[method-assign]
+        mse_loss(model(x), x.flip(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+CASES = [Case(in_sequence=False, recompute="full")]
+FURTHER = [
+    Case(in_sequence=True),
+    Case(in_sequence=False),
+    Case(in_sequence=True, recompute="full"),
+    Case(in_sequence=True, recompute="selective", backend="aot_eager"),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER, marks=pytest.mark.slow)])
+def test_what_ranks_drop_is_of_their_parts_and_trains_as_one_process_that_drops_it(
+    cases: list[Case], tmp_path: Path
+) -> None:
+    *trained, resumed = zip(*run_world(train, 2, cases, str(tmp_path)), strict=True)
+    for case, (here, there) in zip(cases, trained, strict=True):
+        dropped = {}
+        for name in here["dropped"]:
+            one, other = here["dropped"][name], there["dropped"][name]
+            runs = len(one) // STEPS  # what ends a block is not run again
+            assert runs == (2 if case.recompute == "full" and "hidden" in name else 1) or case.recompute == "selective"
+            assert all(torch.equal(a, b) for a, b in zip(one[::runs], one[runs - 1 :: runs], strict=True))
+            one, other = one[::runs], other[::runs]
+            is_cut = case.in_sequence or "hidden" in name
+            assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == STEPS * [not is_cut]
+            shares = [float(mask.double().mean()) for mask in (*one, *other)]
+            assert sum(shares) / len(shares) == pytest.approx(0.5 if "hidden" in name else 0.25, abs=0.1)
+            pairs = zip(one, other, strict=True)
+            dropped[name] = [torch.cat(pair, 2 if "hidden" in name else 1) if is_cut else pair[0] for pair in pairs]
+        assert here["ends"] == there["ends"]  # generators are alike after it
+        for name, value in by_hand(here["start"], dropped).items():
+            torch.testing.assert_close(here["weights"][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+    for unbroken, after in zip(trained[-1], resumed, strict=True):
+        assert same_bits(after["weights"], unbroken["weights"])
+        assert after["ends"] == unbroken["ends"][2:]
+
+
+def mistake(directory: str) -> None:
+    os.chdir(directory)
+    with Trained(config_of(Case(in_sequence=False, mistaken=True), "mistaken")) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.slow
+def test_a_layer_that_is_said_to_be_cut_and_is_whole_is_refused(tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_random_parts import mistake; mistake({str(tmp_path)!r})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert "whole on each of the tensor_parallel=2 ranks, and their gradients differ" in text
+
+
+def test_mistakes_are_told_by_name() -> None:
+    from torch.distributed.tensor import Partial, Shard
+
+    mesh: Any = SimpleNamespace(get_local_rank=lambda: 0)
+    with pytest.raises(ConfigError, match=r"laid out as Partial\(sum\)\. Use Shard\(dim\) or Replicate\(\)"):
+        declare_random_layer(nn.Dropout(), mesh, Partial())
+    block = Block()
+    block.hidden_dropout.p = 0
+    assert undeclared_dropouts({"model": nn.ModuleList([block])}) == ["model.0.dropout"]
+    declare_random_layer(block.dropout, mesh, Shard(1))
+    assert undeclared_dropouts({"model": block}) == []
+    with pytest.raises(ConfigError, match="was given a Block after its dropout had been declared"):
+        declare_random_layer(block, mesh, Shard(1))
+    with pytest.raises(ConfigError, match="was given a Dropout after it had been declared"):
+        declare_random_layer(block.dropout, mesh, Shard(1))
