@@ -1323,6 +1323,13 @@ MUTANTS = [
         "tests/modules/test_activation_budget.py -k numbers",
     ),
     Mutant(
+        "what blocks are given counts for each of them",
+        "dream_trainer/modules/activation_budget.py",
+        'budget.held.add(saved if way == "none" else entering)',
+        "pass",
+        "tests/modules/test_activation_budget.py -k given_counts_once",
+    ),
+    Mutant(
         "blocks keep more than their budget",
         "dream_trainer/modules/activation_budget.py",
         "room = self.fraction * self.n_bytes_without - self.n_bytes",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -29,15 +30,34 @@ class Held:
             for tensor in _plain(leaf):
                 self._tensors[storage_id(tensor)] = tensor
 
-    def n_bytes(self, without: Held | None = None) -> int:
-        """Of all of them, but for those that `without` has too."""
-        others: Collection[int] = () if without is None else without._tensors
-        kept = (tensor for number, tensor in self._tensors.items() if number not in others)
+    def n_bytes(self, *without: Held | Remembered) -> int:
+        """Of all of them, but for those that one of `without` has too."""
+        kept = (tensor for number, tensor in self._tensors.items() if not any(number in other for other in without))
         return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._tensors
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors.values())
 
     def n_writes(self) -> int:
         """In-place operations that have gone through them."""
         return sum(map(write_count, self._tensors.values()))
+
+
+class Remembered:
+    """Storages of which only the identity is kept, not the memory."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}  # as long as there is one, no other storage gets its identity
+
+    def add(self, held: Held) -> None:
+        """Adds those of `held`."""
+        self._storages |= {storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in held}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._storages
 
 
 def _plain(leaf: Any) -> Iterator[Tensor]:

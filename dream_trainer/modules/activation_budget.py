@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from dream_trainer.compat.kept_bytes import Held, noted
+from dream_trainer.compat.kept_bytes import Held, Remembered, noted
 from dream_trainer.compat.operations import operation
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError
@@ -27,11 +27,19 @@ Way = Literal["none", "selective", "full"]
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that a block keeps for its backward in each way."""
+    """Bytes that a block keeps for its backward in each way, beside what blocks before it keep.
+
+    Attributes:
+        none: Without recomputation.
+        selective: With what is expensive.
+        full: With what enters it alone.
+        if_none: Without recomputation in the blocks before, too.
+    """
 
     none: int
     selective: int
     full: int
+    if_none: int
 
 
 class Budget:
@@ -48,6 +56,7 @@ class Budget:
         self.ways: list[Way] = []
         self.n_bytes = 0  # kept, in the ways that were chosen
         self.n_bytes_without = 0  # that would be kept if nothing was computed again
+        self.held, self.held_without = Remembered(), Remembered()  # what these are the bytes of
         self._n_blocks, self._tell = n_blocks, tell
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -59,7 +68,7 @@ class Budget:
         Of the two ways between which the fraction lies the one that keeps more, if the blocks before have left room
         for it: they take turns then, and none is computed again in full where the expensive part could be kept.
         """
-        self.n_bytes_without += kept.none
+        self.n_bytes_without += kept.if_none
         room = self.fraction * self.n_bytes_without - self.n_bytes
         more: Way = "none"
         less: Way = "full"
@@ -72,6 +81,7 @@ class Budget:
         self.ways.append(way)
         self.n_bytes += kept._asdict()[way]
         if len(self.ways) == self._n_blocks:
+            self.held, self.held_without = Remembered(), Remembered()
             self._tell(self)
         return way
 
@@ -86,14 +96,14 @@ class Budgeted(Recomputed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed if that was chosen; measured and chosen if it was not yet."""
         if self._way is None and torch.is_grad_enabled():
-            self._way = self._budget.choose(self._measure(args, kwargs))
+            self._way = self._choose(args, kwargs)
             if self._way == "selective":
                 self._contexts = partial(create_selective_checkpoint_contexts, self._operations)
         if self._way == "none":
             return super(Recomputed, self).forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
-    def _measure(self, args: Any, kwargs: Any) -> KeptBytes:
+    def _choose(self, args: Any, kwargs: Any) -> Way:
         own, entering, saved, outputs = Held(), Held(), Held(), Held()
         own.add([*self.parameters(), *self.buffers()])
         entering.add((args, kwargs))
@@ -107,8 +117,15 @@ class Budgeted(Recomputed):
                 'computed again: activation_checkpointing="budget" would change it twice. Write `x = x + y`, not '
                 '`x += y`, or use activation_checkpointing="none".'
             )
-        full = entering.n_bytes(without=own)
-        return KeptBytes(saved.n_bytes(without=own), full + outputs.n_bytes(without=entering), full)
+        budget = self._budget
+        before, full = budget.held, entering.n_bytes(own, budget.held)
+        expensive = outputs.n_bytes(entering)
+        if_none = saved.n_bytes(own, budget.held_without)
+        way = budget.choose(KeptBytes(saved.n_bytes(own, before), full + expensive, full, if_none))
+        # What blocks are given, such as a mask, may be the same for all; what was computed here is gone.
+        budget.held.add(saved if way == "none" else entering)
+        budget.held_without.add(saved)
+        return way
 
 
 def keep_within(module: nn.Module, budget: Budget, keep: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dream_trainer.compat.kept_bytes import Held, noted
+from dream_trainer.compat.kept_bytes import Held, Remembered, noted
 
 
 def test_views_of_a_storage_count_once_and_as_a_whole() -> None:
@@ -16,10 +16,21 @@ def test_views_of_a_storage_count_once_and_as_a_whole() -> None:
     held.add({"a": [whole[:10], whole[50:]], "b": (torch.zeros(5, dtype=torch.int64), "text", 3)})
     assert held.n_bytes() == 400 + 40
     others.add(whole)
-    assert held.n_bytes(without=others) == 40
+    assert held.n_bytes(others) == 40
     meta = Held()
     meta.add([torch.empty(7, device="meta"), torch.empty(7, device="meta")])
     assert meta.n_bytes() == 2 * 28
+
+
+def test_what_is_remembered_takes_no_memory_and_is_never_taken_for_another() -> None:
+    remembered = Remembered()
+    for _ in range(100):  # whose memory and identity the next one would get
+        held = Held()
+        held.add(torch.zeros(1000))
+        assert held.n_bytes(remembered) == 4000
+        remembered.add(held)
+        assert held.n_bytes(remembered) == 0
+    assert all(reference.expired() for number, reference in remembered._storages.items() if number not in held)
 
 
 def test_what_a_backward_needs_and_what_operations_gave_is_noted() -> None:

@@ -76,10 +76,11 @@ def with_budget(model: Net, fraction: float) -> Budget:
     return budget
 
 
-def kept_after_forward(model: Net) -> int:
-    x, scale = torch.ones(64, WIDTH, requires_grad=True), torch.ones(())
+def kept_after_forward(model: Net, factor: Tensor | None = None) -> int:
+    """`factor` is what all blocks are given."""
+    x, factor = torch.ones(64, WIDTH, requires_grad=True), torch.ones(()) if factor is None else factor
     with Live() as live:
-        output = model(x, scale)
+        output = model(x, factor * 1.0)
     n_bytes = live.n_bytes(model)
     del output
     return n_bytes
@@ -97,6 +98,18 @@ def test_the_memory_that_blocks_hold_stays_below_the_budget(fraction: float) -> 
         assert abs(kept - budget.n_bytes) < few
         assert kept > 0.5 * fraction * without
     assert len(budget.ways) == N_BLOCKS
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 1.0])
+def test_what_all_blocks_are_given_counts_once(fraction: float) -> None:
+    model = Net()
+    model.blocks = nn.ModuleList(Block(has_norm=False) for _ in range(N_BLOCKS))
+    without = kept_after_forward(model, torch.ones(64, WIDTH))
+    budget = with_budget(model, fraction)
+    for few in (8192, 256):
+        assert abs(kept_after_forward(model, torch.ones(64, WIDTH)) - budget.n_bytes) < few
+        assert abs(budget.n_bytes_without - without) < 256
+    assert budget.n_bytes <= fraction * budget.n_bytes_without
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.8])
@@ -127,7 +140,7 @@ def test_tokens_of_experts_are_counted_once() -> None:
 
 
 def test_blocks_take_turns_between_the_two_ways_next_to_the_budget() -> None:
-    kept = KeptBytes(none=100, selective=60, full=10)
+    kept = KeptBytes(none=100, selective=60, full=10, if_none=100)
     expected = {1.0: "none", 0.8: "none selective", 0.6: "selective", 0.4: "selective full", 0.1: "full"}
     for fraction, ways in expected.items():
         budget = Budget(fraction, 20, lambda budget: None)
@@ -139,7 +152,7 @@ def test_blocks_take_turns_between_the_two_ways_next_to_the_budget() -> None:
     over = Budget(0.05, 1, lambda budget: None)
     assert over.choose(kept) == "full"
     dear = Budget(0.7, 2, lambda budget: None)  # to keep what is expensive may take more than to keep everything
-    assert [dear.choose(KeptBytes(100, 120, 10)) for _ in range(2)] == ["full", "none"]
+    assert [dear.choose(KeptBytes(100, 120, 10, 100)) for _ in range(2)] == ["full", "none"]
 
 
 def test_forwards_without_gradients_choose_nothing() -> None:
