@@ -853,6 +853,13 @@ MUTANTS = [
         "tests/trainer/test_pipeline_exports.py",
     ),
     Mutant(
+        "stages whose ranks share sequences are warned of the numbers of their micro-batches",
+        "dream_trainer/trainer/pipeline.py",
+        "            with self._aside():\n                return _Built(",
+        "            if True:\n                return _Built(",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

@@ -26,8 +26,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from dream_trainer.errors import ConfigError
-
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
@@ -36,8 +34,9 @@ SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
 """What `shallow_copy` of a module does not share with it."""
 
-_ONLY_FLOATS_CROSS = torch.__version__ < "2.13"
-"""PyTorch 2.11 asks for a gradient of whatever a stage is given, which integers cannot have."""
+_ALL_HAVE_GRADIENTS = torch.__version__ < "2.13"
+"""Whether PyTorch sends back a gradient of whatever a stage is given, which has to be a float then (2.11)."""
+_FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}  # by the bytes of a number
 
 RunStage = Callable[[tuple[Any, ...], int], Any]
 
@@ -69,12 +68,11 @@ class ScheduledStage(PipelineStage):
         group: dist.ProcessGroup,
         backward_context: AbstractContextManager[Any] | None = None,
     ) -> None:
-        if _ONLY_FLOATS_CROSS:
-            _check_all_floats(place[0], outputs if place[0] < place[1] - 1 else ())
         # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
-        args = {"input_args": tuple(inputs), "output_args": tuple(outputs)}
+        received = map(_as_sent, inputs) if place[0] > 0 else inputs
+        args = {"input_args": tuple(received), "output_args": tuple(map(_as_sent, outputs))}
         super().__init__(module, *place, device, group=group, **args)  # type: ignore[arg-type]
-        self._run = run
+        self._run, self._inputs = run, tuple(inputs)
         self._micro_batch = 0
         self._backward_context = nullcontext() if backward_context is None else backward_context
         self.reduces = True
@@ -86,8 +84,10 @@ class ScheduledStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers."""
+        if _ALL_HAVE_GRADIENTS and not self.is_first:
+            args = tuple([_as_given(arg, like) for arg, like in zip(args, self._inputs, strict=True)])
         output = self._run(args, self._micro_batch)
-        return output if self.is_last else tuple([part.contiguous() for part in as_tuple(output)])
+        return output if self.is_last else tuple([_as_sent(part.contiguous()) for part in as_tuple(output)])
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """PyTorch 2.11 would compare what the stage gives with what it was told, and refuse a loss in another type."""
@@ -96,10 +96,15 @@ class ScheduledStage(PipelineStage):
         """PyTorch 2.11 would have a rank with neighbouring stages send to itself, which gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **more: Any
+    ) -> Any:
         """As in PyTorch; what is sent back lies in order."""
+        of = _of_those_with_gradients(bwd_kwargs) if backward_type == "input" and _ALL_HAVE_GRADIENTS else bwd_kwargs
         with self._backward_context:
-            gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
+            gradients, groups = super().backward_maybe_with_nosync(backward_type, of, *args, **more)
+        if _ALL_HAVE_GRADIENTS and backward_type != "weight" and not self.is_first:
+            gradients = _of_all(gradients, of["input_values"])
         return tuple([None if g is None else g.contiguous() for g in gradients]), groups
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -108,14 +113,44 @@ class ScheduledStage(PipelineStage):
             super().perform_reduce_grad(1)
 
 
-def _check_all_floats(stage: int, outputs: Sequence[Tensor]) -> None:
-    """Raises ConfigError where a stage hands on what has no gradient."""
-    for number, output in enumerate(outputs):
-        if not (output.is_floating_point() or output.is_complex()):
-            raise ConfigError(
-                f"Stage {stage} hands on output {number} of {output.dtype}, and PyTorch {torch.__version__} cannot "
-                "send integers from stage to stage in training. Use PyTorch 2.13 or newer, or hand them on as floats."
-            )
+def bytes_sent(tensor: Tensor) -> tuple[int, int]:
+    """What crosses of a tensor that a stage hands on: there, and of its gradient back."""
+    back = tensor.is_floating_point() or _ALL_HAVE_GRADIENTS
+    return _as_sent(tensor).nbytes, _as_sent(tensor).nbytes * back
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """What goes from stage to stage of a tensor: the bits of integers as those of floats where all have gradients."""
+    if not _ALL_HAVE_GRADIENTS or tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.view(_FLOATS[tensor.itemsize]) if tensor.itemsize in _FLOATS else tensor.to(torch.float16)
+
+
+def _as_given(received: Tensor, like: Tensor) -> Tensor:
+    """The tensor that `_as_sent` was given, one like `like`."""
+    if like.requires_grad:
+        return received
+    received.requires_grad_(False)
+    if received.dtype == like.dtype:
+        return received
+    return received.view(like.dtype) if like.itemsize in _FLOATS else received.to(like.dtype)
+
+
+def _of_those_with_gradients(of: dict[str, Any]) -> dict[str, Any]:
+    """What a backward is of, without outputs that have no gradient, from which PyTorch 2.11 would go back as well."""
+    if of["output_grads"] is None:  # the loss
+        return of
+    pairs = [pair for pair in zip(of["stage_output"], of["output_grads"], strict=True) if pair[0].requires_grad]
+    return of | {"stage_output": [output for output, _ in pairs], "output_grads": [gradient for _, gradient in pairs]}
+
+
+def _of_all(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A gradient of each input, from those of all or of those that need one; 0 where there is none."""
+    found = iter(gradients)
+    has_place = [len(gradients) == len(inputs) or value.requires_grad for value in inputs]
+    of_inputs = [next(found) if has else None for has in has_place]
+    pairs = zip(of_inputs, inputs, strict=True)
+    return tuple([torch.zeros_like(value) if gradient is None else gradient for gradient, value in pairs])
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

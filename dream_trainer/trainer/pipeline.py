@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, new_schedule
+from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, bytes_sent, new_schedule
 from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
@@ -260,7 +260,8 @@ class Pipeline:
         ]
         self.bytes_of_a_batch = self._microbatches * sum(self._bytes_of(number, like) for number, like in seen.items())
         try:
-            return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
+            with self._aside():
+                return _Built(stages, new_schedule(self._schedule, stages, self._microbatches))
         except ValueError as error:
             raise ConfigError(
                 f"schedule={self._schedule!r} cannot run microbatches={self._microbatches} through {len(self._ranks)} "
@@ -271,9 +272,9 @@ class Pipeline:
         """What a stage sends of a micro-batch: outputs to the next one, and gradients of its inputs back."""
         here, total = self._world.stage_rank, 0
         if stage < self._last and self._ranks[stage + 1] != here:
-            total += sum(tensor.nbytes for tensor in seen.outputs)
+            total += sum(bytes_sent(tensor)[0] for tensor in seen.outputs)
         if stage > 0 and self._ranks[stage - 1] != here:
-            total += sum(tensor.nbytes for tensor in seen.inputs if tensor.is_floating_point())
+            total += sum(bytes_sent(tensor)[1] for tensor in seen.inputs)
         return total
 
     # -- without gradients
@@ -344,7 +345,7 @@ class Pipeline:
             work.wait()
 
     def _like(self, number: int, args: tuple[Any, ...], output: Any) -> _Seen:
-        inputs = _without_values(self._messages.parts(args)) if number > 0 else (torch.arange(1),)
+        inputs = _without_values(self._messages.parts(args)) if number > 0 else (torch.zeros(1, dtype=torch.int64),)
         is_last = number == self._last
         outputs = (torch.empty(()),) if is_last else _without_values(self._messages.parts(as_tuple(output)))
         return _Seen(inputs, outputs, tuple(map(layout_of, args)) if number > 0 else ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
-from dream_trainer.compat.pipelining import ONE_STAGE, ScheduledStage, as_tuple, new_schedule
+from dream_trainer.compat.pipelining import (
+    ONE_STAGE,
+    SCHEDULES,
+    ScheduledStage,
+    as_tuple,
+    bytes_sent,
+    new_schedule,
+    ranks_of_stages,
+)
 from tests.worlds import run_world
 
 ROWS, WIDTH = 3, 4
@@ -73,6 +83,86 @@ def test_gradients_of_two_batches_add_up_and_are_reduced_at_the_last(schedule: s
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
     assert first["before"] == last["before"] == [None, None]
     assert sorted(first["ran"]) == sorted(last["ran"]) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+BESIDE = {
+    "numbers": torch.tensor([[2**40 + 1, -3]]),
+    "bytes": torch.tensor([[255, 7]], dtype=torch.uint8),
+    "flags": torch.tensor([[True, False]]),
+    "floats": torch.tensor([[0.1, float("nan")]]),
+}
+
+
+def hand_on(schedules: list[str]) -> list[dict[str, Any]]:
+    """Trains four layers on two ranks, that hand on beside what is learned what no gradient is of."""
+    dist.init_process_group("gloo")
+    results = []
+    for schedule in schedules:
+        ranks = ranks_of_stages(schedule, 2, 2 if schedule not in ONE_STAGE else 1)
+        results.append(hand_on_by(schedule, ranks))
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def hand_on_by(schedule: str, ranks: list[int]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in ranks]
+    x, last, arrived = torch.randn(4, ROWS, WIDTH, dtype=torch.float64), len(ranks) - 1, []
+
+    def run(number: int, args: tuple[Any, ...], micro_batch: int) -> Any:
+        value = x[int(args[0])] if number == 0 else args[0]
+        beside = tuple(BESIDE.values()) if number == 0 else args[1:]
+        output = layers[number](value)
+        if number == last:
+            arrived.append(dict(zip(BESIDE, [tensor.clone() for tensor in beside], strict=True)))
+            return output.square().sum()
+        return (output, *beside)
+
+    between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    like = [between, *(torch.empty_like(tensor, device="meta") for tensor in BESIDE.values())]
+    stages = [
+        ScheduledStage(
+            layers[number],
+            partial(run, number),
+            place=(number, len(ranks)),
+            inputs=[torch.arange(1)] if number == 0 else like,
+            outputs=[torch.empty(())] if number == last else like,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,  # type: ignore[arg-type]
+        )
+        for number, rank in enumerate(ranks)
+        if rank == dist.get_rank()
+    ]
+    numbers = [stage.stage_index for stage in stages]
+    batch = new_schedule(schedule, stages, 4)
+    for _ in range(2):
+        batch(0 in numbers, last in numbers)
+    total = x.flatten(0, 1)
+    copies = [copy.deepcopy(layer).requires_grad_() for layer in layers]
+    for layer in copies:
+        layer.zero_grad()
+        total = layer(total)
+    (2 * total.square().sum()).backward()
+    own = [(layers[n], copies[n]) for n in numbers]
+    pairs = [pair for two in own for pair in zip(*[[p.grad for p in layer.parameters()] for layer in two], strict=True)]
+    return {"pairs": pairs, "arrived": arrived}
+
+
+def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_schedule() -> None:
+    for results in zip(*run_world(hand_on, 2, list(SCHEDULES)), strict=True):
+        for found, expected in [pair for result in results for pair in result["pairs"]]:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        arrived = [beside for result in results for beside in result["arrived"]]
+        assert len(arrived) == 8
+        for beside in arrived:
+            for name, sent in BESIDE.items():
+                torch.testing.assert_close(beside[name], sent, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_crosses_is_counted_there_and_back() -> None:
+    assert bytes_sent(torch.zeros(3)) == (12, 12)
+    assert bytes_sent(torch.zeros(3, dtype=torch.int64)) == (24, 0 if torch.__version__ >= "2.13" else 24)
 
 
 def test_what_a_stage_gives_becomes_the_next_ones_arguments() -> None:
