@@ -6,16 +6,19 @@
 A decoder-only transformer of 0.87 M parameters ("small": 4 blocks, width 128, 8 x 64 tokens) or 25 M ("large": 8
 blocks, width 512, 1 x 32 tokens, so that communication and the optimizer weigh most), fused AdamW, clipping at 1.0.
 Both train in one process group, in turns of `--steps` steps, so that drift of the machine meets both. Time is the
-process's, with gloo's threads. With `--memory` one of them trains alone, and the peak of the resident set above the
-process before its model is printed.
+process's, with gloo's threads. With `--memory` one of them trains alone, and two peaks above the process before its
+model are printed: of the resident set, and of the bytes that the C library has given out, right after a forward, which
+its free lists do not blur (glibc only).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,6 +44,7 @@ from dream_trainer import (
 from dream_trainer.data.loader import PerRankLoader
 
 CLIP, VOCABULARY = 1.0, 96
+watches_memory = "--memory" in sys.argv
 
 
 @dataclass
@@ -104,8 +108,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+used_after_forward: list[float] = []
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    if watches_memory:
+        used_after_forward.append(used_mib())
+    return loss
 
 
 class PlainLoop:
@@ -200,16 +210,36 @@ def resident_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+class MallocInfo(ctypes.Structure):
+    """The C library's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def used_mib() -> float:
+    library = ctypes.CDLL("libc.so.6")
+    library.mallinfo2.restype = MallocInfo
+    found = library.mallinfo2()
+    return (found.uordblks + found.hblkhd) / 2**20
+
+
 def measure_memory(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
-    before = resident_mib()
+    before, used_before = resident_mib(), used_mib()
     if options.memory == "ours":
         train(options, options.steps, is_alone=True)
     else:
         PlainLoop(SHAPES[options.model], options.accumulation).run(options.steps)
     if dist.get_rank() == 0:
-        print(f"{options.model}, {options.memory}: peak {resident_mib() - before:.0f} MiB above the start")
+        used = max(used_after_forward[2:]) - used_before  # after the first steps made the optimizer's state
+        resident = resident_mib() - before
+        print(
+            f"{options.model}, {options.memory}: peaks above the start: resident {resident:.0f} MiB, in use {used:.1f}"
+        )
     dist.destroy_process_group()
 
 

@@ -32,6 +32,7 @@ K = TypeVar("K")
 
 BUCKET_BYTES = 25 * 2**20
 _AT_ONCE = 2  # one is packed while another is summed
+_KEPT_FROM = 8 * 2**20  # less is taken from what activations left free, whose pages the process has already
 _PARTS = 3  # a float64 is the sum of so many float32
 
 
@@ -113,7 +114,7 @@ class Averaging:
     def __init__(self, buckets: Sequence[Bucket], world: World) -> None:
         self._buckets = buckets
         self._world = world
-        # Kept over steps: on the CPU new memory costs more than a copy into it.
+        # What is kept over steps: on the CPU much new memory costs more than a copy into it.
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
         self._asleep: list[nn.Parameter] = []  # frozen in the last run, and at each backward since
 
@@ -187,7 +188,9 @@ class Averaging:
         flat = self._memory.get(key)
         if flat is None or flat.numel() < size:
             self._memory.pop(key, None)
-            flat = self._memory[key] = torch.empty(size, dtype=key[1], device=self._world.parameter_device)
+            flat = torch.empty(size, dtype=key[1], device=self._world.parameter_device)
+            if flat.nbytes >= _KEPT_FROM:
+                self._memory[key] = flat
         return flat[:size]
 
     def _total(self, slots: Tensor, *, is_carried: bool) -> Tensor:
