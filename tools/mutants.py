@@ -860,6 +860,20 @@ MUTANTS = [
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(
+        "stages are given what they change, and no copy",
+        "dream_trainer/trainer/pipeline.py",
+        "[value.clone() if is_changed else value for value, is_changed in given]",
+        "[value for value, _ in given]",
+        "tests/trainer/test_pipeline_parallel.py -k in_place",
+    ),
+    Mutant(
+        "a rank without parameters rounds the norm of the other stages'",
+        "dream_trainer/trainer/step/gradients.py",
+        "torch.float64 if world.stages > 1 and not parameters else torch.float32",
+        "torch.float32",
+        "tests/trainer/test_pipeline_optimizers.py",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

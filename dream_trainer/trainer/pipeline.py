@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, bytes_sent, new_schedule
+from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
@@ -72,11 +73,13 @@ class _Built(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tensors like this rank's parts of those that a stage gets and gives, and how what it gets lies on the ranks."""
+    """Tensors like this rank's parts of those that a stage gets and gives; of what it gets, how it lies on the ranks,
+    and which of it the stage changes in place."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     layouts: tuple[int, ...]
+    changed: tuple[bool, ...]
 
 
 class Pipeline:
@@ -204,9 +207,12 @@ class Pipeline:
         loss = self._messages.shared_loss(loss)
         return loss if weights is None else _mean(loss, weights)
 
-    def _run_stage(self, stage: int, layouts: tuple[int, ...], args: tuple[Any, ...], place: int) -> Any:
+    def _run_stage(self, stage: int, like: _Seen, args: tuple[Any, ...], place: int) -> Any:
         """What a stage computes of a micro-batch: what the next one needs, or its share of the loss."""
-        positional, named = self._inputs[place] if stage == 0 else (self._messages.joined(args, layouts), {})
+        positional, named = self._inputs[place] if stage == 0 else (self._messages.joined(args, like.layouts), {})
+        if any(like.changed):  # which autograd lets nobody do to what a gradient is asked of
+            given = zip(positional, like.changed, strict=True)
+            positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
         output = self._own[stage](*positional, **named)
         if stage < self._last:
             return self._messages.parts(as_tuple(output))
@@ -248,7 +254,7 @@ class Pipeline:
         stages = [
             ScheduledStage(
                 self._own[number],
-                partial(self._run_stage, number, like.layouts),
+                partial(self._run_stage, number, like),
                 place=(number, len(self._ranks)),
                 inputs=like.inputs,
                 outputs=like.outputs,
@@ -332,6 +338,8 @@ class Pipeline:
                     before = self._ranks[number - 1]
                     is_here = before == self._world.stage_rank
                     args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
+                    if seen is not None:
+                        args = tuple([value.clone() for value in args])
                 output = stage(*args, **kwargs)
                 if seen is not None:
                     seen[number] = self._like(number, args, output)
@@ -345,10 +353,12 @@ class Pipeline:
             work.wait()
 
     def _like(self, number: int, args: tuple[Any, ...], output: Any) -> _Seen:
-        inputs = _without_values(self._messages.parts(args)) if number > 0 else (torch.zeros(1, dtype=torch.int64),)
         is_last = number == self._last
         outputs = (torch.empty(()),) if is_last else _without_values(self._messages.parts(as_tuple(output)))
-        return _Seen(inputs, outputs, tuple(map(layout_of, args)) if number > 0 else ())
+        if number == 0:
+            return _Seen((torch.zeros(1, dtype=torch.int64),), outputs, (), ())
+        changed = tuple([write_count(value) > 0 for value in args])
+        return _Seen(_without_values(self._messages.parts(args)), outputs, tuple(map(layout_of, args)), changed)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -85,7 +85,8 @@ def say_what_is_beside_its_optimizer(
         if not any(scheduler is one for one in schedulers):
             continue
         driven = scheduler.optimizer
-        if not any(id(p) in stepped for group in driven.param_groups for p in group["params"]):
+        is_stepped = any(driven is optimizer for optimizer in optimizers)  # also one without parameters
+        if not is_stepped and not any(id(p) in stepped for group in driven.param_groups for p in group["params"]):
             beside = " and ".join(names.get(id(optimizer), type(optimizer).__name__) for optimizer in optimizers)
             of = names.get(id(driven), type(driven).__name__)
             trainer.warn_once(

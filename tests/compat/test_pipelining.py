@@ -17,6 +17,7 @@ from dream_trainer.compat.pipelining import (
     SCHEDULES,
     ScheduledStage,
     as_tuple,
+    asked_for_what_is_not_there,
     bytes_sent,
     new_schedule,
     ranks_of_stages,
@@ -163,6 +164,17 @@ def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_sch
 def test_what_crosses_is_counted_there_and_back() -> None:
     assert bytes_sent(torch.zeros(3)) == (12, 12)
     assert bytes_sent(torch.zeros(3, dtype=torch.int64)) == (24, 0 if torch.__version__ >= "2.13" else 24)
+
+
+def test_an_error_about_what_a_stage_does_not_have_is_known() -> None:
+    with pytest.raises(ValueError) as empty:
+        torch.optim.AdamW([])
+    with pytest.raises(AttributeError) as none:
+        _ = None.parameters  # type: ignore[attr-defined]
+    assert asked_for_what_is_not_there(empty.value)
+    assert asked_for_what_is_not_there(none.value)
+    assert not asked_for_what_is_not_there(ValueError("other"))
+    assert not asked_for_what_is_not_there(AttributeError("other"))
 
 
 def test_what_a_stage_gives_becomes_the_next_ones_arguments() -> None:

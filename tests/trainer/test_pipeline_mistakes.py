@@ -296,6 +296,10 @@ class Other(Trained):
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
+        if self.mistake == "of nothing":
+            self.optimizer = torch.optim.AdamW(p for n, p in self.model.named_parameters() if n.startswith("head."))
+        if self.mistake == "of none":
+            self.optimizer = torch.optim.AdamW(self.model.head.parameters())
         if self.mistake == "groups":
             named = dict(self.model.named_parameters())
             groups = [[p for name, p in named.items() if ("embedding" in name) is first] for first in (True, False)]
@@ -306,6 +310,8 @@ MISTAKES = {
     "unaware": "stage 0 of 2 of Unaware",
     "two models": "pipeline_parallel=2 cuts one model, and the trainer has self.model, self.critic",
     "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
+    "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",
+    "of none": "configure_optimizers failed ('NoneType' object has no attribute 'parameters'): each rank has the lay",
     "callback": "WeightStats with pipeline_parallel=2 is not there yet",
     "microbatches": "microbatches=1 is less than pipeline_parallel=2",
     "float8": "float8 and schedule='ZBVZeroBubble' with pipeline_parallel=2 is not there yet",
@@ -317,9 +323,11 @@ MISTAKES = {
 )
 def test_a_model_that_is_no_pipeline_ends_the_run_on_all_ranks(mistake: str, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_pipeline_mistakes import make_mistake; make_mistake({mistake!r})"
-    for status, text in run_ranks(code, 2, tmp_path):
-        assert status == 1
-        assert MISTAKES[mistake] in text
+    ranks = run_ranks(code, 2, tmp_path)
+    assert [status for status, _ in ranks] == [1, 1]
+    found = [MISTAKES[mistake] in text for _, text in ranks]
+    assert found == ([True, False] if mistake.startswith("of ") else [True, True])  # what the first stage alone lacks
+    assert all(found) or "stops because of rank 0" in ranks[1][1]
 
 
 def make_mistake(mistake: str) -> None:

@@ -149,11 +149,13 @@ def test_training_in_stages_equals_a_loop_written_by_hand(cases: list[Case], tmp
 
 
 class Shifting(Trained):
-    """Its embedding changes the tokens in place."""
+    """Its embedding changes the tokens in place, and its blocks what they are given."""
 
     def configure_models(self) -> None:
         super().configure_models()
         self.model.embedding.register_forward_pre_hook(shift)
+        for block in self.model.blocks:
+            block.register_forward_pre_hook(stretch)
         self.shifted: list[bool] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
@@ -167,15 +169,30 @@ def shift(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0].add_(1).remainder_(VOCABULARY).clone(),)
 
 
-def train_shifting(directory: str) -> list[bool]:
+def stretch(module: torch.nn.Module, args: tuple[Tensor]) -> None:
+    args[0].mul_(1.5)
+    args[0][:, 0] += 1
+
+
+def train_shifting(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     os.chdir(directory)
-    with Shifting(config_of(Case(2), max_steps=2)) as trainer:
-        trainer.fit()
-        return trainer.shifted
+    results = []
+    for case in cases:
+        with Shifting(config_of(case, max_steps=2)) as trainer:
+            trainer.fit()
+            results.append({"shifted": trainer.shifted, "norms": trainer.norms, "weights": weights_of(trainer)})
+    return results
 
 
 def test_a_stage_may_change_its_inputs_in_place(tmp_path: Path) -> None:
-    assert run_world(train_shifting, 2, str(tmp_path))[0] == [True, True]
+    ((alone,),) = run_world(train_shifting, 1, [Case()], str(tmp_path))
+    cases = [Case(2), Case(2, schedule="ZBVZeroBubble")]  # where a rank hands on to itself
+    for ranks in zip(*run_world(train_shifting, 2, cases, str(tmp_path)), strict=True):
+        assert ranks[0]["shifted"] == [True, True]
+        for rank in ranks:
+            assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-10)
+            for name, value in rank["weights"].items():
+                torch.testing.assert_close(value, alone["weights"][name], rtol=1e-10, atol=1e-10)
 
 
 # -- checkpoints

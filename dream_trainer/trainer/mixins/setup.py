@@ -340,7 +340,22 @@ def _load_pretrained(trainer: SetupMixin) -> None:
 
 def _configure_optimizers(trainer: SetupMixin) -> None:
     trainer._parallel.reshard()
-    refuse_returned("configure_optimizers", "self.optimizer", trainer.configure_optimizers())  # type: ignore[func-returns-value]
+    try:
+        returned = trainer.configure_optimizers()  # type: ignore[func-returns-value]
+    except (ValueError, AttributeError) as error:
+        if trainer.world.stages == 1:
+            raise
+        from dream_trainer.compat.pipelining import asked_for_what_is_not_there
+
+        if not asked_for_what_is_not_there(error):
+            raise
+        raise HookError(
+            f"configure_optimizers failed ({error}): each rank has the layers of its own stage of the pipeline, and "
+            "None in place of others. Choose parameters by name, and give them to the optimizer as a group, which may "
+            'be empty: AdamW([{"params": [p for name, p in self.model.named_parameters() if name.startswith("head.")]}]'
+            ")."
+        ) from error
+    refuse_returned("configure_optimizers", "self.optimizer", returned)
     optimizers, plan = trainer.named_optimizers(), trainer._build.plan
     if not optimizers:
         raise HookError("configure_optimizers assigned no optimizer to self.")

@@ -128,7 +128,8 @@ def plan_step(
         kind = copies_of(parameter, world.step_size), isinstance(parameter, DTensor), divisor, first == world.stage_rank
         kinds.setdefault(kind, []).append(parameter)
     dtypes = {p.dtype for p in parameters}
-    dtype = torch.float32
+    # A rank without parameters has the norm of the other stages', of whatever type.
+    dtype = torch.float64 if world.stages > 1 and not parameters else torch.float32
     for other in dtypes:
         dtype = torch.promote_types(dtype, torch.zeros((), dtype=other).abs().dtype)
     shared = [p for p in parameters if id(p) in gradients.shared]

@@ -1,0 +1,72 @@
+"""Optimizers of parts of a model in stages: a rank without such a part has one of nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dream_trainer as dt
+from tests.trainer.stages import Case, Trained, config_of, count, mean_loss, weights_of
+from tests.worlds import run_world
+
+
+class OfParts(Trained):
+    """An optimizer of the head and one of all else, which step one after the other, or together without
+    clipping."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        of_head = [p for name, p in self.model.named_parameters() if name.startswith("head.")]
+        others = [p for name, p in self.model.named_parameters() if not name.startswith("head.")]
+        self.optimizer = torch.optim.AdamW([{"params": others}], lr=1e-2)
+        self.head_optimizer = torch.optim.AdamW([{"params": of_head}], lr=2e-2)
+
+    def configure_schedulers(self) -> None:
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.head_optimizer, lambda step: 1 / (1 + step))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
+        turns: list[Any] = [(self.optimizer,), (self.head_optimizer, self.scheduler)]
+        if self.config.case.clip is None:
+            turns = [([self.optimizer, self.head_optimizer], self.scheduler)]
+        self.norms += [self.step(self.model, *turn).item() for turn in turns]
+        return {}
+
+    def warn_once(self, key: str, message: str) -> None:
+        assert not key.startswith("beside")
+        super().warn_once(key, message)
+
+
+def train(case: Case, experiment: str, directory: str, *steps: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+    os.chdir(directory)
+    found = []
+    for max_steps in steps:
+        config = replace(
+            config_of(case, experiment, max_steps=max_steps, val_every_n_epochs=None),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        )
+        with OfParts(config) as trainer:
+            trainer.fit()
+            found.append((trainer.norms, weights_of(trainer)))
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.05, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_without_an_optimizers_part_steps_nothing_and_checkpoints_have_all(
+    clip: float | None, tmp_path: Path
+) -> None:
+    case, directory = Case(clip=clip), str(tmp_path)
+    ((norms, weights),) = run_world(train, 1, replace(case, pp=1), "alone", directory, 4)[0]
+    ranks = run_world(train, 2, replace(case, pp=2), "hops", directory, 2, 3)
+    ((last_norms, last_weights),) = run_world(train, 1, replace(case, pp=1), "hops", directory, 4)[0]
+    for (first, _), (second, _) in ranks:
+        assert [*first, *second, *last_norms] == pytest.approx(norms, rel=1e-10)
+    for name, value in weights.items():
+        torch.testing.assert_close(last_weights[name], value, rtol=1e-9, atol=1e-9, msg=name)
