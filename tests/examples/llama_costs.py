@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dream_trainer.trainer.step import buckets
 from tests.worlds import run_world
 from tools.parity import ParityTrainer, config_of
 from tools.parity_cells import Cell
@@ -31,6 +35,8 @@ class Cost(NamedTuple):
     """As if every collective were a ring."""
     in_flight: int
     """Micro-batches that went through a block and have not come back, at most."""
+    peak: int
+    """Of all that lives at once."""
 
 
 class Counted(TorchDispatchMode):
@@ -39,6 +45,8 @@ class Counted(TorchDispatchMode):
     def __init__(self, n_ranks: int) -> None:
         super().__init__()
         self.n, self.sent, self.made = n_ranks, 0.0, WeakIdKeyDictionary()
+        self.alive: dict[int, weakref.ref[Any]] = {}
+        self.looks, self.peak = False, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, share = str(func).rpartition(".")[0], (self.n - 1) / self.n
@@ -56,10 +64,30 @@ class Counted(TorchDispatchMode):
             case "_c10d_functional.reduce_scatter_tensor":
                 self.sent += share * args[0].nbytes
         result = func(*args, **kwargs or {})
-        for tensor in result if isinstance(result, tuple | list) else (result,):
+        made = result if isinstance(result, tuple | list) else (result,)
+        for tensor in made:
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                 self.made[tensor.untyped_storage()] = True
+        self.add(made)
         return result
+
+    def begin(self) -> None:
+        """From now on counts what is sent, and what is made."""
+        self.sent, self.made = 0.0, WeakIdKeyDictionary()
+
+    def add(self, tensors: Sequence[Any]) -> None:
+        """Knows what they lie in, as long as it lives, and looks how much lives now."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = local(tensor).untyped_storage()
+                self.alive.setdefault(id(storage), weakref.ref(storage, partial(self._remove, id(storage))))
+        if not self.looks:
+            return
+        storages = [reference() for reference in list(self.alive.values())]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages if storage is not None))
+
+    def _remove(self, number: int, reference: Any) -> None:
+        self.alive.pop(number, None)
 
     def living(self, besides: Sequence[Tensor]) -> int:
         """Bytes of them, but for what `besides` lie in, once threads of gloo have let go of what they sent."""
@@ -87,13 +115,15 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 class CostTrainer(ParityTrainer):
-    """Counts in its second step."""
+    """Counts in the last micro-batch of its second step, and of the one after it what lives at most."""
 
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
         self.in_flight = self.most_in_flight = 0
-        self.counted: Counted | None = None
-        self.kept = 0
+        self.counted = Counted(self.world.world_size)
+        self.counted.add(list(self.model.parameters()))
+        self.kept: int | None = None
+        self.peaks: list[int] = []
         if self.world.stages > 1:
             next(iter(self.model.layers)).register_forward_pre_hook(self.enter)
 
@@ -107,34 +137,52 @@ class CostTrainer(ParityTrainer):
         self.in_flight -= 1
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.counted is not None and not self.kept:
+        if self.kept == 0:
             self.kept = self.counted.living(list(self.model.parameters()))
         return super().mean_loss(logits, targets)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Tensor]:
-        if self.global_step != 1:
-            return super().training_step(batch, batch_idx)
-        self.in_flight = self.most_in_flight = 0  # the first batch sends a micro-batch ahead
-        with Counted(self.world.world_size) as self.counted:
+        if self.is_accumulating_gradients or self.global_step == 0:
+            with self.counted:
+                return super().training_step(batch, batch_idx)
+        self.counted.looks, self.counted.peak = True, 0
+        if self.global_step == 1:
+            self.count(batch)
+        else:
+            with self.counted:
+                super().training_step(batch, batch_idx)
+        self.counted.looks = False
+        self.peaks.append(self.counted.peak)
+        if len(self.peaks) == 2:  # by threads of gloo that have not let go yet some may be larger
+            self.cost = self.cost._replace(peak=min(self.peaks))
+            self.request_stop("it is counted")
+        return {}
+
+    def count(self, batch: tuple[Tensor, ...]) -> None:
+        """Trains, and counts all but the peak."""
+        self.in_flight = self.most_in_flight = self.kept = 0  # the first batch sends a micro-batch ahead
+        self.counted.begin()
+        with self.counted:
             self.loss(batch)
             gradients = bytes_of([p.grad for p in self.model.parameters() if p.grad is not None])
             self.step(self.model, self.optimizer, self.scheduler)
-        parameters = list(self.model.parameters())
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        self.cost = Cost(
-            bytes_of(parameters), gradients, bytes_of(moments), self.kept, self.counted.sent, self.most_in_flight
-        )
-        self.counted = None
-        self.request_stop("it is counted")
-        return {}
+        of_parameters = bytes_of(list(self.model.parameters()))
+        sent, in_flight = self.counted.sent, self.most_in_flight
+        self.cost = Cost(of_parameters, gradients, bytes_of(moments), self.kept or 0, sent, in_flight, peak=0)
 
 
 def count(cells: Sequence[Cell], directory: str) -> list[tuple[Cost, dict[str, int]]]:
     """Of each cell, with the elements of each parameter in one process's model."""
     os.chdir(directory)
     found = []
+    buckets.BUCKET_BYTES = 2**15  # so that no bucket is most of what lives
     for cell in cells:
-        with CostTrainer(config_of(cell)) as trainer:
+        config = config_of(cell)
+        if cell.dp_shard > 1:  # by default gradients are whole between micro-batches
+            training = replace(config.training_parameters, sync_policy="reduce_scatter_each")
+            config = replace(config, training_parameters=training)
+        with CostTrainer(config) as trainer:
             trainer.fit()
             found.append((trainer.cost, {name: p.numel() for name, p in trainer.model.named_parameters()}))
     return found
