@@ -140,7 +140,7 @@ def all_cells() -> list[Cell]:
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
     cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
-    cells += [*pipelines(), *tied_pipelines()]
+    cells += [*pipelines(), *tied_pipelines(), *sparse_pipelines()]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
 
 
@@ -161,6 +161,16 @@ def tied_pipelines() -> list[Cell]:
         *(pipeline._replace(dp_shard=2, tp=2), compiled._replace(dp_shard=2, tp=2), pipeline._replace(cp=2, tp=2)),
         pipeline._replace(pp=4, tp=2, layers=4, loss_parallel=True),
         pipeline._replace(dp_shard=2, cp=2, ep=2, experts=True),
+    ]
+
+
+def sparse_pipelines() -> list[Cell]:
+    """Pipelines in whose stages ranks share layers beside mixtures, and some experts, too."""
+    pipeline = Cell(pp=2, tp=2, experts=True)
+    return [
+        *(pipeline, pipeline._replace(accumulation=2, recompute="full", sequence_parallel=False)),
+        pipeline._replace(dp_replicate=2, ep=2, accumulation=2, loss_parallel=True),
+        pipeline._replace(dp_shard=2, ep=2, recompute="selective", tied=True),
     ]
 
 
@@ -212,7 +222,7 @@ def fits(cell: Cell) -> bool:
         or (cell.schedule == "DualPipeV" and microbatches < cell.stages)  # which sends two ways at once
         or (cell.cp > 1 and not cell.weighted)
         or (several and (shards > 1 or cell.tp > 1 or cell.ep > 1))
-        or (cell.experts and cell.tp > 1)  # for which the example has no plan
+        or (cell.experts and cell.tp > 1)  # which have cells of their own
         or (apart and cell.recompute != "none")
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,12 +98,34 @@ def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -
         torch.testing.assert_close(before[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.slow
-def test_a_run_in_stages_of_shared_layers_goes_on_to_the_bit(tmp_path: Path) -> None:
-    case = Case(2, tp=2, dropout=0.3)
-    unbroken = run_world(travel, 4, [(case, 4)], "unbroken", str(tmp_path))
-    for (straight,), (broken, resumed) in zip(
-        unbroken, run_world(travel, 4, [(case, 2), (case, 4)], "broken", str(tmp_path)), strict=True
-    ):
-        assert same_bits(resumed["loaded"], broken["state"])
-        assert same_bits(resumed["state"], straight["state"])
+def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each case in one go, and stopped after two of four steps."""
+    found = []
+    for number, case in enumerate(cases):
+        (unbroken,) = travel([(case, 4)], f"unbroken {number}", directory)
+        found.append((unbroken, travel([(case, 2), (case, 4)], f"broken {number}", directory)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([Case(2, cp=2, ep=2, experts=True, packed=True, dropout=0.3)], id="sequences and experts"),
+        pytest.param(
+            [
+                Case(2, tp=2, dropout=0.3),
+                Case(2, cp=2, dropout=0.3, shard="auto", recompute="full"),
+                Case(2, cp=2, dropout=0.3, schedule="ZBVZeroBubble", blocks=4),
+                Case(2, dp=2, ep=2, experts=True, dropout=0.3, accumulation=2),
+                Case(2, dp=2, ep=2, experts=True, dropout=0.3, shard="auto", recompute="full"),
+            ],
+            id="each",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_in_stages_goes_on_to_the_bit(cases: list[Case], tmp_path: Path) -> None:
+    for of_rank in run_world(stop_and_go_on, 4, cases, str(tmp_path)):
+        for straight, (broken, resumed) in of_rank:
+            assert same_bits(resumed["loaded"], broken["state"])
+            assert same_bits(resumed["state"], straight["state"])
