@@ -874,6 +874,13 @@ MUTANTS = [
         "tests/trainer/test_pipeline_optimizers.py",
     ),
     Mutant(
+        "stages may step optimizers in another order than each other",
+        "dream_trainer/trainer/step/optimizer_step.py",
+        "self._local_gradients.note_step(self._turns.number_of(optimizers))",
+        "pass",
+        "tests/trainer/test_pipeline_optimizers.py -k order",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

@@ -29,6 +29,7 @@ class LocalGradients:
         expert_copies: The ranks that have the same experts as this one; None where it is the only one.
         tied: The ranks of the pipeline that have a copy of a parameter each, by the parameter's id.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
+        steps: A hash of what was stepped so far, in order; 0 but in the stages of a pipeline.
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
@@ -41,10 +42,15 @@ class LocalGradients:
     expert_copies: dist.ProcessGroup | None = None
     tied: dict[int, tuple[int, ...]] = field(default_factory=dict)
     order: int = 0
+    steps: int = 0
 
     def note_collective(self, number: int) -> None:
         """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""
-        self.order = (self.order * 1_000_003 + number + 1) & 0xFF_FFFF  # small, since its squares are summed over ranks
+        self.order = _followed(self.order, number)
+
+    def note_step(self, number: int) -> None:
+        """Optimizers are stepped; `number` says which."""
+        self.steps = _followed(self.steps, number)
 
     def has_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of `parameters` has a gradient from a backward on this rank."""
@@ -69,3 +75,7 @@ class LocalGradients:
             group.drop_gradients()
         self.waiting.clear()
         self.used.clear()
+
+
+def _followed(order: int, number: int) -> int:
+    return (order * 1_000_003 + number + 1) & 0xFF_FFFF  # small, since its squares are summed over ranks

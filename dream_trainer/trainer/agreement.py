@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from dream_trainer.distributed.pulse import Flags, Pulse
 from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
-from dream_trainer.errors import StepError
 from dream_trainer.events.callback import TimedCallback
+from dream_trainer.trainer.unlike_order import refuse_unlike_order
 from dream_trainer.trainer.window_counts import count_samples, count_tokens
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Agreement:
         world = self._trainer.world
         self._pulse = Pulse(world)
         self._is_alone, self._is_main, self._counts_samples = world.world_size == 1, world.is_main, world.counts_samples
-        self._trainer._parallel.gradients.own_time.is_wanted = world.world_size > 1
+        self._gradients = self._trainer._parallel.gradients
+        self._gradients.own_time.is_wanted = world.world_size > 1
         self._is_one_stage = world.stages == 1  # stages of a pipeline run other blocks than each other
         self._timed = [callback for callback in self._trainer.callbacks if isinstance(callback, TimedCallback)]
         self._clocks = 0
@@ -103,7 +104,7 @@ class Agreement:
                 self._due_callbacks() if self._timed and self._is_main else 0,
                 samples,
                 tokens,
-                (order := trainer._parallel.gradients.order if self._is_one_stage else 0),
+                (order := self._gradients.order if self._is_one_stage else self._gradients.steps),
                 order * order,
             )
         )
@@ -111,7 +112,7 @@ class Agreement:
         if not self._is_alone:
             flags = self._pulse.exchange(local_flags)
             if flags.order_squared * trainer.world.world_size != flags.order * flags.order:
-                self._refuse_unlike_order()
+                refuse_unlike_order(trainer)
         self._clocks = flags.clocks
         if flags.save:
             asked.heard_of_save()
@@ -170,24 +171,18 @@ class Agreement:
         return count_samples(window), count_tokens(self._trainer, window)
 
     def check_order(self) -> None:
-        """Before a save: checks that all ranks ran the blocks of sharded models in the same order; a collective.
+        """Before a save: checks that all ranks ran the blocks of sharded models in the same order, and stages stepped
+        the same; a collective.
 
         Raises:
-            StepError: They did not, so gathered parameters and reduced gradients were mixed up.
+            StepError: They did not, so gathered parameters and reduced gradients, or norms, were mixed up.
         """
-        if self._trainer.world.parameter_shape.dp_shard > 1:
-            world = self._trainer.world
-            orders = world.all_gather(torch.tensor([self._trainer._parallel.gradients.order])).view(world.stages, -1)
-            if (orders != orders[:, :1]).any():
-                self._refuse_unlike_order()
-
-    def _refuse_unlike_order(self) -> NoReturn:
-        raise StepError(
-            f"by step {self._trainer.global_step} the ranks have run blocks of a sharded model in different orders, or "
-            "backward through different ones, so that what they gathered and reduced was mixed up; no checkpoint has "
-            "that. Run the same blocks on every rank, in the same order, and let the loss depend on each (add "
-            "0 * output.sum() of one that is not wanted); or keep the model whole on each rank (dp_shard=1)."
-        )
+        world = self._trainer.world
+        if world.parameter_shape.dp_shard > 1 or world.stages > 1:
+            own = torch.tensor([[self._gradients.order, self._gradients.steps]])
+            orders = world.all_gather(own).view(world.stages, -1, 2)
+            if (orders[..., 0] != orders[:, :1, 0]).any() or (orders[..., 1] != orders[0, 0, 1]).any():
+                refuse_unlike_order(self._trainer)
 
     def _due_callbacks(self) -> int:
         return sum(callback.is_due_by_the_clock() << index for index, callback in enumerate(self._timed))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
+from tests.trainer.small import run_ranks
 from tests.trainer.stages import Case, Trained, config_of, count, mean_loss, weights_of
 from tests.worlds import run_world
 
@@ -42,6 +43,33 @@ class OfParts(Trained):
     def warn_once(self, key: str, message: str) -> None:
         assert not key.startswith("beside")
         super().warn_once(key, message)
+
+
+class InAnotherOrder(OfParts):
+    """The last stage steps the head first."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
+        both = [self.optimizer, self.head_optimizer]
+        for optimizer in reversed(both) if self.world.rank else both:
+            self.step(self.model, optimizer)
+        return {}
+
+
+def step_in_another_order(max_steps: int) -> None:
+    config = config_of(Case(2), max_steps=max_steps, val_every_n_epochs=None)
+    checkpoints = dt.CheckpointParameters(save_every_n_epochs=None)
+    InAnotherOrder(replace(config, checkpoint_parameters=checkpoints)).fit()
+
+
+@pytest.mark.parametrize("max_steps", [3, pytest.param(1, marks=pytest.mark.slow)])  # before the next one, or a save
+def test_stages_that_step_in_another_order_are_refused_before_anything_is_saved(max_steps: int, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_pipeline_optimizers import step_in_another_order as go; go({max_steps})"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert "by step 1 the stages of the pipeline have called step() for other optimizers than each other" in text
+    assert not list(tmp_path.rglob("step_*/manifest.json"))
 
 
 def train(case: Case, experiment: str, directory: str, *steps: int) -> list[tuple[list[float], dict[str, Tensor]]]:

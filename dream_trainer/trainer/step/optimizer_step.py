@@ -182,6 +182,7 @@ class OptimizerStep:
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
         if self._stages is not None:
             norm = norm_over_stages(norm, self._stages)
+            self._local_gradients.note_step(self._turns.number_of(optimizers))
         if self._own_time.is_wanted:
             self._own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.

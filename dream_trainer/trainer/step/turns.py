@@ -41,6 +41,11 @@ class Turns:
         self._left: dict[Optimizer, Optimizer] = {}
         self._marks: dict[Optimizer, list[tuple[int, int]]] = {}
 
+    def number_of(self, optimizers: Sequence[Optimizer]) -> int:
+        """One that says which optimizers these are, of those that the trainer has, and in which order."""
+        numbers = {id(optimizer): number for number, optimizer in enumerate(self._optimizers, start=1)}
+        return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
+
     def start_window(self) -> None:
         """A window begins; there are no gradients."""
         self._backwards = 0
