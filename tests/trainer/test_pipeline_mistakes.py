@@ -325,9 +325,8 @@ def test_a_model_that_is_no_pipeline_ends_the_run_on_all_ranks(mistake: str, tmp
     code = f"from tests.trainer.test_pipeline_mistakes import make_mistake; make_mistake({mistake!r})"
     ranks = run_ranks(code, 2, tmp_path)
     assert [status for status, _ in ranks] == [1, 1]
-    found = [MISTAKES[mistake] in text for _, text in ranks]
-    assert found == ([True, False] if mistake.startswith("of ") else [True, True])  # what the first stage alone lacks
-    assert all(found) or "stops because of rank 0" in ranks[1][1]
+    assert any(MISTAKES[mistake] in text for _, text in ranks)
+    assert all(MISTAKES[mistake] in text or "stops because of rank" in text for _, text in ranks)
 
 
 def make_mistake(mistake: str) -> None:

@@ -66,9 +66,11 @@ def step_in_another_order(max_steps: int) -> None:
 @pytest.mark.parametrize("max_steps", [3, pytest.param(1, marks=pytest.mark.slow)])  # before the next one, or a save
 def test_stages_that_step_in_another_order_are_refused_before_anything_is_saved(max_steps: int, tmp_path: Path) -> None:
     code = f"from tests.trainer.test_pipeline_optimizers import step_in_another_order as go; go({max_steps})"
-    for status, text in run_ranks(code, 2, tmp_path):
-        assert status == 1
-        assert "by step 1 the stages of the pipeline have called step() for other optimizers than each other" in text
+    ranks = run_ranks(code, 2, tmp_path)
+    assert [status for status, _ in ranks] == [1, 1]
+    said = "by step 1 the stages of the pipeline have called step() for other optimizers than each other"
+    assert any(said in text for _, text in ranks)  # the other one may hear of it first
+    assert all(said in text or "stops because of rank" in text for _, text in ranks)
     assert not list(tmp_path.rglob("step_*/manifest.json"))
 
 

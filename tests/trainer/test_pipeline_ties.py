@@ -114,7 +114,6 @@ def test_copies_that_are_split_otherwise_are_refused_on_all_ranks(tmp_path: Path
     code = "from tests.trainer.test_pipeline_ties import split_elsewhere; split_elsewhere()"
     ranks = run_ranks(code, 4, tmp_path)
     assert [status for status, _ in ranks] == [1] * 4
-    assert all("are one parameter, of which stages of the pipeline have copies, and" in text for _, text in ranks)
     assert any("Have apply_tensor_parallel split it alike under each of its names." in text for _, text in ranks)
 
 
