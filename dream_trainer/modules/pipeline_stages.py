@@ -16,6 +16,7 @@ import torch.nn as nn
 from dream_trainer.checks import spell
 from dream_trainer.compat.pipelining import shallow_copy
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules.stage_names import is_held
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -114,11 +115,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
             setattr(module, name, buffer.copy_(before))
     for module, values in numbers:
         vars(module).update(values)
-
-
-def is_held(name: str, names: Collection[str]) -> bool:
-    """Whether `names` has `name`, or a part around it."""
-    return any(name == held or name.startswith(f"{held}.") for held in names)
 
 
 def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.Module:

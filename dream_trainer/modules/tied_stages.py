@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch.nn as nn
 
-from dream_trainer.modules.pipeline_stages import is_held
+from dream_trainer.modules.stage_names import is_held
 
 
 @dataclass(frozen=True)
