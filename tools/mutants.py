@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "ranks that share layers compare gradients in each step",
         "dream_trainer/modules/whole_gradients.py",
-        "            self._handle.remove()\n",
+        "            self._is_over = True\n            remove_step_hook(self._optimizer, self._handle)\n",
         "            pass\n",
         "tests/trainer/test_pipeline_meshes.py -k shared_layers",
     ),
@@ -91,16 +91,23 @@ MUTANTS = [
     Mutant(
         "a step wrapped by its user is left out",
         "dream_trainer/compat/direct_calls.py",
-        "        and patched.__globals__ is vars(lr_scheduler)\n",
-        "",
+        "is FunctionType and function.__globals__ is module\n",
+        "is FunctionType\n",
         "tests/compat/test_direct_calls.py -k wrapped_step",
     ),
     Mutant(
         "a tensor's own backward is not called",
         "dream_trainer/compat/direct_calls.py",
-        "        has_torch_function_unary(loss)\n        or not",
-        "        not",
+        "        or has_torch_function_unary(loss)\n",
+        "",
         "tests/compat/test_direct_calls.py -k subclass",
+    ),
+    Mutant(
+        "a copy of shards that a stage leaves out is not trained there",
+        f"{TRAINER}/step/tied_gradients.py",
+        "self._gradients.used.add(id(parameter))",
+        "pass",
+        "tests/trainer/test_pipeline_ties.py -k leaves_out",
     ),
     Mutant(
         "the workers of a mixture's finished pass are kept",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dream_trainer.compat.direct_calls import remove_step_hook
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, shard_dim
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.shards import local_gradient
@@ -48,11 +49,15 @@ class _Comparison:
         self._group, self._size = world.mesh["tp"].get_group(), world.mesh["tp"].size()
         self._names, self._world = names, world
         self._waiting = [p for group in optimizer.param_groups for p in group["params"] if not _is_split(p)]
-        self._n_steps = 0
+        self._n_steps, self._is_over = 0, False
+        self._optimizer = optimizer
         self._handle = optimizer.register_step_pre_hook(self._compare)
 
     @torch.no_grad()
     def _compare(self, *of_optimizer: Any) -> None:
+        if self._is_over:
+            remove_step_hook(self._optimizer, self._handle)
+            return
         self._n_steps += 1
         parts = [_fingerprint(p).to(self._world.device) for p in self._waiting]
         own = torch.cat(parts) if parts else torch.zeros(0, device=self._world.device)
@@ -71,7 +76,8 @@ class _Comparison:
         if self._world.workers == 1:  # groups that step on their own may leave out another step each
             found = self._world.all_gather_object(found[0])
         if self._n_steps == STEPS or not any(n_waiting for _, n_waiting in found):
-            self._handle.remove()
+            self._is_over = True
+            remove_step_hook(self._optimizer, self._handle)
         self._refuse(list(dict.fromkeys(name for names, _ in found for name in names)))
 
     def _refuse(self, differing: list[str]) -> None:

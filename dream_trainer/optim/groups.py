@@ -143,9 +143,9 @@ def parameter_groups(
         blocks: The repeated blocks, lowest first; by default those that sharding finds.
 
     Returns:
-        Dicts of named `params`, `lr`, `weight_decay` and a `name` that no other has, in the model's order: "decay" or
-        "no_decay", after "layer_3_" with `layer_decay` (0: below the first block, L + 1: above the last one), and after
-        the pattern of a pattern group.
+        Dicts of named `params`, `lr`, `weight_decay` and a `name` that no other has, in the model's order: "decay",
+        then "no_decay"; after "layer_3_" with `layer_decay` (0: below the first block, L + 1: above the last one), and
+        after the pattern of a pattern group.
 
     Raises:
         ConfigError: A pattern matches nothing (or only what earlier patterns match), nothing is trainable, or
@@ -211,13 +211,17 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
             rate = rate * scale if matching.lr is None else matching.lr
             decay = decay if matching.weight_decay is None else matching.weight_decay
             depth = depth if matching.lr is None else None
-        decay = decay if entry.decays else 0.0
-        name = "decay" if decay else "no_decay"
-        name = name if depth is None else f"layer_{depth}_{name}"
-        name = name if matching is None else f"{matching.pattern} {name}"
-        members = joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": decay})
-        members["params"].append((entry.names[0], entry.parameter))
-    return list(joined.values())
+        prefix = "" if depth is None else f"layer_{depth}_"
+        prefix = prefix if matching is None else f"{matching.pattern} {prefix}"
+        for kind, of_kind in (
+            ("decay", decay),
+            ("no_decay", 0.0),
+        ):  # in one order, whichever a pipeline's stage has first
+            name = f"{prefix}{kind}"
+            joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": of_kind})
+        kind = "decay" if decay and entry.decays else "no_decay"
+        joined[f"{prefix}{kind}"]["params"].append((entry.names[0], entry.parameter))
+    return [one for one in joined.values() if one["params"]]
 
 
 def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:

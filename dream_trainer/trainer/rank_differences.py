@@ -170,7 +170,10 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
         facts[f"scheduler {name!r}: class"] = type(scheduler).__name__
         for key, value in scheduler.state_dict().items():
             facts |= plain_facts(f"scheduler {name!r}: {key}", _number(value))
-    refuse_differences(trainer.world, facts, "Build them from the same values on every rank.")
+    advice = "Build them from the same values on every rank."
+    if trainer.world.stages > 1:
+        advice += " Stages of a pipeline need the same groups in the same order, if with other parameters."
+    refuse_differences(trainer.world, facts, advice)
 
 
 def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:

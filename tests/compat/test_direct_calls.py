@@ -94,6 +94,27 @@ def test_a_mode_and_a_subclass_see_backward() -> None:
     assert torch.Tensor.backward in seen
 
 
+def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = make()
+    calls: list[str] = []
+
+    class Plain(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            calls.append("of a class")
+
+    direct_calls.backward(loss_of(model).as_subclass(Plain))
+    loss = loss_of(model)
+    loss.backward = lambda: calls.append("of a tensor")  # type: ignore[method-assign,assignment]
+    direct_calls.backward(loss)
+    for place in (Tensor, torch.autograd):
+        with monkeypatch.context() as patches:
+            patches.setattr(place, "backward", lambda *args, **kwargs: calls.append("of all"))
+            direct_calls.backward(loss_of(model))
+    assert calls == ["of a class", "of a tensor", "of all", "of all"]
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_autograds_own_log_and_anomaly_mode_work(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = make()
@@ -202,3 +223,38 @@ def test_a_users_optimizer_is_stepped() -> None:
     direct_calls.step(optimizer)
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected - 0.05 * expected.grad, rtol=0, atol=1e-7)  # type: ignore[operator]
+
+
+def test_an_optimizer_around_another_is_stepped(stepped: tuple[nn.Module, Any]) -> None:
+    _, optimizer = stepped
+
+    class Around(torch.optim.Optimizer):
+        """Has nothing of `Optimizer.__init__`, as those of other trainers."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            return optimizer.step()
+
+    around = Around()
+    direct_calls.step(around)
+    assert around.calls == 1
+
+
+def test_a_hook_may_go_while_hooks_run(stepped: tuple[nn.Module, Any]) -> None:
+    _, optimizer = stepped
+    calls: list[str] = []
+
+    def once(*_: Any) -> None:
+        calls.append("once")
+        direct_calls.remove_step_hook(optimizer, handle)
+
+    handle = optimizer.register_step_pre_hook(once)
+    other = optimizer.register_step_pre_hook(lambda *_: calls.append("other"))
+    direct_calls.step(optimizer)
+    other.remove()
+    direct_calls.step(optimizer)
+    direct_calls.step(optimizer)
+    assert calls == ["once", "other", "once"]

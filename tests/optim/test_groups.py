@@ -36,6 +36,13 @@ def test_only_matrices_decay_and_every_parameter_has_one_group() -> None:
     assert {id(p) for group in groups for _, p in group["params"]} == {id(p) for p in module.parameters()}
 
 
+def test_groups_have_one_order_whatever_a_model_begins_with() -> None:
+    """As stages of a pipeline need: the second one may begin with a norm, where the first begins with a matrix."""
+    for parts in ((nn.Linear(4, 4), nn.LayerNorm(4)), (nn.LayerNorm(4), nn.Linear(4, 4))):
+        groups = parameter_groups(nn.Sequential(*parts), lr=0.1, weight_decay=0.01)
+        assert [(one["name"], one["weight_decay"]) for one in groups] == [("decay", 0.01), ("no_decay", 0.0)]
+
+
 def test_groups_have_names_that_tell_them_apart() -> None:
     plain = parameter_groups(model(), lr=0.1, weight_decay=0.5)
     assert {group["name"]: group["weight_decay"] for group in plain} == {"decay": 0.5, "no_decay": 0.0}

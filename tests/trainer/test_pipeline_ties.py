@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -18,7 +20,19 @@ from dream_trainer.weights.load import load_weights
 from tests.trainer import meshes
 from tests.trainer.arithmetic import full
 from tests.trainer.small import run_ranks
-from tests.trainer.stages import STEPS, Case, Trained, config_of, reference, state_of, weights_of
+from tests.trainer.stages import (
+    LENGTH,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Model,
+    Trained,
+    config_of,
+    reference,
+    state_of,
+    weights_of,
+)
 from tests.worlds import run_world
 
 CASES = [Case(2, tied=True), Case(2, tied=True, schedule="ZBVZeroBubble", weighted=False)]
@@ -89,6 +103,87 @@ def test_tied_ends_are_one_parameter(tmp_path: Path) -> None:
     for kind in ("state", "averages"):
         for name, value in unbroken[kind].items():
             torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class TwoHeads(Model):
+    """Has a head of its own for short sequences, so that the last stage leaves its copy of the tied matrix out."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.other = nn.Linear(WIDTH, VOCABULARY).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.head is None or x.shape[1] == LENGTH:
+            return super().forward(x)
+        if self.embedding is not None:
+            x = self.embedding(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.other(self.norm(x)) * self.scale
+
+
+class LeavingOut(Trained):
+    def configure_models(self) -> None:
+        self.model = TwoHeads(self.config.case)
+
+
+def leave_out(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
+    os.chdir(directory)
+    with LeavingOut(config_of(case, "left-out")) as trainer:
+        trainer.fit()
+        return trainer.norms, weights_of(trainer)
+
+
+def test_a_copy_that_a_stage_of_shards_leaves_out_is_trained_by_the_other(tmp_path: Path) -> None:
+    ((norms, weights),) = run_world(leave_out, 1, Case(tied=True, changing=True), str(tmp_path))
+    by_rank = run_world(leave_out, 4, Case(2, dp=2, tied=True, shard="auto", changing=True), str(tmp_path))
+    for found, of_rank in by_rank:
+        assert found == pytest.approx(norms, rel=1e-10)
+        for name, value in of_rank.items():
+            expected = weights["embedding.weight" if name == "head.weight" else name]
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class FrozenOnce(Trained):
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        if self.model.embedding is not None:
+            self.model.embedding.requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+class OtherOrder(Trained):
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        parameters = dict(self.model.named_parameters())
+        inner = [p for name, p in parameters.items() if name.startswith("blocks")]
+        outer = [p for name, p in parameters.items() if not name.startswith("blocks")]
+        self.optimizer, self.second = (torch.optim.SGD(part, lr=0.1) for part in (outer, inner))
+
+    def step(self, model: Any, optimizer: Any, scheduler: Any = None) -> Tensor:
+        order = [self.optimizer, self.second]
+        if self.model.head is not None:
+            order.reverse()
+        norms = [super(OtherOrder, self).step(model, one) for one in order]
+        return norms[0]
+
+
+def refused(cls: type[Trained]) -> None:
+    cls(config_of(Case(2, tied=True))).fit()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("FrozenOnce", "it is frozen in some of them. Freeze it under each of its names"),
+        pytest.param("OtherOrder", "have called step() for other optimizers", marks=pytest.mark.slow),
+    ],
+)
+def test_copies_that_would_not_stay_equal_are_refused_on_all_ranks(tmp_path: Path, name: str, said: str) -> None:
+    code = f"from tests.trainer import test_pipeline_ties as ties; ties.refused(ties.{name})"
+    ranks = run_ranks(code, 2, tmp_path)
+    assert [status for status, _ in ranks] == [1, 1]
+    assert any(said in text for _, text in ranks)
 
 
 class SplitElsewhere(meshes.Trained):

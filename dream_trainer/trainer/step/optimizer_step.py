@@ -38,7 +38,7 @@ from dream_trainer.trainer.step.gradients import (
     scale_gradients,
 )
 from dream_trainer.trainer.step.nonfinite import NonFiniteGuard
-from dream_trainer.trainer.step.tied_gradients import add_up_tied
+from dream_trainer.trainer.step.tied_gradients import TiedGradients
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -65,6 +65,8 @@ class OptimizerStep:
         self._turns = accumulation.turns
         self._world = trainer.world
         self._stages = trainer.world.pipeline_group()
+        gradients = trainer._parallel.gradients
+        self._ties = None if self._stages is None else TiedGradients(trainer.world, self._stages, gradients)
         self._device = trainer.world.parameter_device
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
@@ -76,8 +78,7 @@ class OptimizerStep:
         self._guard = NonFiniteGuard(parameters.nonfinite, parameters.max_nonfinite, trainer, accumulation.loss_scale)
         self._devices = trainer.config.device_parameters
         self._parallel = trainer._parallel
-        self._local_gradients = trainer._parallel.gradients
-        self._own_time = trainer._parallel.gradients.own_time
+        self._local_gradients, self._own_time = gradients, gradients.own_time
         self._plans: dict[tuple[Optimizer, ...], StepPlan] = {}
         self._stepped: set[nn.Module] = set()
         self._pairs: set[tuple[nn.Module, tuple[Optimizer, ...]]] = set()  # found right, beside the models so far
@@ -174,8 +175,8 @@ class OptimizerStep:
         if self._own_time.is_wanted:
             self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
-        if plan.tied and self._stages is not None:
-            add_up_tied(plan.tied, self._stages, self._world.device)
+        if self._ties is not None:
+            self._ties.add_up(model, plan.tied, self._turns.number_of(optimizers))
         grads = gradients_of(plan)
         if plan.sums:
             divide_sums(plan, grads)

@@ -10,12 +10,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
-from dream_trainer.errors import HookError
+from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.tied_stages import ties_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 _FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
@@ -62,19 +64,56 @@ def _layout(parameter: nn.Parameter) -> str:
     return f"of the shape {list(parameter.shape)}, {' '.join(map(str, placements)) or 'whole'}"
 
 
-def add_up_tied(
-    tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], stages: dist.ProcessGroup, device: torch.device
-) -> None:
+class TiedGradients:
     """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit.
 
     Args:
-        tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have one.
+        world: The ranks.
         stages: The pipeline.
-        device: What crosses ranks has to be there.
+        gradients: What a backward has used.
     """
-    for parameter, ranks in tied:
-        if parameter.requires_grad:
-            _add_up(parameter, ranks, stages, device)
+
+    def __init__(self, world: World, stages: dist.ProcessGroup, gradients: LocalGradients) -> None:
+        self._world, self._stages, self._gradients = world, stages, gradients
+        self._agreed: set[int] = set()
+
+    def add_up(self, model: nn.Module, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
+        """A step's own; what is stepped for the first time is compared first, by all ranks.
+
+        Args:
+            model: What is stepped.
+            tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have
+                one.
+            number: One that says which optimizers are stepped.
+
+        Raises:
+            StepError: Stages step other optimizers than each other, or train other copies; the same on every rank.
+        """
+        if not (ties := ties_in(model)):
+            return
+        if number not in self._agreed:
+            own = {tie.names: tie.own_name for tie in ties if tie.own_name is not None}
+            trained = {names: model.get_parameter(name).requires_grad for names, name in own.items()}
+            self._compare(self._world.all_gather_object((number, trained)))
+            self._agreed.add(number)
+        for parameter, ranks in tied:
+            if parameter.requires_grad:
+                _add_up(parameter, ranks, self._stages, self._world.device)
+                if parameter.grad is not None and id(parameter) in self._gradients.shared:
+                    self._gradients.used.add(id(parameter))  # by another stage
+
+    def _compare(self, of_ranks: Sequence[tuple[int, dict[tuple[str, ...], bool]]]) -> None:
+        if len({number for number, _ in of_ranks}) > 1:
+            raise StepError(
+                "stages of the pipeline have called step() for other optimizers than each other, or in another order. "
+                "Step the same ones on all, in the same order, also those that have nothing in a stage."
+            )
+        for names in {names for _, trained in of_ranks for names in trained}:
+            if len({trained[names] for _, trained in of_ranks if names in trained}) > 1:
+                raise StepError(
+                    f"{' and '.join(names)} are one parameter, of which stages of the pipeline have copies, and it is "
+                    "frozen in some of them. Freeze it under each of its names, or under none."
+                )
 
 
 def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.ProcessGroup, device: torch.device) -> None:
