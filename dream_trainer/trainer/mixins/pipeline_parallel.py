@@ -107,7 +107,6 @@ class PipelineParallelMixin(AbstractTrainer):
         checkpoints = vars(self.config).get("checkpoint_parameters")
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
-            f'nonfinite="{training.nonfinite}"': training.nonfinite == "retry",
             f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and shards": (
                 self.world.parameter_shape.dp_shard > 1 and has_several_stages
             ),
