@@ -888,6 +888,13 @@ MUTANTS = [
         "tests/trainer/test_pipeline_optimizers.py -k order",
     ),
     Mutant(
+        "a frozen model beside stages is taken for one of them",
+        "dream_trainer/modules/tied_stages.py",
+        "    return model in _ties\n",
+        "    return True\n",
+        "tests/trainer/test_pipeline_teachers.py",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

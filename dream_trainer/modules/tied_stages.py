@@ -61,6 +61,11 @@ def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
     _ties[model] = ties
 
 
+def is_cut(model: nn.Module) -> bool:
+    """Whether this rank has the layers of some stages alone of `model`; else all."""
+    return model in _ties
+
+
 def ties_in(model: nn.Module) -> Sequence[Tie]:
     """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
     return _ties.get(model, ())

@@ -308,7 +308,7 @@ class Other(Trained):
 
 MISTAKES = {
     "unaware": "stage 0 of 2 of Unaware",
-    "two models": "pipeline_parallel=2 cuts one model, and the trainer has self.model, self.critic",
+    "two models": "cuts one model, the one that is trained, and the trainer trains self.model, self.critic.",
     "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
     "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",
     "of none": "configure_optimizers failed ('NoneType' object has no attribute 'parameters'): each rank has the lay",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
 from dream_trainer.modules.sharding import shard_by_blocks
+from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -33,9 +34,11 @@ class FSDPMixin(AbstractTrainer):
         """
         super().apply_fully_shard(config)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
-        is_last_stage = self.world.stage_rank == self.world.stages - 1
+        is_at_end = self.world.stage_rank == self.world.stages - 1
         for model in self._parameterised_models():
-            shard_by_blocks(model, self.model_blocks(model), blocks, config, is_last_stage=is_last_stage)
+            shard_by_blocks(
+                model, self.model_blocks(model), blocks, config, is_last_stage=is_at_end or not is_cut(model)
+            )
             if self.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.precision import without_autocast
+from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -59,19 +60,19 @@ class PipelineParallelMixin(AbstractTrainer):
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """As without a pipeline; of a model that was cut, those that are left, be it a single one."""
-        if self._world is not None and self.world.stages > 1 and "_kept_blocks" in vars(self):
+        if is_cut(model):
             return self._kept_blocks
         return super().model_blocks(model)
 
     def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
-        """Cuts the model down to the stage of this rank.
+        """Cuts the model that is trained down to the stage of this rank; frozen ones, such as a teacher, stay whole.
 
         Args:
             mesh: The ranks of the pipeline, in order.
 
         Raises:
-            ConfigError: The trainer has several models, this one cannot be cut into so many stages, or something else
-                is asked for that a pipeline cannot do.
+            ConfigError: Several models are trained, this one cannot be cut into so many stages, or something else is
+                asked for that a pipeline cannot do.
             HookError: `pipeline_stages` does not name each parameter once.
         """
         super().apply_pipeline_parallel(mesh)
@@ -81,14 +82,19 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
-        models, count = self.named_models(), mesh.size()
-        if len(models) != 1:
-            names = ", ".join(f"self.{name}" for name in models)
+        count = mesh.size()
+        trained = {
+            name: model
+            for name, model in self.named_models().items()
+            if any(p.requires_grad for p in model.parameters())
+        }
+        if len(trained) != 1:
+            names = ", ".join(f"self.{name}" for name in trained) or "none"
             raise ConfigError(
-                f"pipeline_parallel={count} cuts one model, and the trainer has {names}. Put them into one module, or "
-                "use pipeline_parallel=1."
+                f"pipeline_parallel={count} cuts one model, the one that is trained, and the trainer trains {names}. "
+                "Put them into one module, freeze those that are not trained, or use pipeline_parallel=1."
             )
-        (model,) = models.values()
+        (model,) = trained.values()
         self._refuse_beside_a_pipeline(count)
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         ranks = ranks_of_stages(parameters.schedule, count, parameters.stages_of_each_rank)
@@ -149,7 +155,7 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
                 "never work at once. Use as many or more."
             )
-        (model,) = self.named_models().values()
+        (model,) = [model for model in self.named_models().values() if is_cut(model)]
         connect_ties(self, model)
         self._pipeline = Pipeline(
             model,

@@ -35,6 +35,7 @@ from dream_trainer.modules.sharding import (
     refuse_unsupported,
     shard_by_blocks,
 )
+from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -147,9 +148,11 @@ class SetupMixin(AbstractTrainer):
         if not _wraps_replicas(self):
             return
         config = {"mesh": mesh} | self._sharding_policies()
-        is_last_stage = self.world.stage_rank == self.world.stages - 1
+        is_at_end = self.world.stage_rank == self.world.stages - 1
         for model in self._trainable_models():
-            shard_by_blocks(model, self.model_blocks(model), config, config, is_last_stage=is_last_stage)
+            shard_by_blocks(
+                model, self.model_blocks(model), config, config, is_last_stage=is_at_end or not is_cut(model)
+            )
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
