@@ -883,13 +883,13 @@ MUTANTS = [
     Mutant(
         "stages may step optimizers in another order than each other",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "self._local_gradients.note_step(self._turns.number_of(optimizers))",
+        "self._local_gradients.note_step(number)",
         "pass",
         "tests/trainer/test_pipeline_optimizers.py -k order",
     ),
     Mutant(
         "a frozen model beside stages is taken for one of them",
-        "dream_trainer/modules/tied_stages.py",
+        "dream_trainer/modules/cut_models.py",
         "    return model in _ties\n",
         "    return True\n",
         "tests/trainer/test_pipeline_teachers.py",

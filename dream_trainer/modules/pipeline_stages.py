@@ -16,7 +16,7 @@ import torch.nn as nn
 from dream_trainer.checks import spell
 from dream_trainer.compat.pipelining import shallow_copy
 from dream_trainer.errors import ConfigError, HookError
-from dream_trainer.modules.stage_names import is_held
+from dream_trainer.modules.cut_models import is_held
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -12,13 +12,16 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dream_trainer.errors import ConfigError
+
+T = TypeVar("T")
 
 SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 """What an object store's address begins with, and the package that speaks to it."""
@@ -29,6 +32,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "az": {"connection_timeout": 10, "read_timeout": 60},
 }
 _SENDING: dict[str, dict[str, Any]] = {"s3": {"chunksize": 16 << 20}}  # of which ten go at once
+# An answer to HEAD has no body that could say that requests are to come slower, so no client tries it often enough.
+_WAITS_WHILE_BUSY = (0.1, 0.4, 1.6)  # seconds
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION|CREDENTIAL)")
 _SECRET_ARGUMENT = re.compile(
     r"(?i)\b(sig|signature|x-amz-\w[\w-]*|x-goog-\w[\w-]*|awsaccesskeyid|accountkey|sharedaccesssignature)=[^&;\s'\"]+"
@@ -87,7 +92,7 @@ class ObjectStore:
                 return False
             except OSError as error:
                 # s3fs knows a condition that did not hold by a field that not every server's answer has.
-                if error.errno == errno.EINVAL and self._files.exists(key):
+                if error.errno == errno.EINVAL and _asked(lambda: self._files.exists(key)):
                     return False
                 raise
         return True
@@ -107,14 +112,15 @@ class ObjectStore:
     def read(self, key: str) -> bytes:
         """An object's content."""
         with self._speaking_of(key):
-            content: bytes = self._files.cat_file(key)
+            content: bytes = _asked(lambda: self._files.cat_file(key))
         return content
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Parts of an object, all at once: each from its first byte to before its last."""
         with self._speaking_of(key):
-            parts: list[bytes] = self._files.cat_ranges(
-                [key] * len(ranges), [start for start, _ in ranges], [end for _, end in ranges], on_error="raise"
+            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+            parts: list[bytes] = _asked(
+                lambda: self._files.cat_ranges([key] * len(ranges), starts, ends, on_error="raise")
             )
         return parts
 
@@ -122,7 +128,7 @@ class ObjectStore:
         """Bytes of an object; None if there is none."""
         try:
             with self._speaking_of(key):
-                found = self._files.info(key)
+                found = _asked(lambda: self._files.info(key))
         except FileNotFoundError:
             return None
         return int(found["size"]) if found["type"] == "file" else None
@@ -131,7 +137,7 @@ class ObjectStore:
         """What lies in a directory; nothing if there is none."""
         try:
             with self._speaking_of(key):
-                found = self._files.ls(key, detail=True)
+                found = _asked(lambda: self._files.ls(key, detail=True))
         except FileNotFoundError:
             return []
         named = [(entry["name"].rstrip("/"), entry) for entry in found]
@@ -144,7 +150,7 @@ class ObjectStore:
     def copy(self, source: str, target: str) -> None:
         """Copies an object inside the store."""
         with self._speaking_of(source):
-            self._files.cp_file(source, target)
+            _asked(lambda: self._files.cp_file(source, target))
 
     def remove(self, key: str) -> None:
         """Removes an object, if it is there."""
@@ -168,6 +174,18 @@ class ObjectStore:
         except Exception as error:  # each store's client has errors of its own
             raised = ConnectionError(f"{address}: {without_secrets(error)}")
         raise raised from None
+
+
+def _asked(ask: Callable[[], T]) -> T:
+    """What the store answers, asked again while it is busy; for requests that may come twice."""
+    for seconds in _WAITS_WHILE_BUSY:
+        try:
+            return ask()
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        time.sleep(seconds)
+    return ask()
 
 
 def _options_of_google() -> dict[str, Any]:

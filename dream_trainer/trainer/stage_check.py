@@ -20,8 +20,8 @@ from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
+from dream_trainer.modules.cut_models import is_held
 from dream_trainer.modules.pipeline_stages import keep_only
-from dream_trainer.modules.stage_names import is_held
 
 
 class StageCheck:

@@ -67,22 +67,22 @@ class Server:
         self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
         self.before(method, path)
         if self._server is None:  # a connection that was kept open over `stop`
-            return _answer(start_response, "503 Service Unavailable", "ServiceUnavailable", "stopped")
+            return _answer(environ, start_response, "503 Service Unavailable", "ServiceUnavailable", "stopped")
         if self.refuses:
             text = f"The key {SECRET} is not known; see http://x/?X-Amz-Signature={SECRET}"
-            return _answer(start_response, "403 Forbidden", "InvalidAccessKeyId", text)
+            return _answer(environ, start_response, "403 Forbidden", "InvalidAccessKeyId", text)
         if self.throttled > 0:
             self.throttled -= 1
-            return _answer(start_response, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
+            return _answer(environ, start_response, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
         if self.ignores_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         return self._app(environ, start_response)
 
 
-def _answer(start_response: Any, status: str, code: str, message: str) -> list[bytes]:
+def _answer(environ: dict[str, Any], start_response: Any, status: str, code: str, message: str) -> list[bytes]:
     body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
     start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-    return [body]
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]  # HTTP allows none there, so a reason is never seen
 
 
 def environment(url: str) -> dict[str, str]:

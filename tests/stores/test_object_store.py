@@ -91,6 +91,10 @@ def test_throttled_requests_are_made_again(url: str, s3: Server) -> None:
     place.store.write(place.key, b"x")
     s3.throttled = 2
     assert place.read_bytes() == b"x"
+    s3.throttled = 2
+    assert place.store.size(place.key) == 1
+    s3.throttled = 2
+    assert [entry.name for entry in place.parent.store.entries(place.parent.key)] == ["x"]
     assert s3.throttled == 0
 
 

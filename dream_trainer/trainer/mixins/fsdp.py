@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
+from dream_trainer.modules.cut_models import ends_here
 from dream_trainer.modules.sharding import shard_by_blocks
-from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -34,10 +34,10 @@ class FSDPMixin(AbstractTrainer):
         """
         super().apply_fully_shard(config)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
-        is_at_end = self.world.stage_rank == self.world.stages - 1
+        stage, stages = self.world.stage_rank, self.world.stages
         for model in self._parameterised_models():
             shard_by_blocks(
-                model, self.model_blocks(model), blocks, config, is_last_stage=is_at_end or not is_cut(model)
+                model, self.model_blocks(model), blocks, config, is_last_stage=ends_here(model, stage, stages)
             )
             if self.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.precision import without_autocast
-from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class PipelineParallelMixin(AbstractTrainer):
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
+        from dream_trainer.modules.cut_models import remember_ties, ties_of
         from dream_trainer.modules.pipeline_stages import check_stages, keep_only
-        from dream_trainer.modules.tied_stages import remember_ties, ties_of
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 

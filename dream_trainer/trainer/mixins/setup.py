@@ -22,6 +22,7 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
+from dream_trainer.modules.cut_models import ends_here
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
@@ -35,7 +36,6 @@ from dream_trainer.modules.sharding import (
     refuse_unsupported,
     shard_by_blocks,
 )
-from dream_trainer.modules.tied_stages import is_cut
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
@@ -148,10 +148,10 @@ class SetupMixin(AbstractTrainer):
         if not _wraps_replicas(self):
             return
         config = {"mesh": mesh} | self._sharding_policies()
-        is_at_end = self.world.stage_rank == self.world.stages - 1
+        stage, stages = self.world.stage_rank, self.world.stages
         for model in self._trainable_models():
             shard_by_blocks(
-                model, self.model_blocks(model), config, config, is_last_stage=is_at_end or not is_cut(model)
+                model, self.model_blocks(model), config, config, is_last_stage=ends_here(model, stage, stages)
             )
 
     def _setup_stages(self) -> list[tuple[str, str]]:

@@ -176,14 +176,14 @@ class OptimizerStep:
             self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         if self._ties is not None:
-            self._ties.add_up(model, plan.tied, self._turns.number_of(optimizers))
+            self._ties.add_up(model, plan.tied, number := self._turns.number_of(optimizers))
+            self._local_gradients.note_step(number)
         grads = gradients_of(plan)
         if plan.sums:
             divide_sums(plan, grads)
         norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
         if self._stages is not None:
             norm = norm_over_stages(norm, self._stages)
-            self._local_gradients.note_step(self._turns.number_of(optimizers))
         if self._own_time.is_wanted:
             self._own_time.leave_collective()
         # A second turn in the window is made of its last micro-batch alone.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.modules.tied_stages import ties_in
+from dream_trainer.modules.cut_models import ties_in
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -108,7 +108,7 @@ class TiedGradients:
                 "stages of the pipeline have called step() for other optimizers than each other, or in another order. "
                 "Step the same ones on all, in the same order, also those that have nothing in a stage."
             )
-        for names in {names for _, trained in of_ranks for names in trained}:
+        for names in dict.fromkeys(names for _, trained in of_ranks for names in trained):
             if len({trained[names] for _, trained in of_ranks if names in trained}) > 1:
                 raise StepError(
                     f"{' and '.join(names)} are one parameter, of which stages of the pipeline have copies, and it is "

@@ -1,7 +1,8 @@
-"""Parameters that stages of a pipeline share, tied ends for instance: each of their ranks has a copy of its own.
+"""What is known of a model that was cut into stages of a pipeline, and of the parameters that several of them share.
 
-The copies begin with the same bits, get the same gradient in `step` (the sum of theirs) and so stay equal. For
-checkpoints they are one parameter, under the name that it has in the whole model.
+Each rank of a shared parameter, of tied ends for instance, has a copy of its own. The copies begin with the same bits,
+get the same gradient in `step` (the sum of theirs) and so stay equal. For checkpoints they are one parameter, under the
+name that it has in the whole model. Every trainer imports this, so it needs nothing of PyTorch's pipelines.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.nn as nn
-
-from dream_trainer.modules.stage_names import is_held
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,11 @@ class Tie:
 
 
 _ties: WeakKeyDictionary[nn.Module, Sequence[Tie]] = WeakKeyDictionary()
+
+
+def is_held(name: str, names: Collection[str]) -> bool:
+    """Whether `names` has `name`, or a part around it."""
+    return any(name == held or name.startswith(f"{held}.") for held in names)
 
 
 def ties_of(model: nn.Module, stages: Sequence[Collection[str]], ranks: Sequence[int], own_rank: int) -> list[Tie]:
@@ -64,6 +68,17 @@ def remember_ties(model: nn.Module, ties: Sequence[Tie]) -> None:
 def is_cut(model: nn.Module) -> bool:
     """Whether this rank has the layers of some stages alone of `model`; else all."""
     return model in _ties
+
+
+def ends_here(model: nn.Module, stage_rank: int, stages: int) -> bool:
+    """Whether this rank has the layers after which nothing comes but the loss.
+
+    Args:
+        model: The model, or what is left of it.
+        stage_rank: This rank's place in the pipeline.
+        stages: The pipeline's ranks; 1 without one.
+    """
+    return stage_rank == stages - 1 or not is_cut(model)
 
 
 def ties_in(model: nn.Module) -> Sequence[Tie]:
