@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dream_trainer.config.parameter_class import parameters
+from dream_trainer.errors import ConfigError
 
 
 @parameters
@@ -20,6 +21,16 @@ class CompileParameters:
     `tensor_parallel` each shape is compiled by itself: None is False there, and True an error."""
     mode: str | None = None
     """Mode of inductor, such as "max-autotune-no-cudagraphs"."""
+    async_tensor_parallel: bool = False
+    """With `tensor_parallel`, whether matrix products run in pieces beside the collectives of sequence parallelism that
+    bring their input or take their result. It needs inductor, and GPUs that read each other's memory."""
+
+    def __post_init__(self) -> None:
+        if self.async_tensor_parallel and self.backend != "inductor":
+            raise ConfigError(
+                f"async_tensor_parallel=True with backend={self.backend!r}: inductor alone overlaps products with "
+                "collectives. Use backend='inductor', or False."
+            )
 
 
 @dataclass(kw_only=True)

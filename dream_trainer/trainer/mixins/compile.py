@@ -13,6 +13,9 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class Traced(Changed):
     """Calls its own forward from here: the compiler passes over PyTorch's own files, so that a
@@ -43,8 +46,8 @@ class CompileMixin(AbstractTrainer):
         """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
 
         Raises:
-            ConfigError: Layers are split, and shapes are to be variable; or ranks share experts, and graphs are to be
-                whole.
+            ConfigError: Layers are split, and shapes are to be variable, or products are to overlap where they
+                cannot; or ranks share experts, and graphs are to be whole.
         """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
@@ -61,6 +64,9 @@ class CompileMixin(AbstractTrainer):
                 f"compile_parameters.fullgraph=True with expert_parallel={expert_parallel}: experts that ranks share "
                 "are not compiled, inside of blocks that are. Use fullgraph=False."
             )
+        options = None
+        if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
+            options = self._options_of_overlap(self.world.mesh["tp"].get_group())
         for model in self._parameterised_models():
             for part in self.model_blocks(model) or [model]:
                 if is_split:
@@ -72,5 +78,16 @@ class CompileMixin(AbstractTrainer):
                     fullgraph=parameters.fullgraph,
                     # Layers that are split cannot be of variable shapes, as None would make them.
                     dynamic=False if is_split else parameters.dynamic,
-                    mode=parameters.mode,
+                    mode=parameters.mode if options is None else None,
+                    options=options,
                 )
+
+    def _options_of_overlap(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        from dream_trainer.compat.symmetric_memory import options_of_overlap, why_memory_is_not_shared
+
+        if (why_not := why_memory_is_not_shared(group, self.world.device)) is not None:
+            raise ConfigError(
+                f"compile_parameters.async_tensor_parallel=True: {why_not}. It needs GPUs that read each other's "
+                "memory, as those that NVLink connects do. Use False elsewhere."
+            )
+        return options_of_overlap(self.config.compile_parameters.mode)

@@ -1,0 +1,73 @@
+"""Products that run in pieces beside the collectives of sequence parallelism train as whole ones do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dream_trainer as dt
+from dream_trainer.compat import symmetric_memory
+from dream_trainer.errors import ConfigError
+from dream_trainer.trainer.launch import launch
+from tests.overlap import overlap_on_the_cpu
+from tests.trainer.arithmetic import Case, reference
+from tests.trainer.test_tensor_parallel import Cell, Config, Trained, config_of, weights_of
+from tests.worlds import run_world
+
+CELL = Cell(2, "sequence", Case(accumulation=2, weighted=True, clip=0.05, optimizer="adamw"))
+
+
+def overlapping() -> Config:
+    config = config_of(CELL)
+    return replace(
+        config,
+        device_parameters=replace(config.device_parameters, compile=True),
+        compile_parameters=dt.CompileParameters(async_tensor_parallel=True),
+    )
+
+
+def refused(directory: str) -> str:
+    os.chdir(directory)
+    with Trained(overlapping()) as trainer:
+        launch(trainer)
+        trainer.configure()
+        with pytest.raises(ConfigError) as raised:
+            trainer.apply_compile()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_devices_that_cannot_share_memory_are_refused(tmp_path: Path) -> None:
+    for message in run_world(refused, 2, str(tmp_path)):
+        assert "async_tensor_parallel=True: the device is 'cpu'." in message
+
+
+def test_other_compilers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="async_tensor_parallel=True with backend='aot_eager'"):
+        dt.CompileParameters(backend="aot_eager", async_tensor_parallel=True)
+
+
+def trained(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:
+        patches.setattr(symmetric_memory, "why_memory_is_not_shared", lambda group, device: None)
+        with Trained(overlapping()) as trainer:
+            trainer.fit()
+            return {"norms": trainer.norms, "weights": weights_of(trainer.model), "calls": dict(calls)}
+
+
+@pytest.mark.slow
+def test_products_in_pieces_train_as_whole_ones_do(tmp_path: Path) -> None:
+    expected = reference(CELL.case)
+    for result in run_world(trained, 2, str(tmp_path)):
+        assert min(result["calls"].values()) > 0
+        assert len(result["calls"]) == 2
+        assert result["norms"] == pytest.approx([float(norm) for norm in expected["norms"]], rel=1e-9)
+        for name, weight in expected["weights"].items():
+            own = result["weights"][name.removeprefix("model.")]
+            torch.testing.assert_close(own, weight, rtol=1e-9, atol=1e-9, msg=name)
