@@ -895,6 +895,13 @@ MUTANTS = [
         "tests/trainer/test_pipeline_teachers.py",
     ),
     Mutant(
+        "groups inside of blocks that run again are counted",
+        "dream_trainer/compat/fully_shard.py",
+        "return _NOTHING if _get_current_dispatch_mode() is None else _unseen()",
+        "return _NOTHING",
+        "tests/compat/test_fully_shard.py",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-1].view_as(own))\n",

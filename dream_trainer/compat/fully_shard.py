@@ -11,7 +11,8 @@ This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,11 +20,46 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from dream_trainer.compat.pytorch import local_tensor
 
 if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
+
+
+_NOTHING = nullcontext()
+
+
+def unseen_by_checkpoints() -> AbstractContextManager[None]:
+    """Inside, selective checkpointing takes no note of operations.
+
+    In a block that it runs again, what `fully_shard` wraps gathers in one run and finds its parameters gathered in
+    another. PyTorch counts all operations, and from 2.13 on wants equally many.
+    """
+    return _NOTHING if _get_current_dispatch_mode() is None else _unseen()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    seeing = []
+    while isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+        seeing.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(seeing):
+            _push_mode(mode)
+
+
+class UnseenState(FSDPState):
+    """The state of a module that may be inside of a block that is run again, where it is the root of what runs."""
+
+    def _root_pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with unseen_by_checkpoints():
+            return super()._root_pre_forward(*args, **kwargs)
 
 
 class DifferentiableGroup(FSDPParamGroup):
@@ -33,6 +69,26 @@ class DifferentiableGroup(FSDPParamGroup):
     """
 
     _local_gradients: LocalGradients
+
+    def unshard(self, async_op: bool = False) -> None:
+        """As in PyTorch."""
+        with unseen_by_checkpoints():
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """As in PyTorch."""
+        with unseen_by_checkpoints():
+            super().wait_for_unshard()
+
+    def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch."""
+        with unseen_by_checkpoints():
+            return super().pre_forward(*args, **kwargs)
+
+    def post_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch."""
+        with unseen_by_checkpoints():
+            return super().post_forward(*args, **kwargs)
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
         """As in PyTorch; also notes a backward that keeps its graph."""
@@ -160,7 +216,9 @@ class WholeGroup(DifferentiableGroup):
 
 def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None:
     """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`."""
-    group = module._get_fsdp_state()._fsdp_param_group
+    state = module._get_fsdp_state()
+    state.__class__ = UnseenState
+    group = state._fsdp_param_group
     if group is None:
         return
     is_whole = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1
