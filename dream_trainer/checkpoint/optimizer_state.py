@@ -227,7 +227,8 @@ def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, An
 def _options_by_group(
     name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each group of `optimizer`, the saved options of its parameters' group; none for a group without any."""
+    """For each group of `optimizer`, the saved options of its parameters' group; of a group without any, as stages of a
+    pipeline have, those of the group in its place."""
     owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
     current_groups = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     known = {fqn for group in current_groups for fqn in group}
@@ -247,6 +248,8 @@ def _options_by_group(
                 f"Parameter group {index} of optimizer {name!r} joins parameters of the checkpoint's groups "
                 f"{sorted(owners)}, whose options may differ. Group them as they were saved."
             )
+        if not owners and len(saved) == len(current_groups):
+            owners = {index}
         chosen.append(saved[owners.pop()]["options"] if owners else {})
     return chosen
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +24,19 @@ class Computation(TorchDispatchMode):
     Numbers of random draws are those of the operation: two of the same tensor are one. What is written into a part of a
     tensor is not seen in the whole.
 
+    Args:
+        where: Called with each operation: the place that it comes from, such as a line.
+
     Attributes:
-        operations: The operation that gave each number, by number, in order.
+        operations: The operation that first gave each number and its place, by number, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: Callable[[], str] = str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._where = where
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no `id` is given twice
-        self.operations: dict[int, str] = {}
+        self.operations: dict[int, tuple[str, str]] = {}
 
     def name(self, names: Mapping[Tensor, str]) -> None:
         """Says what tensors are that were made outside."""
@@ -67,7 +71,8 @@ class Computation(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 number = made_of if place < len(written) else _hash(f"{made_of} {place - len(written)}")
                 self._note(tensor, number)
-                self.operations.setdefault(number, str(func))
+                if number not in self.operations:
+                    self.operations[number] = str(func), self._where()
         return result
 
     def _spelled(self, value: Any) -> str:

@@ -7,7 +7,7 @@ model, so a checkpoint does not tell how many stages it came from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,9 +16,11 @@ import torch.nn as nn
 from dream_trainer.checks import spell
 from dream_trainer.compat.pipelining import shallow_copy
 from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.cut_models import is_held
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # forwards run through them, be they empty
+_CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
@@ -30,21 +32,48 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
         n_stages: Number of stages.
 
     Raises:
-        ConfigError: There are fewer blocks than stages.
+        ConfigError: There are fewer blocks than stages, or some of them are one module.
     """
     parts = list(_parts(model, {id(block) for block in blocks}, ""))
     places = [place for place, (_, is_block) in enumerate(parts) if is_block]
-    if len(places) < n_stages:
+    is_short = len(places) < n_stages
+    _refuse_repeated(model, lambda entry: is_short or entry in blocks)
+    if is_short:
         raise ConfigError(
             f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {len(places)} "
-            f"repeated blocks. Use {max(1, len(places))} stages or less, which are pipeline_parallel times the stages "
-            "of each rank (1 under 1F1B and GPipe, else 2 or more), name the blocks in model_blocks, or say in "
-            "pipeline_stages what each stage holds."
+            f"repeated blocks{'' if places else _where_looked(model)}. Use {max(1, len(places))} stages or less, which "
+            "are pipeline_parallel times the stages of each rank (1 under 1F1B and GPipe, else 2 or more), name the "
+            "blocks in model_blocks, or say in pipeline_stages what each stage holds."
         )
     first_blocks = [places[len(places) * stage // n_stages] for stage in range(n_stages)]
     ends = [*first_blocks[1:], len(parts)]
     starts = [0, *first_blocks[1:]]
     return [[name for name, _ in parts[start:end]] for start, end in zip(starts, ends, strict=True)]
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield name or "the model itself", list(module)
+
+
+def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> None:
+    for name, entries in _lists(model):
+        layers = [entry for entry in entries if counts(entry) and next(entry.parameters(), None) is not None]
+        if len(set(layers)) < len(layers):
+            raise ConfigError(
+                f"{name} of {type(model).__name__} has {len(layers)} layers of which {len(set(layers))} are different "
+                "modules: layers that share all weights, of which each stage needs a copy. Say in pipeline_stages "
+                f"which entries a stage holds, such as '{name}.0' and '{name}.1': copies begin equal, and are trained "
+                "by the sum of their gradients."
+            )
+
+
+def _where_looked(model: nn.Module) -> str:
+    """Which lists a model has, and why their modules do not count."""
+    found = [f"{name} has {len(parts)} of {len(set(map(own_class, parts)))} classes" for name, parts in _lists(model)]
+    lists = "; ".join(found[:3]) or "it has neither"
+    return f", which are two or more modules of one class in a ModuleList or Sequential ({lists})"
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
@@ -73,7 +102,8 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
         raise HookError(
             f"pipeline_stages gave {len(stages)} stages ({counts} names), and {n_stages} are needed, each with a name."
         )
-    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unknown = [name for names in stages for name in names if name not in known]
     if unknown:
         raise HookError(
@@ -127,7 +157,7 @@ def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.M
         full_name = f"{prefix}{name}"
         if is_held(full_name, names):
             continue
-        if any(held.startswith(f"{full_name}.") for held in names):
+        if isinstance(child, _LISTS) or any(held.startswith(f"{full_name}.") for held in names):
             setattr(view, name, view_of(child, names, f"{full_name}."))
         elif isinstance(module, _CONTAINERS):
             delattr(view, name)
@@ -146,7 +176,7 @@ def keep_only(module: nn.Module, names: Collection[str], prefix: str = "") -> No
         full_name = f"{prefix}{name}"
         if is_held(full_name, names):
             continue
-        if any(held.startswith(f"{full_name}.") for held in names):
+        if isinstance(child, _LISTS) or any(held.startswith(f"{full_name}.") for held in names):
             keep_only(child, names, f"{full_name}.")
         elif isinstance(module, _CONTAINERS):
             delattr(module, name)

@@ -16,7 +16,7 @@ from torch import nn
 from dream_trainer.checks import check_positive
 from dream_trainer.config.parameter_class import parameters
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import repeated_blocks
+from dream_trainer.optim.whole_parameters import WholeParameters, named_with_ties, whole_parameters
 
 
 @parameters
@@ -55,20 +55,22 @@ class Placed:
 
     Attributes:
         names: Its names: several if it is tied, of which the first is used.
-        parameter: The parameter.
+        parameter: The parameter; None if another stage of a pipeline has it.
         group: The first pattern group that matches, or None.
         decays: Whether it is of a kind that decays.
         depth: Its layer under `layer_decay`: 0 below the first block, then its block's number; None without.
         scale: Factor of the learning rate by depth.
+        is_matrix: Whether it has two dimensions.
         is_hidden_matrix: Whether it is a matrix inside a block, and neither an embedding nor a normalisation weight.
     """
 
     names: tuple[str, ...]
-    parameter: nn.Parameter
+    parameter: nn.Parameter | None
     group: GroupParameters | None
     decays: bool
     depth: int | None
     scale: float
+    is_matrix: bool
     is_hidden_matrix: bool
 
 
@@ -100,7 +102,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     if isinstance(patterns, str):
         raise ConfigError(f"freeze was given the text {patterns!r}. Use a list of patterns: [{patterns!r}].")
     patterns = tuple(patterns)
-    named = _named(model)
+    named = named_with_ties(model)
     for pattern in patterns:
         check_pattern("freeze", pattern)
         _require_match("freeze", pattern, [names for names, _ in named])
@@ -126,6 +128,9 @@ def parameter_groups(
     """Groups for any of PyTorch's optimizers: `torch.optim.AdamW(parameter_groups(model, lr=..., weight_decay=...))`.
 
     Biases, scalars and weights of normalisation layers do not decay unless `decay_vectors`.
+
+    Of a model that is cut into stages of a pipeline these are the whole model's groups, empty where the stage has none
+    of their parameters.
 
     With `layer_decay` = d and L blocks, the rate of block l (1 to L, in order) is `lr * d**(L + 1 - l)`, that of
     embeddings and everything registered before the first block `lr * d**(L + 1)`, that of everything after the last one
@@ -157,7 +162,7 @@ def parameter_groups(
         layer_decay=layer_decay,
         decay_vectors=decay_vectors,
         decay_embeddings=decay_embeddings,
-        blocks=repeated_blocks(model) if blocks is None else blocks,
+        blocks=blocks,
     )
     return group(placed, lr=lr, weight_decay=weight_decay)
 
@@ -169,40 +174,38 @@ def place(
     layer_decay: float | None,
     decay_vectors: bool,
     decay_embeddings: bool,
-    blocks: Sequence[nn.Module],
+    blocks: Sequence[nn.Module] | None,
 ) -> list[Placed]:
     """What decides on the group of each trainable parameter; arguments and errors of `parameter_groups`."""
-    named = _named(model)
-    trainable = [(names, parameter) for names, parameter in named if parameter.requires_grad]
+    whole = whole_parameters(model, blocks)
+    trainable = [one for one in whole.parameters if one.is_trained]
     if not trainable:
         raise ConfigError(
-            f"{type(model).__name__} has no trainable parameter. Leave some of its {len(named)} parameters unfrozen."
+            f"{type(model).__name__} has no trainable parameter. Leave some of its {len(whole.parameters)} parameters "
+            "unfrozen."
         )
-    chosen = _choose(groups, [names for names, _ in trainable], [names for names, _ in named])
-    vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
-    embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
-    depths = _depths([parameter for _, parameter in named], embeddings, blocks, layer_decay)
+    chosen = _choose(groups, [one.names for one in trainable], [one.names for one in whole.parameters])
+    depths = {} if layer_decay is None else _depths(whole, layer_decay)
     factor = 1.0 if layer_decay is None else layer_decay
-    scales = {key: factor ** (len(blocks) + 1 - depth) for key, depth in depths.items()}
-    inside = {id(p) for block in blocks for p in block.parameters()}
     return [
         Placed(
-            names=names,
-            parameter=parameter,
+            names=one.names,
+            parameter=one.parameter,
             group=matching,
-            decays=(decay_vectors or id(parameter) not in vectors)
-            and (decay_embeddings or id(parameter) not in embeddings),
-            depth=depths.get(id(parameter)),
-            scale=scales.get(id(parameter), 1.0),
-            is_hidden_matrix=parameter.ndim == 2 and id(parameter) in inside - vectors - embeddings,
+            decays=(decay_vectors or not one.is_vector) and (decay_embeddings or not one.is_embedding),
+            depth=depths.get(one.names),
+            scale=factor ** (whole.n_blocks + 1 - depths[one.names]) if depths else 1.0,
+            is_matrix=one.ndim == 2,
+            is_hidden_matrix=one.ndim == 2 and one.block > 0 and not one.is_vector and not one.is_embedding,
         )
-        for (names, parameter), matching in zip(trainable, chosen, strict=True)
+        for one, matching in zip(trainable, chosen, strict=True)
     ]
 
 
 def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
     """Joins parameters of the same pattern group, layer and decay into one group."""
     joined: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
     for entry in placed:
         matching, depth = entry.group, entry.depth
         rate, decay = lr * entry.scale, weight_decay
@@ -213,15 +216,15 @@ def group(placed: Iterable[Placed], *, lr: float, weight_decay: float) -> list[d
             depth = depth if matching.lr is None else None
         prefix = "" if depth is None else f"layer_{depth}_"
         prefix = prefix if matching is None else f"{matching.pattern} {prefix}"
-        for kind, of_kind in (
-            ("decay", decay),
-            ("no_decay", 0.0),
-        ):  # in one order, whichever a pipeline's stage has first
+        for kind, of_kind in (("decay", decay), ("no_decay", 0.0)):
             name = f"{prefix}{kind}"
             joined.setdefault(name, {"name": name, "params": [], "lr": rate, "weight_decay": of_kind})
-        kind = "decay" if decay and entry.decays else "no_decay"
-        joined[f"{prefix}{kind}"]["params"].append((entry.names[0], entry.parameter))
-    return [one for one in joined.values() if one["params"]]
+        name = f"{prefix}{'decay' if decay and entry.decays else 'no_decay'}"
+        names.add(name)
+        if entry.parameter is not None:
+            joined[name]["params"].append((entry.names[0], entry.parameter))
+    # An optimizer takes groups with names or without, and asks an empty one for them.
+    return [one if one["params"] else one | {"param_names": []} for name, one in joined.items() if name in names]
 
 
 def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
@@ -232,20 +235,6 @@ def require_hidden(pattern: str, names: Sequence[tuple[str, ...]]) -> None:
 def matches_any(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
     """Whether one of the patterns is found in one of the names."""
     return any(_matches(pattern, names) for pattern in patterns)
-
-
-def _named(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-    """Each parameter once with all its names, in the order of `parameters()`."""
-    names: dict[int, list[str]] = {}
-    # `state_dict()` leaves out the names of wrappers for compilation and activation checkpointing, and has ties twice.
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            names.setdefault(id(value), []).append(name)
-    return [(tuple(names.get(id(p), [name])), p) for name, p in model.named_parameters()]
-
-
-def _owned(model: nn.Module, kinds: Any) -> set[int]:
-    return {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
 
 
 def _choose(
@@ -263,29 +252,23 @@ def _choose(
     return chosen
 
 
-def _depths(
-    parameters: Sequence[nn.Parameter], embeddings: set[int], blocks: Sequence[nn.Module], layer_decay: float | None
-) -> dict[int, int]:
-    """Layers by the parameter's id, nothing without `layer_decay`; see `parameter_groups`."""
-    if layer_decay is None:
-        return {}
-    if not blocks:
+def _depths(whole: WholeParameters, layer_decay: float) -> dict[tuple[str, ...], int]:
+    """Layers by the parameter's names; see `parameter_groups`."""
+    last = whole.n_blocks
+    if not last:
         raise ConfigError(
             f"layer_decay={layer_decay} needs repeated blocks, and the model has no ModuleList or Sequential of two or "
             "more modules of one class. Pass blocks=[...], lowest first, or use groups with lr_scale."
         )
-    last = len(blocks)
-    block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
-    depths: dict[int, int] = {}
+    depths: dict[tuple[str, ...], int] = {}
     passed = 0
-    for parameter in parameters:
-        key = id(parameter)
-        if key in block_of:
-            depths[key] = passed = block_of[key]
-        elif key in embeddings:
-            depths[key] = 0
+    for one in whole.parameters:
+        if one.block:
+            depths[one.names] = passed = one.block
+        elif one.is_embedding:
+            depths[one.names] = 0
         else:
-            depths[key] = last + 1 if passed == last else passed
+            depths[one.names] = last + 1 if passed == last else passed
     return depths
 
 

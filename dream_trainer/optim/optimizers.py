@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.modules.sharding import repeated_blocks
 from dream_trainer.optim.adafactor import Adafactor
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
 from dream_trainer.optim.muon import Muon
@@ -72,7 +71,6 @@ def build_optimizers(
 
     Args and errors are those of `build_optimizer`; "muon" without a hidden matrix is a ConfigError too.
     """
-    blocks = repeated_blocks(model) if blocks is None else blocks
     placed = place(
         model,
         groups=parameters.groups,
@@ -90,10 +88,10 @@ def build_optimizers(
 
 def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> list[Optimizer]:
     if parameters.hidden:
-        matrices = [one.names for one in placed if one.parameter.ndim == 2]
+        matrices = [one.names for one in placed if one.is_matrix]
         for pattern in parameters.hidden:
             require_hidden(pattern, matrices)
-        hidden = [one for one in placed if one.parameter.ndim == 2 and matches_any(parameters.hidden, one.names)]
+        hidden = [one for one in placed if one.is_matrix and matches_any(parameters.hidden, one.names)]
     else:
         hidden = [one for one in placed if one.is_hidden_matrix]
     if not hidden:
@@ -101,8 +99,8 @@ def _build_muon(parameters: OptimizerParameters, placed: Sequence[Placed]) -> li
             'name="muon" found no trainable matrix inside repeated blocks (a ModuleList or Sequential of two or more '
             "modules of one class). Name the matrices with hidden=(pattern, ...), or pass blocks=[...]."
         )
-    in_muon = {id(one.parameter) for one in hidden}
-    rest = [one for one in placed if id(one.parameter) not in in_muon]
+    in_muon = {one.names for one in hidden}
+    rest = [one for one in placed if one.names not in in_muon]
     options = parameters.given("momentum", "nesterov", "ns_steps")
     options["adjust_lr_fn"] = parameters.adjust_lr_fn or "match_rms_adamw"
     optimizers = [_build(Muon, parameters, hidden, lr=parameters.lr, options=options)]
@@ -120,7 +118,7 @@ def _build(
     lr: float,
     options: dict[str, Any],
 ) -> Optimizer:
-    if any(_is_sharded(one.parameter) for one in placed):
+    if any(one.parameter is not None and _is_sharded(one.parameter) for one in placed):
         refuse_unshardable_class(cls)
     decay = parameters.weight_decay
     if decay is None:

@@ -7,7 +7,12 @@ tensors: so all ranks find the same, before the first of them has sent anything.
 from __future__ import annotations
 
 import copy
+import inspect
+import linecache
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +27,12 @@ from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
 from dream_trainer.modules.cut_models import is_held
 from dream_trainer.modules.pipeline_stages import keep_only
+from dream_trainer.users_code import failing_frame, line_of, running_line
+
+_CROSS = (
+    "What a later stage needs beside, such as one end of a skip connection, has to cross as well: return both, `return "
+    "x, skip`, and take both as arguments, or have pipeline_stages put its ends into one stage."
+)
 
 
 class StageCheck:
@@ -55,7 +66,7 @@ class StageCheck:
         """
         positional, named = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         names = {leaf: f"input {n}" for n, leaf in enumerate(leaves((positional, named))) if isinstance(leaf, Tensor)}
-        whole, expected, why = Computation(), None, "it cannot be copied"
+        whole, expected, why = Computation(running_line), None, "it cannot be copied"
         if self._model is not None:
             whole.name(tensor_names(self._model) | names)
             try:
@@ -70,22 +81,27 @@ class StageCheck:
                 "pipeline_parallel=1."
             )
             return
-        chain = Computation()
+        chain = Computation(running_line)
         chain.name(names)
         args: tuple[Any, ...] = positional
         output: Any = None
+        begun: list[int] = []
         for number, held in enumerate(self._stages):
             stage = copy.deepcopy(self._model)
             chain.name(tensor_names(stage))
             keep_only(stage, held)
             before = _around(stage, held)
+            begun.append(len(chain.operations))
             try:
                 with preserved_random_state(), torch.no_grad(), on_meta(), chain:
                     output = stage(*args, **named)
             except (TypeError, AttributeError, KeyError, IndexError, RuntimeError, ValueError) as error:
-                raise HookError(self._cannot_run(number, f"{type(error).__name__}: {error}")) from error
+                raise HookError(self._cannot_run(number, stage, error, args)) from error
             if number < len(self._stages) - 1 and not all(isinstance(part, Tensor) for part in as_tuple(output)):
-                raise HookError(self._cannot_run(number, f"it gave the next one a {type(output).__name__}"))
+                raise HookError(
+                    f"{self._called(number)} gave the next one {_kinds(output)}, and only tensors cross. Return a "
+                    "tensor or a tuple of them to the next stage, and take them as its arguments."
+                )
             changed = [name for name, value in _around(stage, held).items() if before.get(name) != value]
             if changed:
                 raise HookError(
@@ -95,22 +111,70 @@ class StageCheck:
                 )
             args, named = as_tuple(output), {}
         if _numbers(chain, output) != _numbers(whole, expected):
-            others = [operation for value, operation in chain.operations.items() if value not in whole.operations]
-            what = f"{others[0]} of something that it does not" if others else "not all that it does"
             raise HookError(
-                f"the stages of {self._name} together do not compute what the whole model does, but {what}. Have each "
-                "stage's forward do what belongs to the layers that it holds, and nothing else: a position in a list "
-                "of layers is that in the stage, and what is neither asked for nor a layer is done in each."
+                f"the stages of {self._name} together do not compute what the whole model does, but "
+                f"{_difference(chain, whole, begun)}. Have each stage's forward do what belongs to the layers that it "
+                "holds, and nothing else: what is neither asked for nor a layer is done in each, and a position in a "
+                f"list of layers is that in the stage. {_CROSS}"
             )
 
-    def _cannot_run(self, number: int, why: str) -> str:
+    def _called(self, number: int) -> str:
         held = self._stages[number]
         names = ", ".join(held[:4]) + (f", ... {held[-1]}" if len(held) > 4 else "")
-        return (
-            f"stage {number} of {len(self._stages)} of {self._name} ({names}) cannot run: {why}. Of what other stages "
-            "hold, lists of layers have nothing and other names are None: have its forward ask, `if self.embedding is "
-            "not None: ...`, return a tensor or a tuple of them to the next stage, and take them as its arguments."
+        return f"stage {number} of {len(self._stages)} of {self._name} ({names})"
+
+    def _cannot_run(self, number: int, stage: nn.Module, error: Exception, given: tuple[Any, ...]) -> str:
+        frame = failing_frame(error)
+        line = _line_of_forward(stage) if frame is None else line_of(frame[0].f_code, frame[1])
+        asked = {} if frame is None else self._asked_for(stage, *frame)
+        needs = "".join(f", and asks for {name}, which stage {other} holds" for name, other in asked.items())
+        first = next(iter(asked), "embedding")
+        ask = (
+            "Of what other stages hold, lists of layers have nothing and other names are None: have its forward ask, "
+            f"`if self.{first.rpartition('.')[2]} is not None: ...`."
         )
+        giver = f" by stage {number - 1}" if number else ""
+        return (
+            f"{self._called(number)} cannot run: {type(error).__name__}: {str(error).rstrip('.')}, at {line}. It is "
+            f"given {_kinds(given)}{giver}{needs}. {ask if asked or not number else _CROSS}"
+        )
+
+    def _asked_for(self, stage: nn.Module, frame: FrameType, line: int) -> dict[str, int]:
+        """What `line` names of its module that other stages hold, and which."""
+        owner = frame.f_locals.get("self")
+        prefix = next((f"{name}." if name else "" for name, part in stage.named_modules() if part is owner), None)
+        if prefix is None:
+            return {}
+        text = linecache.getline(frame.f_code.co_filename, line)
+        known = {name for name, _ in (*stage.named_modules(), *stage.named_parameters())}
+        names = [f"{prefix}{name}" for name in re.findall(r"\bself\.(\w+)", text)]
+        holders = {name: n for name in names for n, held in enumerate(self._stages) if is_held(name, held)}
+        return {name: n for name, n in holders.items() if name not in known}
+
+
+def _line_of_forward(module: nn.Module) -> str:
+    code = inspect.unwrap(type(module).forward).__code__
+    return line_of(code, code.co_firstlineno)
+
+
+def _difference(chain: Computation, whole: Computation, begun: Sequence[int]) -> str:
+    """What the stages, which began with these numbers of operations, do otherwise, in words."""
+    missing = [done for value, done in whole.operations.items() if value not in chain.operations]
+    instead = f", where the whole model does {missing[0][0]}, at {missing[0][1]}" if missing else ""
+    for place, (value, (operation, line)) in enumerate(chain.operations.items()):
+        if value not in whole.operations:
+            stage = bisect_right(begun, place) - 1
+            return f"{operation} of something that it does not, first in stage {stage}, at {line}{instead}"
+    return f"not all that it does{instead}"
+
+
+def _kinds(values: Any) -> str:
+    """What values are, in words."""
+    if isinstance(values, Tensor):
+        return f"a tensor of shape {list(values.shape)}"
+    if isinstance(values, tuple | list):
+        return _kinds(values[0]) if len(values) == 1 else f"({', '.join(map(_kinds, values))})"
+    return f"a {type(values).__name__}"
 
 
 def _numbers(computation: Computation, output: Any) -> list[int]:

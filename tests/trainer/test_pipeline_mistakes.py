@@ -101,19 +101,24 @@ class ReadsValues(Model):
         return super().forward(x + 1 if float(x.max()) < 0 else x)
 
 
+UNAWARE = (
+    r"stage 0 of 2 of Unaware \(position, embedding, .*\) cannot run: TypeError: 'NoneType' object is not callable, at "
+    r"\S+test_pipeline_mistakes.py:\d+ `return self.head\(self.norm\(x\)\)`. It is given a tensor of shape \[2, 6\], "
+    r"and asks for head, which stage 1 holds, and asks for norm, which stage 1 holds. Of what .* `if self.head is not N"
+)
+COUNTS_LAYERS = (
+    r"together do not compute what the whole model does, but aten.mul.Tensor of something that it "
+    r"does not, first in stage 1, at \S+py:\d+ `x = block\(x\) \* \(1 \+ number\)`, where the whole model does aten.mul"
+)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            Unaware,
-            r"stage 0 of 2 of Unaware \(position, embedding, .*\) cannot run: TypeError: 'NoneType' object is not",
-        ),
-        (
-            CountsLayers,
-            r"stages of CountsLayers together do not compute what the whole model does, but aten.mul.Tensor",
-        ),
+        (Unaware, UNAWARE),
+        (CountsLayers, COUNTS_LAYERS),
         (ScalesInEachStage, "the stages of ScalesInEachStage together do not compute what the whole model does"),
-        (GivesADict, "stage 0 of 2 of GivesADict .* cannot run: it gave the next one a dict"),
+        (GivesADict, "stage 0 of 2 of GivesADict .* gave the next one a dict, and only tensors cross"),
     ],
 )
 def test_stages_that_do_not_make_the_model_are_found_without_values(kind: type[Model], message: str) -> None:

@@ -79,6 +79,8 @@ class PipelineParallelMixin(AbstractTrainer):
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.cut_models import remember_ties, ties_of
         from dream_trainer.modules.pipeline_stages import check_stages, keep_only
+        from dream_trainer.modules.stage_lists import number_lists
+        from dream_trainer.optim.whole_parameters import remember_whole
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
@@ -100,8 +102,10 @@ class PipelineParallelMixin(AbstractTrainer):
         ranks = ranks_of_stages(parameters.schedule, count, parameters.stages_of_each_rank)
         blocks, stages = self.model_blocks(model), self.pipeline_stages(model, len(ranks))
         check_stages(model, stages, len(ranks))
+        number_lists(model, stages)
         self._stages = Stages([list(names) for names in stages], ranks, StageCheck(model, stages))
         remember_ties(model, ties_of(model, stages, ranks, self.world.stage_rank))
+        remember_whole(model, blocks)
         own = zip(stages, ranks, strict=True)
         keep_only(model, [name for names, rank in own if rank == self.world.stage_rank for name in names])
         kept = {id(module) for module in model.modules()}

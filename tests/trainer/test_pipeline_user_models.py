@@ -1,0 +1,397 @@
+"""Models as users have them, cut into stages: what cannot be cut is named, down to the line, with what to do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import ConfigError, HookError
+from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
+from dream_trainer.modules.stage_lists import number_lists
+from dream_trainer.optim.groups import GroupParameters, parameter_groups
+from dream_trainer.optim.whole_parameters import remember_whole
+from dream_trainer.trainer.stage_check import StageCheck
+from tests.trainer.stages import BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
+from tests.worlds import run_world
+
+WIDTH = 8
+
+
+class UNet(nn.Module):
+    """Keeps what its way down gave for its way up, as it was written for one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, WIDTH)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        if self.enter is not None:
+            x = self.enter(x)
+        skips: list[Tensor] = []
+        for layer in self.down:
+            skips.append(layer(x).relu())
+            x = skips[-1]
+        for layer in self.up:
+            x = layer(torch.cat((x, skips.pop()), dim=-1)).relu()
+        return x if self.head is None else self.head(x)
+
+
+class Handing(UNet):
+    """Hands them on."""
+
+    def forward(self, x: Tensor, *skips: Tensor) -> Any:
+        if self.enter is not None:
+            x = self.enter(x)
+        for layer in self.down:
+            x = layer(x).relu()
+            skips = (*skips, x)
+        for layer in self.up:
+            x, skips = layer(torch.cat((x, skips[-1]), dim=-1)).relu(), skips[:-1]
+        return (x, *skips) if self.head is None else self.head(x)
+
+
+class HandsOnTooMuch(UNet):
+    def forward(self, x: Tensor) -> Any:
+        if self.enter is not None:
+            x = self.enter(x)
+        before = x
+        for layer in self.down:
+            x = layer(x)
+        return (x, before) if self.head is None else self.head(x)
+
+
+class Residual(UNet):
+    """Adds what it began with, which in each stage is something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter is not None:
+            x = self.enter(x)
+        before = x
+        for layer in self.down:
+            x = layer(x)
+        for layer in self.up:
+            x = layer(torch.cat((x, x), dim=-1))
+        x = x + before
+        return x if self.head is None else self.head(x)
+
+
+class ByNumber(UNet):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter is not None:
+            x = self.enter(x)
+        x = self.down[0](x)
+        for layer in self.up:
+            x = layer(torch.cat((x, x), dim=-1))
+        return x if self.head is None else self.head(x)
+
+
+def stages_of(model: UNet) -> list[list[str]]:
+    return even_stages(model, [*model.down, *model.up], 2)
+
+
+LACKS = {
+    UNet: (
+        r"stage 1 of 2 of UNet .up.0, up.1, head. cannot run: IndexError: pop from empty list, at \S+models.py:\d+ "
+        r"`x = layer.torch.cat.+skips.pop.+relu\(\)`. It is given a tensor of shape \[2, 8\] by "
+        r"stage 0. What a later stage needs beside, such as one end of a skip connection, has to cross as well: r"
+    ),
+    HandsOnTooMuch: (
+        r"stage 1 .* takes 2 positional arguments but 3 were given, at \S+models.py:\d+ `def forward\(self, x: Tensor\)"
+        r".* is given \(a tensor of shape \[2, 8\], a tensor of shape \[2, 8\]\) by stage 0"
+    ),
+    Residual: (
+        r"do not compute what the whole model does, but aten.add.Tensor of something that it does not, first in stage "
+        r"0, at \S+models.py:\d+ `x = x \+ before`, where the whole model does aten.cat.*has to cross as well"
+    ),
+    ByNumber: (
+        r"stage 1 .* cannot run: IndexError: down\[0\] is in stage 0 of the pipeline, and this rank has none of 2. Run "
+        r"through .* at \S+models.py:\d+ `x = self.down\[0\]\(x\)`"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LACKS)
+def test_a_stage_that_lacks_something_is_named_with_the_line_that_asks_for_it(kind: type[UNet]) -> None:
+    model = kind()
+    number_lists(model, stages_of(model))
+    with pytest.raises(HookError, match=LACKS[kind]):
+        StageCheck(model, stages_of(model)).run(((torch.zeros(2, 6),), {}), pytest.fail)
+
+
+def test_a_list_of_layers_is_empty_where_others_hold_all_of_it() -> None:
+    model = Handing()
+    keep_only(model, stages_of(model)[0])
+    assert len(model.up) == 0
+    assert model.head is None
+
+
+def test_layers_keep_the_numbers_that_they_have_in_the_whole_model() -> None:
+    model = Model(Case())
+    whole = list(model.blocks)
+    stages = even_stages(model, whole, 2)
+    number_lists(model, stages)
+    assert model.blocks[1] is whole[1]
+    assert model.blocks[-1] is whole[4]
+    keep_only(model, stages[1])
+    assert model.blocks[3] is whole[3]
+    assert model.blocks[-1] is whole[4]
+    assert isinstance(model.blocks, nn.ModuleList)
+    assert list(model.blocks) == list(model.blocks[1:]) == whole[2:]
+    with pytest.raises(IndexError, match=r"blocks\[0\] is in stage 0 of the pipeline, and this rank has 2, 3, 4 of 5"):
+        _ = model.blocks[0]
+    with pytest.raises(IndexError, match="out of range"):
+        _ = model.blocks[5]
+
+
+class Shared(nn.Module):
+    """One layer, several times."""
+
+    def __init__(self, times: int = 4) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 6)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * times)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter is not None:
+            x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x if self.head is None else self.head(x)
+
+
+HALVES = [["enter", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]
+
+
+def test_layers_of_one_set_of_weights_and_single_ones_are_named_as_such() -> None:
+    model = Shared()
+    with pytest.raises(
+        ConfigError, match=r"layers of Shared has 4 layers of which 1 are different modules: layers that "
+    ):
+        even_stages(model, [], 2)
+    in_turn = nn.Module()
+    one, other, act, end = nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
+    in_turn.layers = nn.ModuleList([one, other, one, other])
+    with pytest.raises(ConfigError, match="layers of Module has 4 layers of which 2 are different modules"):
+        even_stages(in_turn, [one, other], 2)
+    in_turn.layers, in_turn.end = nn.ModuleList([one, other]), nn.Sequential(act, end, act, end)
+    assert even_stages(in_turn, [one, other], 2) == [["layers.0"], ["layers.1", "end"]]
+    check_stages(model, HALVES, 2)
+    StageCheck(model, HALVES).run(((torch.zeros(2, 6),), {}), pytest.fail)
+    with pytest.raises(ConfigError, match=r"0 repeated blocks, which are two or more .*\(layers has 1 of 1 classes\)"):
+        even_stages(Shared(1), [], 2)
+    with pytest.raises(ConfigError, match=r"has 0 repeated blocks, .*Sequential \(it has neither\)"):
+        even_stages(nn.Linear(2, 2), [], 2)
+
+
+# -- trained on two ranks, and by hand
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(2, 24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).unbind()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+@dataclass(kw_only=True)
+class Config(dt.DreamTrainerConfig):
+    kind: type[nn.Module] = field(default=Handing)
+
+
+class OfUsers(dt.DreamTrainer):
+    config: Config
+
+    def configure_models(self) -> None:
+        self.model = self.config.kind()
+
+    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Any:
+        return HALVES if self.config.kind is Shared else super().pipeline_stages(model, n_stages)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return DistributedDataLoader(Numbers(), 8), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        loss = self.forward_backward(self.model, (x,), y, nn.functional.mse_loss)
+        self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def train_models_of_users(directory: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    os.chdir(directory)
+    results = []
+    for kind in (Handing, Shared):
+        base = config_of(Case(2, clip=None))
+        shown = ("project", "group", "experiment", "device_parameters", "pipeline_parallel_parameters")
+        shown += ("training_parameters", "checkpoint_parameters", "logger_parameters")
+        with OfUsers(Config(kind=kind, **{name: getattr(base, name) for name in shown})) as trainer:
+            trainer.fit()
+            results.append((trainer.start, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}))
+    return results
+
+
+def test_skips_that_cross_and_shared_layers_are_trained_as_in_one_process(on_two_ranks: list[Any]) -> None:
+    for kind, ranks in zip((Handing, Shared), zip(*(models for models, _ in on_two_ranks), strict=True), strict=True):
+        model = kind()
+        names = {name: name.replace("layers.2", "layers.0") for _, weights in ranks for name in weights}
+        model.load_state_dict({names[n]: v for start, _ in ranks for n, v in start.items()}, strict=False)
+        optimizer, data = torch.optim.AdamW(model.parameters(), lr=1e-2), Numbers()
+        for x, y in zip(data.x.split(8), data.y.split(8), strict=True):
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = dict(model.named_parameters())
+        assert {names[name] for name in names} == expected.keys()
+        for _, weights in ranks:
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, expected[names[name]].detach(), rtol=1e-11, atol=1e-11, msg=name)
+
+
+# -- optimizers by name and by depth
+
+
+HEAD = GroupParameters(pattern=r"^head\.", lr=3e-3)
+LOWEST = GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=0.5)
+OPTIMIZER = dt.OptimizerParameters(lr=1e-2, weight_decay=0.1, layer_decay=0.5, groups=(HEAD, LOWEST), fused=False)
+
+
+def rate_of(name: str) -> tuple[float, float]:
+    """Learning rate and weight decay, as `parameter_groups` says."""
+    decay = 0.0 if name.endswith("bias") or "norm" in name else 0.1
+    if name.startswith("head."):
+        return 3e-3, decay
+    depth = BLOCKS + 1 if name.startswith("norm") else 0
+    if name.startswith("blocks."):
+        depth = 1 + int(name.split(".")[1])
+    return 1e-2 * 0.5 ** (BLOCKS + 1 - depth) * (0.5 if name.startswith("blocks.0.up") else 1), decay
+
+
+class ByDepth(Trained):
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.optimizer = dt.build_optimizer(OPTIMIZER, self.model)
+
+    def configure_schedulers(self) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count)
+        self.norms.append(float(self.step(self.model, self.optimizer, self.scheduler)))
+        return {"loss": loss}
+
+
+def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[str, Any]]:
+    """Trains to the number of steps with each number of stages, one run that goes on from checkpoints."""
+    os.chdir(directory)
+    results = []
+    for stages, steps in cases:
+        config = replace(
+            config_of(Case(stages), "by-depth", max_steps=steps, val_every_n_epochs=None),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        )
+        with ByDepth(config) as trainer:
+            trainer.fit()
+            groups = [(g["name"], g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups]
+            weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+            results.append({"start": trainer.start, "weights": weights, "groups": groups})
+    return results
+
+
+def train_all(directory: str) -> tuple[Any, Any]:
+    return train_models_of_users(directory), train_by_depth([(2, 1), (2, 2), (2, 3)], directory)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(directory: Path) -> list[Any]:
+    return run_world(train_all, 2, str(directory))
+
+
+def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_ranks: list[Any], directory: Path) -> None:
+    by_rank = [by_depth for _, by_depth in on_two_ranks]
+    ((last,),) = run_world(train_by_depth, 1, [(1, STEPS)], str(directory))
+    model = Model(Case())
+    model.load_state_dict(united([of_rank[0]["start"] for of_rank in by_rank]), strict=False)
+    rates = {name: rate_of(name) for name, _ in model.named_parameters()}
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": rates[n][0], "weight_decay": rates[n][1]} for n, p in model.named_parameters()],
+        foreach=False,
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    data = Rows(16 * STEPS)
+    for step in range(STEPS):
+        rows = slice(16 * step, 16 * step + 16)
+        tokens, labels = data.tokens[rows].chunk(4), data.labels[rows].chunk(4)
+        weights = [count(of) for of in labels]
+        parts = [mean_loss(model(a), b) * w for a, b, w in zip(tokens, labels, weights, strict=True)]
+        (torch.stack(parts).sum() / sum(weights)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        stages = [of_rank[step] for of_rank in by_rank] if step < 3 else [last]
+        for name, weight in united([stage["weights"] for stage in stages]).items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)
+        # A stage has the whole model's groups, and their rates, also of those that are empty there.
+        expected = parameter_groups(
+            model, lr=1e-2, weight_decay=0.1, layer_decay=0.5, groups=(HEAD, LOWEST), decay_vectors=False
+        )
+        for stage in stages:
+            assert [name for name, _, _ in stage["groups"]] == [group["name"] for group in expected]
+            for (_, lr, decay), group in zip(stage["groups"], expected, strict=True):
+                assert (lr, decay) == (pytest.approx(group["lr"] * 0.5 ** (step + 1)), group["weight_decay"])
+
+
+def cut(model: Model, stage: int) -> Model:
+    stages = even_stages(model, list(model.blocks), 2)
+    remember_whole(model, list(model.blocks))
+    keep_only(model, stages[stage])
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_matches_nothing_in_the_whole_model_is_refused_in_each_stage(stage: int) -> None:
+    tied = cut(Model(Case(tied=True)), stage)
+    groups = parameter_groups(tied, lr=1.0, weight_decay=0.1, groups=(GroupParameters(pattern="^head.w", lr=2.0),))
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "^head.w decay"]
+    assert [name for name, _ in groups[2]["params"]] == [["embedding.weight"], ["head.weight"]][stage]
+    with pytest.raises(ConfigError, match=r"'heads' matches no parameter of the model. Near names: head"):
+        parameter_groups(tied, lr=1.0, weight_decay=0.1, groups=(GroupParameters(pattern="heads", lr=2.0),))
+    muon, adamw = dt.build_optimizers(
+        dt.OptimizerParameters(name="muon", lr=1e-2, hidden=(r"^blocks\.4\.up",)), cut(Model(Case()), stage)
+    )
+    assert [len(group["params"]) for group in muon.param_groups] == [stage]
+    muon.step()
+    adamw.step()
+    with pytest.raises(ConfigError, match="other modules than the model was cut by, as the one of blocks"):
+        parameter_groups(tied, lr=1.0, weight_decay=0.1, layer_decay=0.5, blocks=[nn.Linear(1, 1)])
+    tied.more = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="more.bias was added after the model was cut into stages"):
+        parameter_groups(tied, lr=1.0, weight_decay=0.1)
