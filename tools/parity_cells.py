@@ -161,6 +161,9 @@ def tied_pipelines() -> list[Cell]:
         *(pipeline._replace(dp_shard=2, tp=2), compiled._replace(dp_shard=2, tp=2), pipeline._replace(cp=2, tp=2)),
         pipeline._replace(pp=4, tp=2, layers=4, loss_parallel=True),
         pipeline._replace(dp_shard=2, cp=2, ep=2, experts=True),
+        pipeline._replace(dp_shard=2, schedule="DualPipeV", layers=4),
+        pipeline._replace(tp=2, schedule="ZBVZeroBubble", layers=4, loss_parallel=True),
+        compiled._replace(tp=2, schedule="Interleaved1F1B", layers=4),
     ]
 
 
@@ -171,6 +174,9 @@ def sparse_pipelines() -> list[Cell]:
         *(pipeline, pipeline._replace(accumulation=2, recompute="full", sequence_parallel=False)),
         pipeline._replace(dp_replicate=2, ep=2, accumulation=2, loss_parallel=True),
         pipeline._replace(dp_shard=2, ep=2, recompute="selective", tied=True),
+        pipeline._replace(schedule="InterleavedZeroBubble", layers=4),
+        pipeline._replace(dp_shard=2, ep=2, schedule="Interleaved1F1B", layers=4, recompute="full"),
+        pipeline._replace(dp_shard=2, ep=2, schedule="DualPipeV", layers=4, accumulation=2),
     ]
 
 
@@ -214,14 +220,13 @@ def is_there(cell: Cell) -> bool:
 def fits(cell: Cell) -> bool:
     """Whether the sizes of a cell with a pipeline go together, and its options are there."""
     shards = cell.dp_shard * cell.cp if cell.dp_shard > 1 else 1
-    several, apart = cell.stages > cell.pp, cell.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    apart = cell.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     microbatches = cell.microbatches or 2 * cell.pp
     return not (
         (shards if shards > 1 else cell.dp_replicate * cell.cp) % cell.ep
         or cell.batch % microbatches
         or (cell.schedule == "DualPipeV" and microbatches < cell.stages)  # which sends two ways at once
         or (cell.cp > 1 and not cell.weighted)
-        or (several and (shards > 1 or cell.tp > 1 or cell.ep > 1))
         or (cell.experts and cell.tp > 1)  # which have cells of their own
         or (apart and cell.recompute != "none")
     )

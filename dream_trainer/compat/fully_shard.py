@@ -284,8 +284,36 @@ def reduce_what_waits(
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
-            context = state._state_ctx
-            if vars(context).get("manual_backward_finalization_active", False) is None:
-                # From PyTorch 2.15 on a backward says who ends it before it does, and here is none.
-                context.manual_backward_finalization_active = False  # type: ignore[attr-defined]
-            state._root_post_backward_final_callback()
+            _end_backward(state)
+
+
+@contextmanager
+def as_one_backward(modules: Sequence[FSDPModule], *, reduces: bool) -> Iterator[None]:
+    """Inside, backwards leave `modules` gathered and their gradients where they are; the end is that of them all.
+
+    Args:
+        modules: The outermost that `fully_shard` wrapped of what the backwards go through.
+        reduces: Whether gradients are reduced at the end, a collective, and parameters given back.
+    """
+    _reduce_after_backwards(modules, enabled=False)
+    yield
+    if reduces:
+        _reduce_after_backwards(modules, enabled=True)
+        for state in [module._get_fsdp_state() for module in modules]:
+            if state._is_root:  # None until its first forward
+                _end_backward(state)
+
+
+def _reduce_after_backwards(modules: Sequence[FSDPModule], *, enabled: bool) -> None:
+    for module in modules:
+        module.set_is_last_backward(enabled)
+        module.set_reshard_after_backward(enabled)
+        module.set_requires_gradient_sync(enabled)
+
+
+def _end_backward(root: Any) -> None:
+    context = root._state_ctx
+    if vars(context).get("manual_backward_finalization_active", False) is None:
+        # From PyTorch 2.15 on a backward says who ends it before it does, and here is none.
+        context.manual_backward_finalization_active = False
+    root._root_post_backward_final_callback()

@@ -7,8 +7,7 @@ schedule sees numbers of micro-batches alone.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,8 +30,8 @@ LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": S
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
 SCHEDULES = ONE_STAGE | LOOPED | V_SHAPED
 
-OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
-"""What `shallow_copy` of a module does not share with it."""
+_OWN_OF_A_COPY = ("_parameters", "_buffers", "_modules")
+"""What `shallow_copy` of a module has of its own; it does not share either what calls the module itself."""
 
 _ALL_HAVE_GRADIENTS = torch.__version__ < "2.13"
 """Whether PyTorch sends back a gradient of whatever a stage is given, which has to be a float then (2.11)."""
@@ -42,7 +41,7 @@ RunStage = Callable[[tuple[Any, ...], int], Any]
 
 
 class ScheduledStage(PipelineStage):
-    """A stage that reduces its gradients over data-parallel ranks when it is told to, and not after each batch.
+    """A stage that runs what it is told, and leaves reductions over data-parallel ranks to others.
 
     Args:
         module: The layers.
@@ -71,11 +70,10 @@ class ScheduledStage(PipelineStage):
         # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
         received = map(_as_sent, inputs) if place[0] > 0 else inputs
         args = {"input_args": tuple(received), "output_args": tuple(map(_as_sent, outputs))}
-        super().__init__(module, *place, device, group=group, **args)  # type: ignore[arg-type]
+        super().__init__(_Weights(module), *place, device, group=group, **args)  # type: ignore[arg-type]
         self._run, self._inputs = run, tuple(inputs)
         self._micro_batch = 0
         self._backward_context = nullcontext() if backward_context is None else backward_context
-        self.reduces = True
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch, for a micro-batch."""
@@ -100,6 +98,9 @@ class ScheduledStage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> Any:
         """As in PyTorch; what is sent back lies in order."""
+        if backward_type == "input":  # which detaches outputs in place, and cannot those that are views
+            outputs = bwd_kwargs["stage_output"]
+            bwd_kwargs["stage_output"] = tuple([part.clone() if part._is_view() else part for part in outputs])
         of = _of_those_with_gradients(bwd_kwargs) if backward_type == "input" and _ALL_HAVE_GRADIENTS else bwd_kwargs
         with self._backward_context:
             gradients, groups = super().backward_maybe_with_nosync(backward_type, of, *args, **more)
@@ -107,10 +108,21 @@ class ScheduledStage(PipelineStage):
             gradients = _of_all(gradients, of["input_values"])
         return tuple([None if g is None else g.contiguous() for g in gradients]), groups
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduces shards' gradients, if it is time to."""
-        if self.reduces:
-            super().perform_reduce_grad(1)
+
+class _Weights(nn.Module):
+    """The parameters of a stage, and none of its modules.
+
+    Of what `fully_shard` wrapped a schedule would reduce gradients itself, of each stage of a rank, though they may
+    have a root in common, and when it begins drop those that wait for others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._of = (module,)  # which is not seen in a tuple
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage, as they are now."""
+        return self._of[0].parameters(recurse)
 
 
 def bytes_sent(tensor: Tensor) -> tuple[int, int]:
@@ -195,10 +207,24 @@ def ranks_of_stages(name: str, n_ranks: int, stages_per_rank: int) -> list[int]:
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Another module with the same parts, which may be left out of it alone."""
-    copied = copy.copy(module)
-    for kind in OWN_OF_A_COPY:
+    copied = object.__new__(type(module))  # `copy.copy` would call the constructor of what `fully_shard` wrapped
+    vars(copied).update(_shared(module))
+    for kind in _OWN_OF_A_COPY:
         vars(copied)[kind] = dict(vars(module)[kind])
     return copied
+
+
+def refresh_copy(copied: nn.Module, module: nn.Module) -> None:
+    """Makes what `shallow_copy` made of `module`, and what is left in it of parameters, as `module` is now."""
+    vars(copied).update(_shared(module))
+    for name, parameter in copied._parameters.items():
+        if parameter is not None:
+            copied._parameters[name] = module._parameters[name]
+
+
+def _shared(module: nn.Module) -> dict[str, Any]:
+    own = (*_OWN_OF_A_COPY, "_compiled_call_impl")
+    return {key: value for key, value in vars(module).items() if key not in own}
 
 
 def asked_for_what_is_not_there(error: ValueError | AttributeError) -> bool:

@@ -70,17 +70,6 @@ def is_cut(model: nn.Module) -> bool:
     return model in _ties
 
 
-def ends_here(model: nn.Module, stage_rank: int, stages: int) -> bool:
-    """Whether this rank has the layers after which nothing comes but the loss.
-
-    Args:
-        model: The model, or what is left of it.
-        stage_rank: This rank's place in the pipeline.
-        stages: The pipeline's ranks; 1 without one.
-    """
-    return stage_rank == stages - 1 or not is_cut(model)
-
-
 def ties_in(model: nn.Module) -> Sequence[Tie]:
     """What `remember_ties` was told, in an order that all ranks share; empty but of stages."""
     return _ties.get(model, ())

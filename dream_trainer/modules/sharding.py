@@ -41,7 +41,7 @@ def shard_by_blocks(
     config: dict[str, Any],
     root: dict[str, Any],
     *,
-    is_last_stage: bool = True,
+    is_cut: bool = False,
 ) -> None:
     """Wraps each block, then the root, with `fully_shard`. Under mixed precision the root's outputs are float32.
 
@@ -53,7 +53,8 @@ def shard_by_blocks(
         blocks: Modules of `model` that become a group each.
         config: Keyword arguments of `fully_shard` for the blocks.
         root: Those for the root.
-        is_last_stage: Whether what it gives are the whole model's outputs; those of another stage keep their type.
+        is_cut: Whether it is stages of a pipeline, whose outputs keep their type; who has the last one's makes them
+            float32.
 
     Raises:
         ConfigError: A parameter is shared by two groups.
@@ -70,7 +71,7 @@ def shard_by_blocks(
     if policy is not None and policy.param_dtype is not None:
         # Of the root alone: a block's output is the next one's input, and what a model is given may be a time or a
         # target, which half precision would round.
-        output_dtype = torch.float32 if is_last_stage else None
+        output_dtype = None if is_cut else torch.float32
         policy = dataclasses.replace(policy, output_dtype=output_dtype, cast_forward_inputs=False)
         root = root | {"mp_policy": policy}
     fully_shard(model, **root)
@@ -187,6 +188,13 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def outermost_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Those of `fsdp_modules(model)` that are in no other."""
+    found = fsdp_modules(model)
+    inside = {id(part) for outer in found for part in outer.modules() if part is not outer}  # type: ignore[attr-defined]
+    return [module for module in found if id(module) not in inside]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pipelining import OWN_OF_A_COPY, ScheduledStage, as_tuple, bytes_sent, new_schedule
+from dream_trainer.compat.fully_shard import as_one_backward
+from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
@@ -24,6 +25,7 @@ from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepE
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.pipeline_stages import as_before, view_of
+from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
@@ -93,6 +95,7 @@ class Pipeline:
         microbatches: Their number in training.
         most_without_gradients: The most there are of them without.
         backward_context: What backwards run in, between forwards that run in what the step does.
+        output_dtype: What the last stage's outputs are cast to, if they are of another floating type; None: nothing.
         aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
         warn: Called with what users should know.
 
@@ -112,6 +115,7 @@ class Pipeline:
         microbatches: int,
         most_without_gradients: int,
         backward_context: AbstractContextManager[Any] | None,
+        output_dtype: torch.dtype | None,
         aside: Callable[[], AbstractContextManager[Any]],
         warn: Callable[[str], None],
     ) -> None:
@@ -128,6 +132,11 @@ class Pipeline:
             for name, part in stage.named_modules()
             if part is not (original := model.get_submodule(name))
         ]
+        self._output_dtype = output_dtype
+        self._wrapped = outermost_fsdp_modules(model)
+        # A copy has the parameters of its original as they were, and not what is gathered in their place.
+        has_own = {id(original) for copied, original in self._copies if list(copied.parameters(recurse=False))}
+        self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
         self._backward_context, self._aside, self._warn = backward_context, aside, warn
         self._is_compared = False
@@ -198,9 +207,7 @@ class Pipeline:
         self._inputs, self._targets = cut(inputs, n, rows), cut(targets, n, rows)
         self._shares = [1 / n] * n if weights is None else weights
         self._loss_fn, self._losses, self._scaled = loss_fn, [], scaled
-        for stage in built.stages:
-            stage.reduces = reduces
-        with self._running():
+        with self._running(), as_one_backward(self._wrapped, reduces=reduces):
             built.run(0 in self._own, self._last in self._own)
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._inputs, self._targets, self._losses, self._loss_fn, self._scaled = [], [], [], None, None
@@ -213,13 +220,19 @@ class Pipeline:
         if any(like.changed):  # which autograd lets nobody do to what a gradient is asked of
             given = zip(positional, like.changed, strict=True)
             positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
-        output = self._own[stage](*positional, **named)
+        output = self._output(stage, positional, named)
         if stage < self._last:
             return self._messages.parts(as_tuple(output))
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
         self._losses.append(loss.detach().double())
         return loss if self._scaled is None else self._scaled(loss)
+
+    def _output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        output, dtype = self._own[stage](*positional, **named), self._output_dtype
+        if stage < self._last or dtype is None:
+            return output
+        return map_tensors(lambda part: part.to(dtype) if part.is_floating_point() else part, output)
 
     def _built_for(self, inputs: Any) -> _Built:
         """The schedule for batches like this one."""
@@ -331,7 +344,7 @@ class Pipeline:
         """Runs this rank's stages over micro-batches; the last one's outputs. Notes in `seen` what goes in and out."""
         sent: list[Message] = []
         stayed: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # for a stage of this rank that follows another
-        for number, stage in self._own.items():
+        for number in self._own:
             for place, (positional, named) in enumerate(parts):
                 args, kwargs = positional, named
                 if number > 0:
@@ -340,7 +353,7 @@ class Pipeline:
                     args, kwargs = stayed.pop((number, place)) if is_here else self._messages.receive(before), {}
                     if seen is not None:
                         args = tuple([value.clone() for value in args])
-                output = stage(*args, **kwargs)
+                output = self._output(number, args, kwargs)
                 if seen is not None:
                     seen[number] = self._like(number, args, output)
                 if number == self._last:
@@ -369,8 +382,10 @@ class Pipeline:
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         with preserved_random_state(self._world.device):
             seed_device(hash_seed(b"stage", drawn, self._world.stage_rank), self._world.device)
+            for module in self._gathered_first:
+                module.unshard()
             for copied, original in self._copies:
-                vars(copied).update({key: value for key, value in vars(original).items() if key not in OWN_OF_A_COPY})
+                refresh_copy(copied, original)
             self.is_running = True
             try:
                 yield

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
+from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import (
     ONE_STAGE,
     SCHEDULES,
@@ -21,6 +22,8 @@ from dream_trainer.compat.pipelining import (
     bytes_sent,
     new_schedule,
     ranks_of_stages,
+    refresh_copy,
+    shallow_copy,
 )
 from tests.worlds import run_world
 
@@ -55,12 +58,13 @@ def run_batches(schedule: str) -> dict[str, Any]:
         group=dist.group.WORLD,  # type: ignore[arg-type]
     )
     batch = new_schedule(schedule, [stage], 4)
-    stage.reduces = False
-    batch(rank == 0, rank == 1)
+    wrapped: list[Any] = [layers]
+    with as_one_backward(wrapped, reduces=False):
+        batch(rank == 0, rank == 1)
     layers.reshard()  # what is gathered has gradients that nobody has reduced
     before = [p.grad for p in layers.parameters()]
-    stage.reduces = True
-    batch(rank == 0, rank == 1)
+    with as_one_backward(wrapped, reduces=True):
+        batch(rank == 0, rank == 1)
     found = {
         "ran": ran,
         "before": before,
@@ -118,7 +122,7 @@ def hand_on_by(schedule: str, ranks: list[int]) -> dict[str, Any]:
         if number == last:
             arrived.append(dict(zip(BESIDE, [tensor.clone() for tensor in beside], strict=True)))
             return output.square().sum()
-        return (output, *beside)
+        return (output.view_as(output), *beside)
 
     between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
     like = [between, *(torch.empty_like(tensor, device="meta") for tensor in BESIDE.values())]
@@ -159,6 +163,21 @@ def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_sch
         for beside in arrived:
             for name, sent in BESIDE.items():
                 torch.testing.assert_close(beside[name], sent, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
+    module = nn.Bilinear(2, 2, 2)
+    module.compile(backend="eager")
+    copied = shallow_copy(module)
+    copied.register_parameter("bias", None)
+    module.weight, module.factor = nn.Parameter(torch.ones(2, 2, 2)), 3.0  # type: ignore[assignment]
+    refresh_copy(copied, module)
+    assert copied.weight is module.weight
+    assert copied.factor == 3.0
+    assert copied.bias is None
+    assert module.bias is not None
+    # What was compiled computes with the module's own parameters.
+    assert torch.equal(copied(torch.ones(2), torch.ones(2)), torch.full((2,), 4.0))
 
 
 def test_what_crosses_is_counted_there_and_back() -> None:

@@ -41,6 +41,8 @@ class Case:
     """Whether the last block has a mixture."""
     uneven: bool = False
     """Whether half of the data-parallel ranks have shorter sequences in every second batch."""
+    changing: bool = False
+    """Whether every second batch of a window has shorter sequences."""
     short: bool = False
     """Whether labels are in the first half of each sequence alone, so that ranks have none in their parts."""
     packed: bool = False
@@ -74,6 +76,8 @@ class Case:
             poisoned=self.poisoned,
             clip=self.clip,
             steps=self.steps,
+            changing=self.changing,
+            accumulation=self.accumulation if self.changing else 1,
         )
 
 
@@ -226,6 +230,8 @@ class Trained(dt.DreamTrainer):
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         if self.config.case.uneven and self.training and self.world.dp_rank % 2 and self.global_step % 2:
+            batch = tuple(tensor[:, : LENGTH // 2] for tensor in batch)
+        if self.config.case.changing and self.training and not self.is_accumulating_gradients:
             batch = tuple(tensor[:, : LENGTH // 2] for tensor in batch)
         is_poisoned = self.config.case.poisoned and self.training and self.global_step == 1
         loss_fn = poisoned_loss if is_poisoned else mean_loss

@@ -13,8 +13,15 @@ from dream_trainer.trainer.step.loss_scale import INITIAL_SCALE
 from tests.trainer.meshes import Case, train, united
 from tests.worlds import run_world
 
-CASES = [Case(2, tp=2, precision="fp16", poisoned=True, steps=3)]
+# Whose last stage is where the first is.
+CASES = [Case(2, tp=2, schedule="ZBVZeroBubble", blocks=4, precision="fp16", poisoned=True, steps=3)]
 FURTHER = [
+    Case(2, tp=2, precision="fp16", poisoned=True, steps=3),
+    Case(2, tp=2, schedule="Interleaved1F1B", blocks=4, precision="bf16"),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4, precision="bf16"),
+    Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", blocks=4, precision="fp16", poisoned=True),
+    Case(2, dp=2, ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, precision="bf16", shard="auto"),
+    Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", blocks=4, precision="bf16"),
     Case(2, tp=2, precision="bf16"),
     Case(2, cp=2, precision="fp16", poisoned=True, clip=None),
     Case(2, tp=2, plan="layers", precision="bf16", recompute="full", accumulation=2),
@@ -39,6 +46,8 @@ def test_half_precision_in_stages_is_that_of_one_process(cases: list[Case], tmp_
         assert all(rank["scale"] == half["scale"] == scale for rank in ranks)
         rounding = torch.finfo(torch.bfloat16 if case.precision == "bf16" else torch.float16).eps
         for rank in ranks:
+            if case.tp > 1 or case.shard == "auto":  # wrapped, which gives float32
+                assert rank["predicted"].dtype == torch.float32
             assert away(rank["losses"], exact["losses"]) < rounding, case
             assert away(rank["norms"], exact["norms"]) < rounding, case
         weights = united([rank["weights"] for rank in ranks])

@@ -16,6 +16,32 @@ WORLD_4 = [
     Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3),
     Case(2, cp=2, attention="ulysses", short=True, packed=True, steps=3),
     Case(2, dp=2, ep=2, experts=True, steps=3),
+    Case(2, tp=2, plan="dtensors", schedule="ZBVZeroBubble", blocks=4, steps=2),
+    Case(2, dp=2, shard="auto", ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, steps=2),
+    Case(2, tp=2, accumulation=2, changing=True, steps=1),
+]
+SEVERAL_4 = [
+    Case(2, tp=2, schedule="Interleaved1F1B", accumulation=2, recompute="full", loss_parallel=True, blocks=4),
+    Case(2, tp=2, schedule="Interleaved1F1B", plan="layers", recompute="selective", blocks=4),
+    Case(2, tp=2, schedule="InterleavedZeroBubble", plan="layers", accumulation=2, loss_parallel=True, blocks=4),
+    Case(2, tp=2, schedule="InterleavedZeroBubble", poisoned=True, clip=None, blocks=4),
+    Case(2, tp=2, schedule="ZBVZeroBubble", accumulation=2, changing=True, blocks=4),
+    Case(2, tp=2, schedule="DualPipeV", plan="dtensors", loss_parallel=True, blocks=4),
+    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", accumulation=2, recompute="full", blocks=4),
+    Case(2, cp=2, shard="auto", schedule="InterleavedZeroBubble", packed=True, blocks=4),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", accumulation=2, changing=True, blocks=4),
+    Case(2, cp=2, shard="auto", schedule="DualPipeV", short=True, blocks=4),
+    Case(2, cp=2, ep=2, experts=True, schedule="InterleavedZeroBubble", blocks=4),
+    Case(2, dp=2, ep=2, experts=True, shard="auto", schedule="ZBVZeroBubble", accumulation=2, blocks=4),
+    Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", accumulation=2, blocks=4),
+]
+SEVERAL_8 = [
+    Case(2, dp=2, tp=2, shard="auto", schedule="Interleaved1F1B", blocks=4),
+    Case(2, dp=2, tp=2, schedule="InterleavedZeroBubble", blocks=4),
+    Case(2, dp=2, tp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4),
+    Case(2, dp=4, ep=2, experts=True, shard=2, schedule="DualPipeV", blocks=4),
+    Case(4, tp=2, plan="layers", schedule="DualPipeV", blocks=8),
+    Case(4, dp=2, shard="auto", schedule="InterleavedZeroBubble", blocks=8),
 ]
 FURTHER_4 = [
     Case(2, tp=2, accumulation=2, recompute="full", loss_parallel=True),
@@ -47,6 +73,8 @@ WORLD_8 = [
         pytest.param(WORLD_4, id="4 ranks"),
         pytest.param(FURTHER_4, id="further, of 4 ranks", marks=pytest.mark.slow),
         pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
+        pytest.param(SEVERAL_4, id="several stages, of 4 ranks", marks=pytest.mark.slow),
+        pytest.param(SEVERAL_8, id="several stages, of 8 ranks", marks=pytest.mark.slow),
     ],
 )
 def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_process(
@@ -83,10 +111,21 @@ def test_ranks_that_share_experts_may_have_shapes_of_their_own(tmp_path: Path) -
             id="over many",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            [
+                Case(2, tp=2, schedule="Interleaved1F1B", blocks=4),
+                Case(blocks=4),
+                Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4),
+                Case(2, dp=2, tp=2, shard="auto", schedule="DualPipeV", blocks=4),
+                Case(blocks=4),
+            ],
+            id="of several stages",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_checkpoint_moves_between_meshes(meshes: list[Case], tmp_path: Path) -> None:
-    (alone,) = travel([(Case(), len(meshes))], "alone", str(tmp_path))
+    (alone,) = travel([(Case(blocks=meshes[0].blocks), len(meshes))], "alone", str(tmp_path))
     before = None
     for steps, case in enumerate(meshes, start=1):
         hop = [(case, steps)], "hops", str(tmp_path)
@@ -120,6 +159,15 @@ def stop_and_go_on(cases: list[Case], directory: str) -> list[tuple[dict[str, An
                 Case(2, dp=2, ep=2, experts=True, dropout=0.3, shard="auto", recompute="full"),
             ],
             id="each",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [
+                Case(2, tp=2, dropout=0.3, schedule="ZBVZeroBubble", blocks=4),
+                Case(2, dp=2, dropout=0.3, schedule="Interleaved1F1B", shard="auto", recompute="full", blocks=4),
+                Case(2, dp=2, ep=2, experts=True, dropout=0.3, schedule="DualPipeV", blocks=4),
+            ],
+            id="several stages",
             marks=pytest.mark.slow,
         ),
     ],

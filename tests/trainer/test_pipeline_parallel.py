@@ -53,6 +53,14 @@ WORLD_4 = [
     ),
     Case(4, microbatches=4),
     Case(2, dp=2, schedule="DualPipeV"),
+    Case(2, dp=2, shard="auto", schedule="InterleavedZeroBubble", accumulation=2, microbatches=2),
+]
+SHARDED_4 = [
+    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", changing=True),
+    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", recompute="selective"),
+    Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", compile=True),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", accumulation=2, microbatches=2),
+    Case(2, dp=2, shard="auto", schedule="DualPipeV", weighted=False),
 ]
 
 COMPILED = [Case(2, compile=True, changing=True), Case(2, compile=True, schedule="Interleaved1F1B")]
@@ -117,6 +125,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     [
         pytest.param(WORLD_2, id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(SHARDED_4, id="several stages of shards", marks=pytest.mark.slow),
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.slow),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
-from dream_trainer.modules.cut_models import ends_here
+from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
 
@@ -34,11 +34,8 @@ class FSDPMixin(AbstractTrainer):
         """
         super().apply_fully_shard(config)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
-        stage, stages = self.world.stage_rank, self.world.stages
         for model in self._parameterised_models():
-            shard_by_blocks(
-                model, self.model_blocks(model), blocks, config, is_last_stage=ends_here(model, stage, stages)
-            )
+            shard_by_blocks(model, self.model_blocks(model), blocks, config, is_cut=is_cut(model))
             if self.config.fsdp_parameters.separate_reduce_group:
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 

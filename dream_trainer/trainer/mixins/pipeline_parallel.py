@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dream_trainer.config.pipeline_parallel_parameters import PipelineParallelConfigMixin, PipelineParallelParameters
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.precision import without_autocast
+from dream_trainer.modules.precision import half_dtype, without_autocast
+from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -113,19 +114,9 @@ class PipelineParallelMixin(AbstractTrainer):
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
         training, devices = self.config.training_parameters, self.config.device_parameters
-        has_several_stages = self.config.pipeline_parallel_parameters.stages_of_each_rank > 1
         checkpoints = vars(self.config).get("checkpoint_parameters")
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
-            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and shards": (
-                self.world.parameter_shape.dp_shard > 1 and has_several_stages
-            ),
-            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and tensor_parallel": (
-                devices.tensor_parallel > 1 and has_several_stages
-            ),
-            f"schedule={self.config.pipeline_parallel_parameters.schedule!r} and expert_parallel": (
-                devices.expert_parallel > 1 and has_several_stages
-            ),
             f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
                 devices.activation_checkpointing != "none"
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
@@ -161,6 +152,7 @@ class PipelineParallelMixin(AbstractTrainer):
             )
         (model,) = [model for model in self.named_models().values() if is_cut(model)]
         connect_ties(self, model)
+        is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
         self._pipeline = Pipeline(
             model,
             self._stages,
@@ -170,6 +162,7 @@ class PipelineParallelMixin(AbstractTrainer):
             # Ranks that share experts run them as often, and may have batches of other sizes.
             most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
             backward_context=without_autocast(self.config.device_parameters, self.world.device),
+            output_dtype=torch.float32 if is_cast else None,
             aside=lambda: self._outside_forward(),
             warn=lambda message: self.warn_once("stages", message),
         )

@@ -22,7 +22,7 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
-from dream_trainer.modules.cut_models import ends_here
+from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
@@ -148,11 +148,8 @@ class SetupMixin(AbstractTrainer):
         if not _wraps_replicas(self):
             return
         config = {"mesh": mesh} | self._sharding_policies()
-        stage, stages = self.world.stage_rank, self.world.stages
         for model in self._trainable_models():
-            shard_by_blocks(
-                model, self.model_blocks(model), config, config, is_last_stage=ends_here(model, stage, stages)
-            )
+            shard_by_blocks(model, self.model_blocks(model), config, config, is_cut=is_cut(model))
 
     def _setup_stages(self) -> list[tuple[str, str]]:
         stages_with_reasons = [(stage.name, stage.why_here) for stage in (*CONFIGURE, *SETUP)]
