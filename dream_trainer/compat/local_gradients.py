@@ -28,6 +28,7 @@ class LocalGradients:
         shares_experts: Whether ranks share experts.
         expert_copies: The ranks that have the same experts as this one; None where it is the only one.
         tied: The ranks of the pipeline that have a copy of a parameter each, by the parameter's id.
+        whole: Ids of those of them that belong to models which every rank of the pipeline has whole.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
         steps: A hash of what was stepped so far, in order; 0 but in the stages of a pipeline.
     """
@@ -41,6 +42,7 @@ class LocalGradients:
     shares_experts: bool = False
     expert_copies: dist.ProcessGroup | None = None
     tied: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
     order: int = 0
     steps: int = 0
 

@@ -7,7 +7,7 @@ model, so a checkpoint does not tell how many stages it came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,8 @@ from dream_trainer.modules.cut_models import is_held
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # forwards run through them, be they empty
 _CONTAINERS = (*_LISTS, nn.Sequential)
+Stages = Sequence[Sequence[str]]
+"""The names of what each stage holds of a model."""
 
 
 def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
@@ -49,6 +51,56 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
     ends = [*first_blocks[1:], len(parts)]
     starts = [0, *first_blocks[1:]]
     return [[name for name, _ in parts[start:end]] for start, end in zip(starts, ends, strict=True)]
+
+
+def stages_of_models(
+    models: Mapping[str, nn.Module],
+    stages_of: Callable[[nn.Module, int], Stages | None],
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+    n_stages: int,
+) -> dict[nn.Module, list[list[str]]]:
+    """What each stage holds of each model that is to be cut; models that are frozen, and not among these, are whole.
+
+    Args:
+        models: All of them, by name.
+        stages_of: Gives what each of so many stages holds of a model that is trained, or None if it is to stay whole.
+        blocks_of: Gives its repeated blocks.
+        n_stages: Number of stages.
+
+    Raises:
+        ConfigError: There is none to cut, one has a stage without a parameter to train, or a parameter is also another
+            model's.
+        HookError: Stages do not name each parameter once.
+    """
+    trained = {n: model for n, model in models.items() if any(p.requires_grad for p in model.parameters())}
+    cut: dict[nn.Module, list[list[str]]] = {}
+    for model in trained.values():
+        stages = stages_of(model, n_stages)
+        if stages is not None:
+            check_stages(model, stages, n_stages)
+            cut[model] = [list(names) for names in stages]
+    if not cut:
+        for model in sorted(trained.values(), key=lambda model: len(blocks_of(model)))[-1:]:
+            even_stages(model, blocks_of(model), n_stages)  # which says what there is too little of
+        names = ", ".join(f"self.{name}" for name in trained) or "none"
+        raise ConfigError(
+            f"pipeline_parallel has no model to cut into {n_stages} stages: those that are trained are {names}, and "
+            "pipeline_stages returns None for each. Say there what each stage holds, or use pipeline_parallel=1."
+        )
+    _refuse_shared(trained, cut)
+    return cut
+
+
+def _refuse_shared(trained: Mapping[str, nn.Module], cut: Collection[nn.Module]) -> None:
+    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for model_name, model in trained.items():
+        for name, parameter in model.named_parameters():
+            other_name, other = owners.setdefault(parameter, (f"self.{model_name}.{name}", model))
+            if other is not model and (model in cut or other in cut):
+                raise ConfigError(
+                    f"{other_name} and self.{model_name}.{name} are one parameter of two models, which "
+                    "pipeline_parallel would cut apart. Put both into one module."
+                )
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:

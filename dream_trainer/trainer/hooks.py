@@ -60,19 +60,21 @@ class Hooks:
 
         return forward_methods(module)
 
-    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]]:
+    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
         """The names of what each stage of a pipeline holds of `model` (PipelineParallelMixin): of parts, as
-        `named_modules` has them, and of parameters. Each parameter is in one stage.
+        `named_modules` has them, and of parameters. Each parameter is in one stage. None: each rank has all.
 
         Default: equally many blocks each, by `model_blocks`; what is registered before them is in the first stage, and
-        what follows in the last, as is what lies between two stages' blocks in the one before it.
+        what follows in the last, as is what lies between two stages' blocks in the one before it. None for a model of
+        fewer blocks.
         """
         from dream_trainer.modules.pipeline_stages import even_stages
 
-        return even_stages(model, self.model_blocks(model), n_stages)
+        blocks = self.model_blocks(model)
+        return even_stages(model, blocks, n_stages) if len(blocks) >= n_stages else None
 
     def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
-        """Cuts the model down to the stage of this rank in `mesh` (one dimension, pp). PipelineParallelMixin's default:
+        """Cuts models down to the stage of this rank in `mesh` (one dimension, pp). PipelineParallelMixin's default:
         by `pipeline_stages`. Called if `device_parameters.pipeline_parallel` > 1."""
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:

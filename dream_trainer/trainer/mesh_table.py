@@ -66,15 +66,20 @@ def _places(trainer: AbstractTrainer, world: World) -> list[str]:
 
 
 def _stages(trainer: AbstractTrainer) -> list[str]:
-    """A row for each stage of a pipeline: where it is, and what it holds."""
+    """A row for each stage of a pipeline: where it is, and what it holds; and for each model that is in no stages."""
     from dream_trainer.trainer.mixins.pipeline_parallel import PipelineParallelMixin
 
     if trainer.world.stages == 1 or not isinstance(trainer, PipelineParallelMixin) or not trainer.named_models():
         return []
-    rows = ["", "| Stage | Place in the pipeline | Holds |", "| --- | --- | --- |"]
-    for number, (names, rank) in enumerate(zip(trainer._stages.names, trainer._stages.ranks, strict=True)):
-        held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
-        rows.append(f"| {number} | {rank} | {held} |")
+    rows = ["", "| Model | Stage | Place in the pipeline | Holds |", "| --- | --- | --- | --- |"]
+    for model_name, model in trainer.named_models().items():
+        if model not in trainer._stages:
+            rows.append(f"| {model_name} | - | each | all |")
+            continue
+        stages = trainer._stages[model]
+        for number, (names, rank) in enumerate(zip(stages.names, stages.ranks, strict=True)):
+            held = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, ... {', '.join(names[-2:])}"
+            rows.append(f"| {model_name} | {number} | {rank} | {held} |")
     return rows
 
 

@@ -7,7 +7,7 @@ gradients micro-batches go from stage to stage as they are, of any shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent
 from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
-from dream_trainer.errors import ConfigError, DataError, RanksDifferError, StepError
+from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.pipeline_stages import as_before, view_of
@@ -29,6 +29,13 @@ from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
+from dream_trainer.trainer.stage_refusals import (
+    refuse_calls_with_gradients,
+    refuse_different_batches,
+    refuse_graphs,
+    refuse_inside,
+    refuse_losses_of,
+)
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
@@ -45,11 +52,13 @@ class Stages(NamedTuple):
         names: What each stage holds.
         ranks: Which rank of the pipeline has it.
         check: What compares them with the whole model.
+        kept_blocks: The repeated blocks of this rank.
     """
 
     names: list[list[str]]
     ranks: list[int]
     check: StageCheck
+    kept_blocks: list[nn.Module]
 
 
 class Pipelined(Changed):
@@ -91,6 +100,7 @@ class Pipeline:
         model: This rank's stages; its class changes in place, and it is called as the whole model from then on.
         stages: All of them.
         world: The ranks.
+        name: What messages call the model.
         schedule: Name of the order of micro-batches.
         microbatches: Their number in training.
         most_without_gradients: The most there are of them without.
@@ -98,6 +108,8 @@ class Pipeline:
         output_dtype: What the last stage's outputs are cast to, if they are of another floating type; None: nothing.
         aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
         warn: Called with what users should know.
+        beside: The pipelines of all models in stages, this one among them, of which one runs at a time.
+        in_no_loss: Models that its losses may not train, being whole on each rank.
 
     Attributes:
         is_running: Whether a call of the model is one of its stage.
@@ -111,6 +123,7 @@ class Pipeline:
         stages: Stages,
         world: World,
         *,
+        name: str,
         schedule: str,
         microbatches: int,
         most_without_gradients: int,
@@ -118,6 +131,8 @@ class Pipeline:
         output_dtype: torch.dtype | None,
         aside: Callable[[], AbstractContextManager[Any]],
         warn: Callable[[str], None],
+        beside: Mapping[nn.Module, Pipeline],
+        in_no_loss: Sequence[nn.Module],
     ) -> None:
         self._messages = StageMessages(world, stages.ranks[-1])
         self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
@@ -139,6 +154,7 @@ class Pipeline:
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
         self._backward_context, self._aside, self._warn = backward_context, aside, warn
+        self._name, self._beside, self._in_no_loss = name, beside, in_no_loss
         self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
@@ -152,6 +168,11 @@ class Pipeline:
         change_class(model, Pipelined)
         model._pipeline = self  # type: ignore[assignment]
 
+    def refuse_inside_another(self) -> None:
+        """Refuses what all ranks do together, where this one has come to a loss of another model in stages."""
+        for running in [pipeline for pipeline in self._beside.values() if pipeline.is_running]:
+            refuse_inside(running._name, self._name, self._world.stages)
+
     # -- training
 
     def refuse_unfit(self, inputs: Any, targets: Any) -> None:
@@ -159,8 +180,10 @@ class Pipeline:
 
         Raises:
             DataError: It cannot be cut into equal micro-batches.
+            StepError: It has a graph that goes on behind the model.
             RanksDifferError: The ranks of the pipeline have different ones.
         """
+        refuse_graphs((inputs, targets), self._name, self._world.stages)
         rows, n = rows_of(inputs), self._microbatches
         if rows == 0 or rows % n:
             raise DataError(
@@ -171,11 +194,7 @@ class Pipeline:
             self._is_compared = True
             digests = self._world.all_gather(torch.tensor([digest((inputs, targets))])).view(self._world.stages, -1)
             if (digests != digests[:1]).any():
-                raise RanksDifferError(
-                    "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would "
-                    "compare outputs with targets of others. Have the loader read what does not depend on the rank; "
-                    "dataset and sampler are dealt to dp_rank of dp_size by the trainer."
-                )
+                refuse_different_batches()
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""
@@ -225,6 +244,8 @@ class Pipeline:
             return self._messages.parts(as_tuple(output))
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
+        if self._in_no_loss:
+            refuse_losses_of(self._in_no_loss, loss, self._name, self._schedule)
         self._losses.append(loss.detach().double())
         return loss if self._scaled is None else self._scaled(loss)
 
@@ -326,12 +347,8 @@ class Pipeline:
         Raises:
             StepError: Gradients are enabled, and nobody would have the graph.
         """
-        if torch.is_grad_enabled():
-            raise StepError(
-                f"the model was called under pipeline_parallel={self._world.stages}, with gradients, where each rank "
-                "has some of its layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, "
-                "weight=...); elsewhere call the model under torch.no_grad(), on all ranks."
-            )
+        self.refuse_inside_another()
+        refuse_calls_with_gradients(self._world.stages)
         self._world.refuse_if_forbidden()
         rows = rows_of(inputs)
         with self._running():

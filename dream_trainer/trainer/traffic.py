@@ -66,9 +66,10 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     if world.stages > 1:
         from dream_trainer.trainer.pipeline import Pipelined
 
-        (model,) = trainer.named_models().values()
-        if isinstance(model, Pipelined) and model._pipeline.bytes_of_a_batch is not None:
-            by_dimension["pp"] = trainer.accumulation_steps * model._pipeline.bytes_of_a_batch
+        of_models = [m._pipeline.bytes_of_a_batch for m in trainer.named_models().values() if isinstance(m, Pipelined)]
+        known = [n_bytes for n_bytes in of_models if n_bytes is not None]
+        if len(known) == len(of_models):  # each as if its forward_backward ran once for each batch
+            by_dimension["pp"] = trainer.accumulation_steps * sum(known)
         return Traffic(by_dimension, inside=None, between=None)  # other stages send other numbers
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
 

@@ -1,13 +1,14 @@
 """PipelineParallelMixin: each rank holds some of the model's layers, and micro-batches go from rank to rank.
 
-`device_parameters.pipeline_parallel` switches it. The model is cut on meta, before anything is real, and
+`device_parameters.pipeline_parallel` switches it. Models are cut on meta, before anything is real, and
 `forward_backward` runs the schedule; without a pipeline it is a forward and a backward, so a step serves both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -55,62 +56,49 @@ class PipelineParallelMixin(AbstractTrainer):
 
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
-    _stages: Stages
-    _kept_blocks: list[nn.Module]
-    _pipeline: Pipeline | None = None
+    _stages: dict[nn.Module, Stages]
+    _pipelines: Mapping[nn.Module, Pipeline] = MappingProxyType({})
 
     def model_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """As without a pipeline; of a model that was cut, those that are left, be it a single one."""
         if is_cut(model):
-            return self._kept_blocks
+            return self._stages[model].kept_blocks
         return super().model_blocks(model)
 
     def apply_pipeline_parallel(self, mesh: DeviceMesh) -> None:
-        """Cuts the model that is trained down to the stage of this rank; frozen ones, such as a teacher, stay whole.
+        """Cuts each model that is trained down to the stages of this rank. Those that `pipeline_stages` gives None for
+        stay whole on each rank, and so do frozen ones, such as a teacher.
 
         Args:
             mesh: The ranks of the pipeline, in order.
 
         Raises:
-            ConfigError: Several models are trained, this one cannot be cut into so many stages, or something else is
-                asked for that a pipeline cannot do.
+            ConfigError: No model that is trained can be cut into so many stages, two of them share a parameter, or
+                something else is asked for that a pipeline cannot do.
             HookError: `pipeline_stages` does not name each parameter once.
         """
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.cut_models import remember_ties, ties_of
-        from dream_trainer.modules.pipeline_stages import check_stages, keep_only
+        from dream_trainer.modules.pipeline_stages import keep_only, stages_of_models
         from dream_trainer.modules.stage_lists import number_lists
         from dream_trainer.optim.whole_parameters import remember_whole
         from dream_trainer.trainer.pipeline import Stages
         from dream_trainer.trainer.stage_check import StageCheck
 
-        count = mesh.size()
-        trained = {
-            name: model
-            for name, model in self.named_models().items()
-            if any(p.requires_grad for p in model.parameters())
-        }
-        if len(trained) != 1:
-            names = ", ".join(f"self.{name}" for name in trained) or "none"
-            raise ConfigError(
-                f"pipeline_parallel={count} cuts one model, the one that is trained, and the trainer trains {names}. "
-                "Put them into one module, freeze those that are not trained, or use pipeline_parallel=1."
-            )
-        (model,) = trained.values()
-        self._refuse_beside_a_pipeline(count)
+        self._refuse_beside_a_pipeline(mesh.size())
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
-        ranks = ranks_of_stages(parameters.schedule, count, parameters.stages_of_each_rank)
-        blocks, stages = self.model_blocks(model), self.pipeline_stages(model, len(ranks))
-        check_stages(model, stages, len(ranks))
-        number_lists(model, stages)
-        self._stages = Stages([list(names) for names in stages], ranks, StageCheck(model, stages))
-        remember_ties(model, ties_of(model, stages, ranks, self.world.stage_rank))
-        remember_whole(model, blocks)
-        own = zip(stages, ranks, strict=True)
-        keep_only(model, [name for names, rank in own if rank == self.world.stage_rank for name in names])
-        kept = {id(module) for module in model.modules()}
-        self._kept_blocks = [block for block in blocks if id(block) in kept]
+        ranks = ranks_of_stages(parameters.schedule, mesh.size(), parameters.stages_of_each_rank)
+        here, self._stages = self.world.stage_rank, {}
+        cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
+        for model, stages in cuts.items():
+            number_lists(model, stages)
+            check, blocks = StageCheck(model, stages), self.model_blocks(model)
+            remember_ties(model, ties_of(model, stages, ranks, here))
+            remember_whole(model, blocks)
+            keep_only(model, [name for names, of in zip(stages, ranks, strict=True) if of == here for name in names])
+            kept = {id(module) for module in model.modules()}
+            self._stages[model] = Stages(stages, ranks, check, [block for block in blocks if id(block) in kept])
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
         training, devices = self.config.training_parameters, self.config.device_parameters
@@ -141,7 +129,7 @@ class PipelineParallelMixin(AbstractTrainer):
         if self.world.stages == 1:
             return
         from dream_trainer.trainer.pipeline import Pipeline
-        from dream_trainer.trainer.step.tied_gradients import connect_ties
+        from dream_trainer.trainer.step.tied_gradients import connect_copies
 
         parameters: PipelineParallelParameters = self.config.pipeline_parallel_parameters
         microbatches = parameters.microbatches or 2 * self.world.stages
@@ -150,22 +138,32 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
                 "never work at once. Use as many or more."
             )
-        (model,) = [model for model in self.named_models().values() if is_cut(model)]
-        connect_ties(self, model)
-        is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
-        self._pipeline = Pipeline(
-            model,
-            self._stages,
-            self.world,
-            schedule=parameters.schedule,
-            microbatches=microbatches,
-            # Ranks that share experts run them as often, and may have batches of other sizes.
-            most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
-            backward_context=without_autocast(self.config.device_parameters, self.world.device),
-            output_dtype=torch.float32 if is_cast else None,
-            aside=lambda: self._outside_forward(),
-            warn=lambda message: self.warn_once("stages", message),
-        )
+        connect_copies(self)
+        models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
+        whole = [model for model in models.values() if not is_cut(model) and self.get_optimizers_by_model(model)]
+        if whole:
+            self._accumulation.goes_back_here = self.world.stage_rank == last
+        pipelines: dict[nn.Module, Pipeline] = {}
+        for name, model in models.items():
+            if is_cut(model):
+                is_cast = half_dtype(self.config.device_parameters) is not None and bool(fsdp_modules(model))
+                pipelines[model] = Pipeline(
+                    model,
+                    self._stages[model],
+                    self.world,
+                    name=f"self.{name}",
+                    schedule=parameters.schedule,
+                    microbatches=microbatches,
+                    # Ranks that share experts run them as often, and may have batches of other sizes.
+                    most_without_gradients=1 if self.config.device_parameters.expert_parallel > 1 else microbatches,
+                    backward_context=without_autocast(self.config.device_parameters, self.world.device),
+                    output_dtype=torch.float32 if is_cast else None,
+                    aside=lambda: self._outside_forward(),
+                    warn=lambda message: self.warn_once("stages", message),
+                    beside=pipelines,
+                    in_no_loss=whole if parameters.computes_weights_apart else [],
+                )
+        self._pipelines = pipelines
 
     def forward_backward(
         self,
@@ -176,8 +174,8 @@ class PipelineParallelMixin(AbstractTrainer):
         *,
         weight: Callable[[Any], Tensor | float] | Tensor | float | None = None,
     ) -> Tensor:
-        """See Cooperation; with a pipeline the batch's micro-batches go through its stages."""
-        pipeline = self._pipeline
+        """See Cooperation; of a model in stages the batch's micro-batches go through them."""
+        pipeline = self._pipelines.get(model)
         if pipeline is None:
             return super().forward_backward(model, inputs, targets, loss_fn, weight=weight)
         if weight is not None and not callable(weight):
@@ -186,6 +184,7 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"{self.world.stages}, where each micro-batch has its own. Pass a function of targets, as in "
                 "weight=lambda targets: (targets != -100).sum()."
             )
+        pipeline.refuse_inside_another()
         batch: tuple[Any, dict[str, Any]] = (inputs, {})
         if not self.training or not torch.is_grad_enabled():
             return pipeline.evaluate(batch, targets, loss_fn, weight)

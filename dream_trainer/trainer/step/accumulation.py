@@ -43,6 +43,8 @@ class Accumulation:
         is_open: Whether a window is running.
         is_uneven: Whether ranks hold different numbers of samples in it.
         losses: Losses of the running micro-batch's backwards; None, and not kept, unless a listener sets a list.
+        goes_back_here: In a pipeline with models that are trained whole, whether `backward` runs on this rank, as on
+            those of the last stage alone, whose gradients `step` gives to the others; None without such models.
         counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
 
@@ -62,6 +64,7 @@ class Accumulation:
         self.stepped = False
         self.is_open = False
         self.counted_batches = 0
+        self.goes_back_here: bool | None = None
         self.is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -119,7 +122,7 @@ class Accumulation:
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
         """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
-        if not self.is_open or self._stages > 1:
+        if not self.is_open or (self._stages > 1 and self.goes_back_here is None):
             self._refuse_backward()
         if loss is None:
             self._skip_batch()
@@ -138,7 +141,9 @@ class Accumulation:
             averaging.before_backward()
         for group in self._local_gradients.graphs:
             group.hold()
-        if self._backward_context is None:
+        if self.goes_back_here is False:
+            pass  # the last stage's ranks do, and `step` brings the gradients here
+        elif self._backward_context is None:
             direct_calls.backward(loss)
         else:
             with self._backward_context:
@@ -149,11 +154,6 @@ class Accumulation:
         """Accumulates the gradients that `run` gives, which are those of the loss that it returns times `weight`."""
         if not self.is_open:
             self._refuse_backward()
-        if self._batch_backwards > 0:
-            raise StepError(
-                f"forward_backward() was called twice for one batch, under pipeline_parallel={self._stages}, whose "
-                "schedule runs once for each. Add the losses up in one loss_fn, or set pipeline_parallel=1."
-            )
         self._count(weight, model)
         self.turns.before_backward()
         for averaging in self._averagings:

@@ -66,7 +66,7 @@ class OptimizerStep:
         self._world = trainer.world
         self._stages = trainer.world.pipeline_group()
         gradients = trainer._parallel.gradients
-        self._ties = None if self._stages is None else TiedGradients(trainer.world, self._stages, gradients)
+        self._ties = None if self._stages is None else TiedGradients(trainer, self._stages)
         self._device = trainer.world.parameter_device
         # MPS has no float64.
         self._scalar_dtype = torch.float32 if self._device.type == "mps" else torch.float64
@@ -176,7 +176,7 @@ class OptimizerStep:
             self._own_time.enter_collective()
         carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
         if self._ties is not None:
-            self._ties.add_up(model, plan.tied, number := self._turns.number_of(optimizers))
+            self._ties.add_up(plan.tied, number := self._turns.number_of(optimizers))
             self._local_gradients.note_step(number)
         grads = gradients_of(plan)
         if plan.sums:

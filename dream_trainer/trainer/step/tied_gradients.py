@@ -1,4 +1,8 @@
-"""Parameters that several stages of a pipeline have copies of: each copy's gradient is the sum of all."""
+"""Parameters that several ranks of a pipeline have copies of: each copy's gradient is the sum of all.
+
+Stages of a model may share some. A model that is not cut each rank has whole: what trains it goes back on one rank,
+that of the last stage, where losses of models in stages may have been through it, too.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +15,63 @@ from torch import Tensor
 
 from dream_trainer.compat.pytorch import local_tensor, with_local
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.modules.cut_models import ties_in
+from dream_trainer.modules.cut_models import Tie, is_cut, ties_in
+from dream_trainer.modules.norm_statistics import norms_with_statistics
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dream_trainer.compat.local_gradients import LocalGradients
-    from dream_trainer.distributed.world import World
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 _FIXES = ("Put it into the same group", "Have apply_tensor_parallel split it alike")
 
 
-def connect_ties(trainer: AbstractTrainer, model: nn.Module) -> None:
-    """Has `step` add up the gradients of copies; a collective, if there are any.
+def connect_copies(trainer: AbstractTrainer) -> None:
+    """Has `step` add up the gradients of what several ranks of a pipeline have; a collective, if stages share some.
 
     Raises:
         HookError: Copies are in other optimizers or groups than each other, and would not stay equal, or ranks that
             share layers have other parts of one copy than of the other.
     """
-    ties = ties_in(model)
+    gradients, models = trainer._parallel.gradients, trainer.named_models().values()
+    whole = [id(p) for model in models if not is_cut(model) for p in model.parameters()]
+    gradients.whole |= set(whole)
+    gradients.tied |= dict.fromkeys(whole, tuple(range(trainer.world.stages)))
+    ties = ties_of_models(trainer)
     if not ties:
         return
-    own = {tie.names: (tie.own_name, model.get_parameter(tie.own_name)) for tie in ties if tie.own_name is not None}
+    own = {key: (tie.own_name, parameter) for key, (tie, parameter) in ties.items() if parameter is not None}
     places = {
-        names: f"{name} is in group {number} of {optimizer_name}"
-        for names, (name, parameter) in own.items()
+        key: f"{name} is in group {number} of {optimizer_name}"
+        for key, (name, parameter) in own.items()
         for optimizer_name, optimizer in trainer.named_optimizers().items()
         for number, group in enumerate(optimizer.param_groups)
         if any(parameter is other for other in group["params"])
     }
     held = {
-        names: (places.get(names, f"{name} is in no optimizer"), f"{name} is {_layout(parameter)}")
-        for names, (name, parameter) in own.items()
+        key: (places.get(key, f"{name} is in no optimizer"), f"{name} is {_layout(parameter)}")
+        for key, (name, parameter) in own.items()
     }
     all_held = trainer.world.all_gather_object(held)
-    for tie in ties:
-        of_ranks = [of_rank[tie.names] for of_rank in all_held if tie.names in of_rank]
+    for key, (tie, _) in ties.items():
+        of_ranks = [of_rank[key] for of_rank in all_held if key in of_rank]
         for found, fix in zip(zip(*of_ranks, strict=True), _FIXES, strict=True):
             if len({said.partition(" is ")[2] for said in found}) > 1:
                 raise HookError(
                     f"{' and '.join(tie.names)} are one parameter, of which stages of the pipeline have copies, and "
                     f"{', '.join(dict.fromkeys(found))}. {fix} under each of its names."
                 )
-    trainer._parallel.gradients.tied |= {id(own[tie.names][1]): tie.ranks for tie in ties if tie.names in own}
+    gradients.tied |= {id(parameter): ties[key][0].ranks for key, (_, parameter) in own.items()}
+
+
+def ties_of_models(trainer: AbstractTrainer) -> dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]]:
+    """What stages of any of the models share, in an order that all ranks share: by the model's name and the names in
+    it, each with this rank's copy, if it has one."""
+    return {
+        (model_name, *tie.names): (tie, None if tie.own_name is None else model.get_parameter(tie.own_name))
+        for model_name, model in trainer.named_models().items()
+        for tie in ties_in(model)
+    }
 
 
 def _layout(parameter: nn.Parameter) -> str:
@@ -68,20 +85,21 @@ class TiedGradients:
     """Adds up the gradients of copies, in one order on all ranks, so that they are equal to the bit.
 
     Args:
-        world: The ranks.
+        trainer: Its models may share parameters between stages, or be whole on each rank.
         stages: The pipeline.
-        gradients: What a backward has used.
     """
 
-    def __init__(self, world: World, stages: dist.ProcessGroup, gradients: LocalGradients) -> None:
-        self._world, self._stages, self._gradients = world, stages, gradients
+    def __init__(self, trainer: AbstractTrainer, stages: dist.ProcessGroup) -> None:
+        self._trainer, self._world, self._stages = trainer, trainer.world, stages
+        self._gradients = trainer._parallel.gradients
         self._agreed: set[int] = set()
+        self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
+        self._statistics: list[tuple[set[int], list[Tensor]]] | None = None
 
-    def add_up(self, model: nn.Module, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
+    def add_up(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
         """A step's own; what is stepped for the first time is compared first, by all ranks.
 
         Args:
-            model: What is stepped.
             tied: This rank's copies, in an order that all ranks share, each with the ranks of the pipeline that have
                 one.
             number: One that says which optimizers are stepped.
@@ -89,18 +107,62 @@ class TiedGradients:
         Raises:
             StepError: Stages step other optimizers than each other, or train other copies; the same on every rank.
         """
-        if not (ties := ties_in(model)):
+        if self._ties is None:
+            self._ties = ties_of_models(self._trainer)
+        if not self._ties and not self._gradients.whole:
             return
         if number not in self._agreed:
-            own = {tie.names: tie.own_name for tie in ties if tie.own_name is not None}
-            trained = {names: model.get_parameter(name).requires_grad for names, name in own.items()}
+            trained = {key: p.requires_grad for key, (_, p) in self._ties.items() if p is not None}
             self._compare(self._world.all_gather_object((number, trained)))
             self._agreed.add(number)
+        self._add_up_whole([p for p, _ in tied if p.requires_grad and id(p) in self._gradients.whole])
         for parameter, ranks in tied:
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in self._gradients.whole:
                 _add_up(parameter, ranks, self._stages, self._world.device)
-                if parameter.grad is not None and id(parameter) in self._gradients.shared:
-                    self._gradients.used.add(id(parameter))  # by another stage
+                self._note(parameter)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and id(parameter) in self._gradients.shared:
+            self._gradients.used.add(id(parameter))  # by another stage
+
+    def _add_up_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gives what models that are whole have on the rank that went back through them to all others."""
+        if not parameters:
+            return
+        import torch.distributed as dist
+
+        # Beside the device, for which nobody waits: the others have no gradients, and ask which there are.
+        has_gradient = torch.tensor([p.grad is not None for p in parameters])
+        is_there = self._world.all_gather(has_gradient).any(dim=0).tolist()
+        by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter in [p for p, is_one in zip(parameters, is_there, strict=True) if is_one]:
+            own = local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            by_dtype.setdefault(own.dtype, []).append((parameter, own))
+        for pairs in by_dtype.values():
+            flat = torch.cat([own.reshape(-1) for _, own in pairs]).to(self._world.device)
+            dist.all_reduce(flat, group=self._stages)
+            for (parameter, own), total in zip(pairs, flat.split([own.numel() for _, own in pairs]), strict=True):
+                own.copy_(total.view_as(own))
+                if parameter.grad is None:
+                    parameter.grad = with_local(parameter, own)
+                self._note(parameter)
+        for statistics in self._statistics_beside(parameters):
+            total = (statistics if self._trainer._accumulation.goes_back_here else torch.zeros_like(statistics)).clone()
+            dist.all_reduce(total, group=self._stages)
+            statistics.copy_(total)
+
+    def _statistics_beside(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Those of norms in the models of `parameters`, which counted batches in losses where the last stage is."""
+        if self._statistics is None:
+            whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
+            of_models = [(model, norms_with_statistics([model])) for model in whole]
+            self._statistics = [
+                ({id(p) for p in model.parameters()}, [buffer for norm in norms for buffer in norm.buffers()])
+                for model, norms in of_models
+                if norms
+            ]
+        wanted = {id(parameter) for parameter in parameters} if self._statistics else set()
+        return [buffer for ids, found in self._statistics if not ids.isdisjoint(wanted) for buffer in found]
 
     def _compare(self, of_ranks: Sequence[tuple[int, dict[tuple[str, ...], bool]]]) -> None:
         if len({number for number, _ in of_ranks}) > 1:

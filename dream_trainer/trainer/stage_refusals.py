@@ -1,0 +1,77 @@
+"""What a model in stages cannot be given, or called for, in the words of its user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.loss_graph import trained_by
+from dream_trainer.data.nested import leaves
+from dream_trainer.errors import RanksDifferError, StepError
+
+
+def refuse_graphs(batch: Any, name: str, stages: int) -> None:
+    """Raises StepError if something in a batch has a graph, which would go on behind the first stage, or the last.
+
+    Args:
+        batch: Inputs and targets.
+        name: What the model is called.
+        stages: The pipeline's ranks.
+    """
+    if any(leaf.requires_grad for leaf in leaves(batch) if isinstance(leaf, Tensor)):
+        raise StepError(
+            f"forward_backward of {name} was given inputs or targets that need gradients, as another model's outputs "
+            f"do, under pipeline_parallel={stages}, where gradients go from stage to stage alone. Put both models into "
+            "one module, or detach() what this loss is not to train."
+        )
+
+
+def refuse_different_batches() -> NoReturn:
+    """Raises RanksDifferError."""
+    raise RanksDifferError(
+        "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare outputs "
+        "with targets of others. Have the loader read what does not depend on the rank; dataset and sampler are dealt "
+        "to dp_rank of dp_size by the trainer."
+    )
+
+
+def refuse_calls_with_gradients(stages: int) -> None:
+    """Raises StepError where gradients are enabled, and nobody would have the graph."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            f"the model was called under pipeline_parallel={stages}, with gradients, where each rank has some of its "
+            "layers. In training_step call self.forward_backward(model, inputs, targets, loss_fn, weight=...); "
+            "elsewhere call the model under torch.no_grad(), on all ranks."
+        )
+
+
+def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
+    """Raises StepError: where `running`, a model in stages, is computed, `name` was called, which is another one."""
+    raise StepError(
+        f"{name}, which is cut into stages by pipeline_parallel={stages}, was called in a loss or layer of {running}, "
+        "which only some ranks compute. For a loss that goes through both put both into one module, or keep "
+        f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
+        "torch.no_grad(), and hand its outputs on as targets."
+    )
+
+
+def refuse_losses_of(models: Sequence[nn.Module], loss: Tensor, name: str, schedule: str) -> None:
+    """Raises StepError if `loss`, of the model in stages that is called `name`, would train one of `models`.
+
+    Args:
+        models: Models that are whole on each rank.
+        loss: Of a micro-batch.
+        name: Of the model that it belongs to.
+        schedule: Computes gradients of the weights in stages apart, and so of these alone.
+    """
+    if trained_by(loss, [parameter for model in models for parameter in model.parameters()]):
+        raise StepError(
+            f"the loss of {name} would train a model that is whole on each rank of the pipeline, and "
+            f"schedule={schedule!r} computes gradients of what is in stages alone. Freeze the other meanwhile, "
+            f"`with self.frozen(other): self.forward_backward({name}, ...)`, put both into one module, or use "
+            'schedule="1F1B".'
+        )

@@ -1,0 +1,441 @@
+"""Several trained models in one pipeline: those with blocks in stages of their own, small ones whole on each rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.callbacks import EMA
+from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.pipeline_stages import even_stages, stages_of_models
+from dream_trainer.trainer.mesh_table import mesh_lines
+from dream_trainer.trainer.stage_refusals import refuse_losses_of
+from tests.trainer.arithmetic import full
+from tests.trainer.stages import (
+    BATCH,
+    BLOCKS,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Model,
+    Rows,
+    Trained,
+    config_of,
+    count,
+    mean_loss,
+    united,
+)
+from tests.trainer.stages import Case as OneModel
+from tests.worlds import run_world
+
+
+@dataclass(frozen=True)
+class Case(OneModel):
+    joint: bool = True
+    """Whether the reader's loss trains the critic, too."""
+    layers: int = 4
+    """Blocks of the reader."""
+    twice: bool = False
+    """Whether the reader has two losses of each batch, and the critic has no part in them."""
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+class Reader(nn.Module):
+    """Reads scores; of fewer blocks than the model, and tied in its own way."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.enter, self.first = nn.Linear(VOCABULARY, WIDTH), Gain()
+        self.layers = nn.ModuleList(Block(case) for _ in range(case.layers))
+        self.last, self.head = Gain(), nn.Linear(WIDTH, VOCABULARY)
+        if case.tied:
+            self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter is not None:
+            x = self.enter(x) * self.first.weight
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x * self.last.weight)
+
+
+class Models(nn.Module):
+    """All that a step needs, with or without a trainer."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model, self.reader = Model(case), Reader(case)
+        self.critic = nn.Sequential(nn.Linear(VOCABULARY, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.teacher = Model(replace(case, tied=False)).requires_grad_(False)
+
+
+def judged(critic: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+    return mean_loss(scores, labels) + (critic(scores.softmax(-1)) - 1)[labels != -100].square().mean()
+
+
+def read(critic: nn.Module, scores: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), wanted.flatten(0, 1)) + critic(scores).square().mean()
+
+
+def squared(values: Tensor, wanted: Tensor) -> Tensor:
+    return (values - wanted).square().mean()
+
+
+class Several(Trained):
+    def configure_models(self) -> None:
+        models = Models(self.config.case)
+        self.model, self.reader, self.critic, self.teacher = models.children()
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.reader_optimizer = torch.optim.SGD(self.reader.parameters(), lr=0.05, momentum=0.5)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+        self.start = weights_of(self)
+
+    def learn(self, batch: tuple[Tensor, Tensor]) -> None:
+        tokens, labels = batch
+        with torch.no_grad():
+            wanted, scores = self.teacher(tokens).softmax(-1), self.model(tokens)
+        with self.frozen(self.critic):
+            of_model = self.forward_backward(self.model, (tokens,), labels, partial(judged, self.critic), weight=count)
+        # Some schedules compute gradients of stages alone.
+        with self.frozen(*([] if self.config.case.joint else [self.critic])):
+            losses = [
+                self.forward_backward(self.reader, (part,), wanted, partial(read, self.critic), weight=len)
+                for part in ([scores, scores / 2] if self.config.case.twice else [scores])
+            ]
+        of_reader = torch.stack(losses).mean()
+        ones = torch.ones(len(tokens), 1, dtype=torch.float64)
+        of_critic = self.forward_backward(self.critic, (scores[:, 0],), ones, squared, weight=len)
+        for name, loss in {"model": of_model, "reader": of_reader, "critic": of_critic}.items():
+            self.log(
+                f"{name} in {'training' if self.training else 'validation'}",
+                loss,
+                weight=count(labels) if name == "model" else len(tokens),
+            )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        self.learn(batch)
+        if not self.is_accumulating_gradients:
+            turns = [(self.reader, self.reader_optimizer), (self.critic, self.critic_optimizer)]
+            self.norms += [float(self.step(*turn)) for turn in [*turns, (self.model, self.optimizer)]]
+        return {}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.learn(batch)
+        return {}
+
+
+def weights_of(trainer: Several) -> dict[str, Tensor]:
+    models = {"model": trainer.model, "reader": trainer.reader, "critic": trainer.critic, "teacher": trainer.teacher}
+    return {f"{n}.{name}": full(p.detach()).clone() for n, m in models.items() for name, p in m.named_parameters()}
+
+
+def state_of(trainer: Several) -> dict[str, Tensor]:
+    """Weights, and what optimizers keep of them."""
+    models = {"model": trainer.model, "reader": trainer.reader, "critic": trainer.critic}
+    optimizers = [trainer.optimizer, trainer.reader_optimizer, trainer.critic_optimizer]
+    state = weights_of(trainer)
+    for (model_name, model), optimizer in zip(models.items(), optimizers, strict=True):
+        for name, p in model.named_parameters():
+            for key, value in optimizer.state[p].items():
+                if isinstance(value, Tensor):
+                    state[f"{key} of {model_name}.{name}"] = full(value).clone()
+    return state
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Several(config_of(case)) as trainer:
+            trainer.fit()
+            results.append({"norms": trainer.norms, "start": trainer.start, "weights": weights_of(trainer)})
+            results[-1] |= {"logged": trainer.logged, "described": mesh_lines(trainer)}
+    return results
+
+
+def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same in one process: three losses of the whole batch, cut as ranks and micro-batches do, and three steps."""
+    models = Models(case)
+    models.load_state_dict(start, strict=False)
+    model, reader, critic = models.model, models.reader, models.critic
+    optimizers = [
+        torch.optim.SGD(reader.parameters(), lr=0.05, momentum=0.5),
+        torch.optim.Adam(critic.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+    ]
+    data, parts = Rows(BATCH * STEPS), case.dp * case.accumulation * (case.microbatches or 2 * case.pp)
+    losses, norms = [], []
+    for first in range(0, len(data), BATCH):
+        tokens, labels = data.tokens[first : first + BATCH], data.labels[first : first + BATCH]
+        with torch.no_grad():
+            wanted, scores = models.teacher(tokens).softmax(-1), model(tokens)
+        chunks = list(zip(tokens.chunk(parts), labels.chunk(parts), strict=True))
+        critic.requires_grad_(False)
+        of_model = sum(judged(critic, model(a), b) * count(b) for a, b in chunks) / count(labels)
+        of_model.backward()
+        critic.requires_grad_(case.joint)
+        inputs = [scores, scores / 2] if case.twice else [scores]
+        of_reader = sum(read(critic, reader(part), wanted) for part in inputs) / len(inputs)
+        of_reader.backward()
+        critic.requires_grad_(True)
+        of_critic = squared(critic(scores[:, 0]), torch.ones(BATCH, 1, dtype=torch.float64))
+        of_critic.backward()
+        losses.append([of_model.item(), of_reader.item(), of_critic.item()])
+        for optimizer in optimizers:
+            parameters = optimizer.param_groups[0]["params"]
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, case.clip or torch.inf).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in models.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+WORLD_2 = [
+    Case(2, tied=True),
+    Case(2, schedule="ZBVZeroBubble", joint=False, accumulation=2, microbatches=2, twice=True),
+]
+MORE_2 = [
+    Case(2, schedule="GPipe", accumulation=2, microbatches=4),
+    Case(2, schedule="DualPipeV", joint=False, tied=True),
+    Case(2, schedule="Interleaved1F1B", layers=2),  # too few for stages
+    Case(2, compile=True),
+]
+WORLD_4 = [
+    Case(2, dp=2, shard="auto", joint=False, accumulation=2, microbatches=2, twice=True),
+    Case(2, dp=2, tied=True),
+    Case(4, microbatches=4, layers=3),
+    Case(2, dp=2, shard="auto", schedule="GPipe"),
+    Case(2, dp=2, accumulation=2, microbatches=4, clip=None),
+]
+
+
+def check(cases: list[Case], ranks_of_case: list[tuple[dict[str, Any], ...]]) -> None:
+    for case, ranks in zip(cases, ranks_of_case, strict=True):
+        expected = by_hand(case, united([rank["start"] for rank in ranks]))
+        weights = united([rank["weights"] for rank in ranks])
+        for rank in ranks:
+            assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10), case
+            names = [f"{name} in training" for name in ("model", "reader", "critic")]
+            found = [[rank["logged"][step][name] for name in names] for step in range(1, STEPS + 1)]
+            assert found == [pytest.approx(losses, rel=1e-10) for losses in expected["losses"]], case
+        for name, value in weights.items():
+            whole = {"model.head.weight": "model.embedding.weight", "reader.last.weight": "reader.first.weight"}
+            of_whole = whole.get(name, name) if case.tied else name
+            torch.testing.assert_close(
+                value, expected["weights"][of_whole], rtol=1e-10, atol=1e-10, msg=f"{case}: {name}"
+            )
+        assert "| critic | - | each | all |" in ranks[0]["described"]
+        assert ("| reader | - | each | all |" in ranks[0]["described"]) is (case.layers < 4)
+
+
+def hop(case: Case, max_steps: int, directory: str) -> dict[str, Any]:
+    """Goes on from the last checkpoint up to `max_steps`, and exports."""
+    os.chdir(directory)
+    config = replace(
+        config_of(case, "hops", max_steps=max_steps),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        callbacks=dt.CallbackCollection([EMA(decay=0.5)]),
+    )
+    with Several(config) as trainer:
+        trainer.fit()
+        averages = {name: full(value) for name, value in trainer.get_callback(EMA).checkpoint_tensors().items()}
+        for name in ("reader", "critic"):
+            trainer.export(f"{name}-{max_steps}.safetensors", model=name)
+        validated = {key: value for key, value in trainer.logged[max_steps].items() if "validation" in key}
+        return {"state": state_of(trainer), "averages": averages, "norms": trainer.norms, "validated": validated}
+
+
+class Careless(Several):
+    """Calls a model in stages where another one's loss is, and hands gradients from model to model."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        self.told: dict[str, str] = {}
+
+        def through_the_reader(scores: Tensor, labels: Tensor) -> Tensor:
+            with pytest.raises(StepError) as called:
+                self.reader(scores)
+            with pytest.raises(StepError) as without_gradients, torch.no_grad():
+                self.reader(scores)
+            with pytest.raises(StepError) as trained:
+                self.forward_backward(self.reader, (scores,), labels, mean_loss, weight=count)
+            named = {"called": called, "without gradients": without_gradients, "trained": trained}
+            self.told |= {name: str(raised.value) for name, raised in named.items()}
+            return mean_loss(scores, labels)
+
+        scores = self.critic[0].weight.sum() * torch.ones(len(tokens), 6, VOCABULARY, dtype=torch.float64)
+        for name, inputs, targets in (("inputs", scores, labels), ("targets", scores.detach(), scores)):
+            with pytest.raises(StepError) as raised:
+                self.forward_backward(self.reader, (inputs,), targets, mean_loss, weight=count)
+            self.told[name] = str(raised.value)
+        self.forward_backward(self.model, (tokens,), labels, through_the_reader, weight=count)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+class Normed(Trained):
+    """A loss of the model in stages trains a small one that counts batches, which is then trained by itself."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.judge = judge()
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.start |= {f"judge.{name}": value.clone() for name, value in self.judge.state_dict().items()}
+        self.judge_optimizer = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        self.forward_backward(self.model, (tokens,), labels, partial(rated, self.judge))
+        self.norms.append(float(self.step(self.model, [self.optimizer, self.judge_optimizer])))
+        self.backward(squared(self.judge(tokens[:, :1].expand(-1, VOCABULARY).double()), torch.ones(1).double()))
+        self.norms.append(float(self.step(self.judge, self.judge_optimizer)))
+        return {}
+
+
+def judge() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(VOCABULARY), nn.Linear(VOCABULARY, 1)).double()
+
+
+def rated(judge: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+    return mean_loss(scores, labels) + judge(scores.mean(1)).square().mean()
+
+
+def normed_by_hand(start: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    model, small = Model(Case()), judge()
+    model.load_state_dict({name: v for name, v in start.items() if not name.startswith("judge.")}, strict=False)
+    small.load_state_dict({name[6:]: value for name, value in start.items() if name.startswith("judge.")})
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.SGD(small.parameters(), lr=0.1)]
+    data, norms = Rows(BATCH * STEPS), []
+
+    def step(optimizers: list[torch.optim.Optimizer]) -> None:
+        grads = [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for first in (0, BATCH):
+        tokens, labels = data.tokens[first : first + BATCH], data.labels[first : first + BATCH]
+        for a, b in zip(tokens.chunk(4), labels.chunk(4), strict=True):
+            (rated(small, model(a), b) / 4).backward()
+        step(optimizers)
+        squared(small(tokens[:, :1].expand(-1, VOCABULARY).double()), torch.ones(1).double()).backward()
+        step(optimizers[1:])
+    return norms, small.state_dict()
+
+
+def be_careless_and_normed(directory: str) -> tuple[dict[str, str], dict[str, Tensor], list[float], dict[str, Tensor]]:
+    os.chdir(directory)
+    for kind, steps in ((Careless, 1), (Normed, 2)):
+        with kind(config_of(Case(2, clip=None), max_steps=steps, val_every_n_epochs=None)) as trainer:
+            trainer.fit()
+            if isinstance(trainer, Careless):
+                told = trainer.told
+    return told, trainer.start, trainer.norms, {name: v.clone() for name, v in trainer.judge.state_dict().items()}
+
+
+def test_losses_through_two_models_are_refused_or_trained_as_in_one_process(tmp_path: Path) -> None:
+    ranks = run_world(be_careless_and_normed, 2, str(tmp_path))
+    for told, *_ in ranks:
+        for name in ("inputs", "targets"):
+            assert "of self.reader was given inputs or targets that need gradients, as another model" in told[name]
+    for name in ("called", "without gradients", "trained"):
+        said = "self.reader, which is cut into stages by pipeline_parallel=2, was called in a loss or layer of self.mod"
+        assert said in ranks[1][0][name]
+    norms, state = normed_by_hand({name: value for _, start, *_ in ranks for name, value in start.items()})
+    for _, _, found, small in ranks:
+        assert found == pytest.approx(norms, rel=1e-10)
+        for name, value in state.items():
+            torch.testing.assert_close(small[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_a_small_models_gradients_that_a_schedule_would_leave_out_are_refused() -> None:
+    models = Models(Case())
+    scores = torch.randn(2, 3, VOCABULARY, dtype=torch.float64)
+    loss = models.critic(scores).sum()
+    with pytest.raises(StepError, match=r"the loss of self.model would train a model that is whole .*'DualPipeV'"):
+        refuse_losses_of([models.critic], loss, "self.model", "DualPipeV")
+    refuse_losses_of([models.reader], loss, "self.model", "DualPipeV")
+    models.critic.requires_grad_(False)
+    refuse_losses_of([models.critic], loss, "self.model", "DualPipeV")
+
+
+def test_models_that_cannot_be_cut_are_named_with_what_to_do() -> None:
+    models = Models(Case())
+    named = dict(models.named_children())
+    blocks: dict[nn.Module, Any] = {models.model: list(models.model.blocks), models.reader: list(models.reader.layers)}
+
+    def stages_of(model: nn.Module, n_stages: int) -> Any:
+        of = blocks.get(model, [])
+        return even_stages(model, of, n_stages) if len(of) >= n_stages else None
+
+    def cut(n_stages: int, stages_of: Any = stages_of) -> Any:
+        return stages_of_models(named, stages_of, lambda model: blocks.get(model, []), n_stages)
+
+    assert list(cut(4)) == [models.model, models.reader]
+    assert list(cut(5)) == [models.model]
+    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use {BLOCKS} stages or less"):
+        cut(6)
+    with pytest.raises(ConfigError, match=r"are self.model, self.reader, self.critic, and pipeline_stages returns N"):
+        cut(2, lambda model, n_stages: None)
+    models.critic[2].weight = models.reader.head.weight
+    with pytest.raises(ConfigError, match=r"self.reader.head.weight and self.critic.2.weight are one parameter of two"):
+        cut(2)
+
+
+def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return train(cases, directory), hop(replace(WORLD_2[0], dp=cases[0].dp, shard=cases[0].shard), 3, directory)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WORLD_2, id="2 ranks"),
+        pytest.param(MORE_2, id="2 ranks, further schedules", marks=pytest.mark.slow),
+        pytest.param(WORLD_4, id="4 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_several_models_are_trained_and_kept_as_in_one_process(
+    cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = hop(Case(tied=True), 2, str(tmp_path))
+    by_rank = run_world(train_and_hop, cases[0].world_size, cases, str(tmp_path))
+    check(cases, list(zip(*(results for results, _ in by_rank), strict=True)))
+    hops = [hopped for _, hopped in by_rank]
+    last = hop(Case(tied=True), 4, str(tmp_path))
+    (tmp_path / "unbroken").mkdir()
+    unbroken = hop(Case(tied=True), 4, str(tmp_path / "unbroken"))
+    assert [*first["norms"], *hops[0]["norms"], *last["norms"]] == pytest.approx(unbroken["norms"], rel=1e-10)
+    assert last["validated"] == pytest.approx(unbroken["validated"], rel=1e-10)
+    assert len(last["validated"]) == 3
+    for kind in ("state", "averages"):
+        assert last[kind].keys() == unbroken[kind].keys()
+        for name, value in unbroken[kind].items():
+            torch.testing.assert_close(last[kind][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    state = united([hopped["state"] for hopped in hops])
+    for name in ("reader", "critic"):
+        for key, value in load_file(tmp_path / f"{name}-3.safetensors").items():
+            assert torch.equal(value, state[f"{name}.{key}"])
