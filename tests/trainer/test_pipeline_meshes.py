@@ -15,12 +15,11 @@ from tests.worlds import run_world
 WORLD_4 = [
     Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3),
     Case(2, cp=2, attention="ulysses", short=True, packed=True, steps=3),
-    Case(2, dp=2, ep=2, experts=True, steps=3),
-    Case(2, tp=2, plan="dtensors", schedule="ZBVZeroBubble", blocks=4, steps=2),
-    Case(2, dp=2, shard="auto", ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, steps=2),
-    Case(2, tp=2, accumulation=2, changing=True, steps=1),
+    Case(2, dp=2, ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, steps=3),
+    Case(2, tp=2, plan="dtensors", schedule="ZBVZeroBubble", accumulation=2, changing=True, blocks=4, steps=1),
 ]
 SEVERAL_4 = [
+    Case(2, dp=2, shard="auto", ep=2, experts=True, schedule="Interleaved1F1B", blocks=4),
     Case(2, tp=2, schedule="Interleaved1F1B", accumulation=2, recompute="full", loss_parallel=True, blocks=4),
     Case(2, tp=2, schedule="Interleaved1F1B", plan="layers", recompute="selective", blocks=4),
     Case(2, tp=2, schedule="InterleavedZeroBubble", plan="layers", accumulation=2, loss_parallel=True, blocks=4),
@@ -44,6 +43,8 @@ SEVERAL_8 = [
     Case(4, dp=2, shard="auto", schedule="InterleavedZeroBubble", blocks=8),
 ]
 FURTHER_4 = [
+    Case(2, dp=2, ep=2, experts=True),
+    Case(2, tp=2, accumulation=2, changing=True),
     Case(2, tp=2, accumulation=2, recompute="full", loss_parallel=True),
     Case(2, tp=2, plan="layers", recompute="selective", loss_parallel=True),
     Case(2, tp=2, plan="dtensors", schedule="GPipe", accumulation=2),

@@ -39,7 +39,6 @@ CASES = [Case(2, tied=True), Case(2, tied=True, schedule="ZBVZeroBubble", weight
 CASES += [Case(2, tied=True, schedule="Interleaved1F1B", accumulation=2, microbatches=2)]
 WORLD_4 = [Case(2, dp=2, tied=True, shard="auto"), Case(2, dp=2, tied=True), Case(4, tied=True, microbatches=4)]
 WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="ZBVZeroBubble")]  # one parameter of a rank's two stages
-WORLD_4 += [Case(2, dp=2, tied=True, shard="auto", schedule="Interleaved1F1B", accumulation=2, microbatches=2)]
 
 
 def train(cases: list[Case], directory: str, experiment: str, steps: int) -> list[dict[str, Any]]:
