@@ -5,13 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import sysconfig
 from types import CodeType, FrameType
 
 import torch
 
 _NOT_USERS = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
-_STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
 
 def is_users(file: str) -> bool:
@@ -23,7 +22,12 @@ def is_users(file: str) -> bool:
 
 def running_line() -> str:
     """The innermost line of a user's that is running, as `line_of` has it; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+    return line_running_in(sys._getframe(1))
+
+
+def line_running_in(innermost: FrameType) -> str:
+    """As `running_line`, of the thread whose innermost frame this is."""
+    frame: FrameType | None = innermost
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else line_of(frame.f_code, frame.f_lineno)

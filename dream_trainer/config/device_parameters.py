@@ -104,12 +104,14 @@ class DeviceParameters:
         if self.compile and self.context_parallel > 1:
             raise ConfigError(
                 f"compile=True with context_parallel={self.context_parallel}: compiled blocks do not see that their "
-                "attention is to be shared by ranks. Use one of the two."
+                "attention is to be shared by ranks. Use compile=False, or tensor_parallel instead, which compiles."
             )
         check_integer("expert_parallel", self.expert_parallel, minimum=1)
         if self.expert_parallel > 1 and self.cpu_offload:
             raise ConfigError(
-                f"cpu_offload=True with expert_parallel={self.expert_parallel} is not there yet. Use one of the two."
+                f"cpu_offload=True with expert_parallel={self.expert_parallel} is not there yet: experts that ranks "
+                "share are not among what fully_shard moves to the device and back. Use cpu_offload=False with more "
+                "expert_parallel, or dp_shard beside it, which leave each rank less; or expert_parallel=1."
             )
         check_boolean("compile", self.compile)
         check_choice("activation_checkpointing", self.activation_checkpointing, get_args(Recomputation))
@@ -138,15 +140,17 @@ class DeviceParameters:
     def _refuse_beside_a_pipeline(self) -> None:
         if self.pipeline_parallel == 1:
             return
-        asked = {
-            "cpu_offload=True": self.cpu_offload,
-            "overlap_reduce=True": self.overlap_reduce,
-        }
-        for field, is_asked in asked.items():
-            if is_asked:
-                raise ConfigError(
-                    f"{field} with pipeline_parallel={self.pipeline_parallel} is not there yet. Use one of the two."
-                )
+        beside = f"with pipeline_parallel={self.pipeline_parallel} is not there yet"
+        if self.cpu_offload:
+            raise ConfigError(
+                f"cpu_offload=True {beside}: a stage's shards stay on the device through all micro-batches of a batch. "
+                "Use more stages, or tensor_parallel, for weights that do not fit, or pipeline_parallel=1."
+            )
+        if self.overlap_reduce:
+            raise ConfigError(
+                f"overlap_reduce=True {beside}: a schedule runs many backwards of each parameter, and gradients could "
+                "leave in the last alone. Use overlap_reduce=False, or pipeline_parallel=1."
+            )
 
     @classmethod
     def single_device(cls) -> Self:

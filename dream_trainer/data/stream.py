@@ -102,7 +102,7 @@ def _stream_of_one(
     if dp_rank == 0 and not distributed_loader.drop_last and stream.dropped_samples:
         reason = "they do not fill a global batch" if drop_last else "they are fewer than the data-parallel ranks"
         advice = (
-            " Use DistributedDataLoader(drop_last=False) and `weight=` in `backward` to train them."
+            " Use DistributedDataLoader(drop_last=False) and `weight=` in `backward` or `forward_backward` for them."
             if drop_last and name is None
             else ""
         )

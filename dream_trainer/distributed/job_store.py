@@ -147,10 +147,16 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> tuple[Store, boo
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world_size} but {' and '.join(missing)} are not set. Start with torchrun.")
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"MASTER_PORT={port!r} is no port that ranks could meet at (with 0 each would wait at one of its own). Use "
+            "the same free one on all ranks, from 1024 to 65535, such as 29500, or torchrun, which finds one."
+        )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        int(port),
         world_size,
         is_master=rank == 0 and not agent_hosts,
         timeout=timeout,

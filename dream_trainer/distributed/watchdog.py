@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from dream_trainer.compat.pytorch import recorded_collectives
 from dream_trainer.distributed.failure import first_to_fail, tell_failure
+from dream_trainer.users_code import line_running_in
 
 if TYPE_CHECKING:
     from dream_trainer.compat.stores import Store
@@ -38,6 +39,7 @@ GATHER_SECONDS = 10.0
 """How long ranks wait for one another's stacks; longer than it takes all to ask."""
 GRACE_SECONDS = 20.0
 """How much later than the limit the backstop acts: after the orderly end, before torchrun kills what is left (30 s)."""
+_LINES = 8  # that the report has of ranks, which are hundreds in some jobs
 
 
 class Watchdog:
@@ -176,7 +178,7 @@ class Watchdog:
             with self._path.open("a") as file:
                 file.write(f"{self._header(reason, where)}\n{stacks()}\n")
             self._write_collectives()
-            report = f"{reason}.\n{self._what_was_written(self._gather())}"
+            report = f"{reason}.\n{self._what_was_written(self._gather())}{self._lines_of_ranks()}"
         except Exception as error:  # a full disk, a lost file system: whatever it is, the job must end
             report = f"{reason}.\nIts stacks, since writing {self._path} failed ({error}):\n{stacks()}"
         report += (
@@ -207,12 +209,25 @@ class Watchdog:
         keys = [f"hang/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + GATHER_SECONDS
         try:
-            self._store.set(keys[self._rank], "")
+            self._store.set(keys[self._rank], _running_line())
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         except RuntimeError:  # the rank that hosts the store has left
             return []
+
+    def _lines_of_ranks(self) -> str:
+        """Which lines of the user's ranks are at, and which are at the same."""
+        if self._store is None:
+            return ""
+        ranks: dict[str, list[int]] = {}
+        for rank in range(self._world_size):
+            key = f"hang/{rank}"
+            with suppress(RuntimeError):
+                if self._store.check([key]):
+                    ranks.setdefault(self._store.get(key).decode(), []).append(rank)
+        said = [f"\nrank {_numbers(of_line)} at {line}" for line, of_line in ranks.items() if line]
+        return "".join(said[:_LINES])
 
     def _leave(self, first: int) -> NoReturn:
         """Ends the process once the first to fail has spoken, since torchrun ends all when one has ended."""
@@ -230,11 +245,20 @@ class Watchdog:
         written = f"The stacks of all threads are in {self._path.parent}, a file for each rank."
         if not missing:
             return written
-        ranks = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return (
-            f"{written} {len(missing)} of {self._world_size} ranks wrote none ({ranks}): they are gone, or in native "
-            f"code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
+            f"{written} {len(missing)} of {self._world_size} ranks wrote none ({_numbers(missing)}): they are gone, or "
+            f"in native code that holds Python's lock, whose stacks follow within {GRACE_SECONDS:.0f} s."
         )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+
+
+def _running_line() -> str:
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return "" if frame is None else line_running_in(frame)
 
 
 def stacks() -> str:

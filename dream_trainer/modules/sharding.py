@@ -57,7 +57,7 @@ def shard_by_blocks(
             float32.
 
     Raises:
-        ConfigError: A parameter is shared by two groups.
+        ConfigError: A parameter is shared by two groups, or one group has parameters of several dtypes to train.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -65,6 +65,7 @@ def shard_by_blocks(
     left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_shared_by_experts(parameter)}
     if left_out:
         config, root = config | {"ignored_params": left_out}, root | {"ignored_params": left_out}
+    _refuse_several_dtypes(model, blocks, left_out)
     for block in blocks:
         fully_shard(block, **config)
     policy = root.get("mp_policy")
@@ -110,6 +111,25 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
                     f"{other} and {name} are one parameter in two models, which fully_shard cannot wrap twice. Put "
                     "both models into one module, assigned to self."
                 )
+
+
+def _refuse_several_dtypes(model: nn.Module, blocks: Sequence[nn.Module], left_out: set[nn.Parameter]) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    seen = left_out.union(*(module.parameters() for module in wrapped))
+    for group in (*blocks, model):
+        own = [parameter for parameter in group.parameters() if parameter.requires_grad and parameter not in seen]
+        seen.update(own)
+        firsts = {parameter.dtype: parameter for parameter in reversed(own)}
+        if len(firsts) > 1:
+            said = " and ".join(f"{names[parameter]} of {dtype}" for dtype, parameter in firsts.items())
+            raise ConfigError(
+                f"{said} would be sharded together, and fully_shard takes parameters of one dtype to train, also where "
+                "it replicates split layers. Give them one (of a complex one its torch.view_as_real, joined in the "
+                "forward), or have model_blocks name a module that has those of another dtype alone."
+            )
 
 
 def _refuse_ties_across(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

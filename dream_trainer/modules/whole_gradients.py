@@ -105,13 +105,17 @@ def _is_split(parameter: nn.Parameter) -> bool:
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:
     """The norm of this rank's gradient, and sums over its elements with signs that nothing else has; without one 0."""
-    own = local_tensor(parameter.detach())
+    own = _real(local_tensor(parameter.detach()))
     of_sum = max(1, own.numel() // SUMS)
     n_sums = own.numel() // of_sum
     if parameter.grad is None:
         return torch.zeros(1 + n_sums, device=own.device)
-    gradient = local_gradient(parameter).flatten()
+    gradient = _real(local_gradient(parameter)).flatten()
     signs = torch.randint(2, (of_sum,), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(gradient)
     # The few elements left over are not looked at.
     sums = gradient[: n_sums * of_sum].view(n_sums, of_sum) @ signs
     return torch.cat((gradient.norm().view(1), sums)).float()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

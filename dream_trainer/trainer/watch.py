@@ -30,7 +30,9 @@ def watched(trainer: AbstractTrainer) -> Iterator[None]:
         phase = "training" if trainer.training else "validation"
         exchanges = trainer._agreement.exchanges  # one before each window and at each validation batch
         alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
-        return f"{phase}, step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}{alone}"
+        stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
+        counted = f"step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"
+        return f"{phase}, {counted}{stage}{alone}"
 
     trainer._session.watchdog = Watchdog(
         where,

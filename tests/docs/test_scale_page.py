@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+import dream_trainer as dt
+from dream_trainer.config import resolve_mesh
 from tests.docs.pages import ROOT
 
 SHAPES = {  # vocabulary, width, blocks, heads, heads of keys, hidden, tables of the vocabulary
@@ -14,7 +16,10 @@ SHAPES = {  # vocabulary, width, blocks, heads, heads of keys, hidden, tables of
     "8b": (128_256, 4096, 32, 32, 8, 14_336, 2),
     "70b": (128_256, 8192, 80, 64, 8, 28_672, 2),
 }
-ROW = re.compile(r"^\| (\d+b) \| (\d+) \| (.+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (\d+b) \| (\d+) \| (.+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.-]+) \| ([\d.]+) \|$",
+    re.MULTILINE,
+)
 
 
 def test_the_sizes_worked_out_are_those_of_the_formulas() -> None:
@@ -29,5 +34,17 @@ def test_the_sizes_worked_out_are_those_of_the_formulas() -> None:
         c, t, p = (sizes.get(name, 1) for name in ("context_parallel", "tensor_parallel", "pipeline_parallel"))
         shards = sizes.get("dp_shard", 1) * c
         gathered = 0 if shards == 1 else 2 * (n / p if p > 1 else 2 * n_b) / t
-        kept = [16 * n / (shards * t * p), gathered, blocks / p * p * 2 * int(positions) / c / t * d]
+        positions_of_blocks = 2 * blocks * int(positions) / c / t  # of a pipeline: of as many micro-batches as stages
+        selective = 5 * d + 2 * key_heads * d // heads + 2 * hidden
+        kept = [16 * n / (shards * t * p), gathered, positions_of_blocks * d, positions_of_blocks * selective]
+        kept += [0 if shards == 1 else 4 * n / (t * p)]
+        assert (said[3] == "-") == (c * t > 1)  # of what is gathered too there is no formula
+        said[3] = said[3].replace("-", str(kept[3] / 2**30))
         assert [float(number) for number in said] == [pytest.approx(size / 2**30, abs=0.051) for size in kept], mesh
+
+
+def test_auto_on_several_hosts_is_what_the_page_says() -> None:
+    assert resolve_mesh(dt.DeviceParameters(), 16, True, ranks_per_host=8)[1:3] == (2, 8)
+    assert resolve_mesh(dt.DeviceParameters(tensor_parallel=2), 16, True, ranks_per_host=8)[1:3] == (2, 4)
+    assert resolve_mesh(dt.DeviceParameters(tensor_parallel=3), 24, True, ranks_per_host=8)[1:3] == (1, 8)
+    assert resolve_mesh(dt.DeviceParameters.fsdp(), 16, True, ranks_per_host=8)[1:3] == (1, 16)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dream_trainer as dt
+from dream_trainer.modules.recompute import recompute
 from tests.examples.launch import imported
 
 NUMBER = 8  # bytes, of float64
@@ -89,3 +93,20 @@ def test_a_rank_keeps_and_sends_what_the_formulas_say(llama_costs: Any, all_case
                 within = 0.05 if cell.ep > 1 else 0.01  # AdamW counts steps, and blocks get other numbers of tokens
                 growth = living(cell, rank) - living(smaller, rank)
                 assert cost.peak - other.peak == pytest.approx(growth, rel=within), cell
+
+
+def test_a_block_that_is_recomputed_selectively_keeps_what_the_formula_says(llama_costs: Any) -> None:
+    model = importlib.import_module("model")  # of the llama example
+    sizes = {"dim": WIDTH, "n_heads": HEADS, "n_kv_heads": KEY_HEADS, "hidden_dim": HIDDEN, "max_seq_len": LENGTH}
+    tokens, kept = torch.zeros(4, LENGTH, dtype=torch.long), []
+    for layers in (2, 4):
+        llama = model.Llama(model.LlamaConfig(vocab_size=VOCABULARY, n_layers=layers, **sizes)).double()
+        for block in llama.layers:
+            recompute(block, dt.ActivationCheckpointingParameters().keep)
+        counted = llama_costs.Counted(1)
+        with counted:
+            logits = llama(tokens)
+            kept.append(counted.living([*llama.parameters(), *llama.buffers()]))
+            del logits
+    per_position = 5 * WIDTH + 2 * KEY_HEADS * HEAD + 2 * HIDDEN + HEADS
+    assert kept[1] - kept[0] == 2 * NUMBER * 4 * LENGTH * per_position

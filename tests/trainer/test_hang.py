@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,3 +60,5 @@ def test_a_hang_is_ended_with_all_stacks_and_torchrun_goes_on_from_the_newest_ch
     assert "in training_step" in first
     assert "made no progress for 4 s (training, step 3" in done.stderr
     assert done.stderr.count("failed, the job ends") == 1
+    assert re.search(r"^rank 1 at \S+test_hang.py:\d+ `time.sleep\(600\)`$", done.stderr, re.MULTILINE)
+    assert re.search(r"^rank 0 at \S+\.py:\d+ `.+`$", done.stderr, re.MULTILINE)

@@ -153,6 +153,13 @@ class FrozenOnce(Trained):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
+class FrozenLater(Trained):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.global_step == 1 and self.model.embedding is not None:
+            self.model.embedding.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
 class OtherOrder(Trained):
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
@@ -176,7 +183,11 @@ def refused(cls: type[Trained]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("FrozenOnce", "it is frozen in some of them. Freeze it under each of its names"),
+        (
+            "FrozenLater",
+            "embedding.weight was frozen since its last step, and other stages of the pipeline have copies",
+        ),
+        pytest.param("FrozenOnce", "it is frozen in some of them. Freeze it under each", marks=pytest.mark.slow),
         pytest.param("OtherOrder", "have called step() for other optimizers", marks=pytest.mark.slow),
     ],
 )

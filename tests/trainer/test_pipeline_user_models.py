@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dream_trainer.modules.stage_lists import number_lists
 from dream_trainer.optim.groups import GroupParameters, parameter_groups
 from dream_trainer.optim.whole_parameters import remember_whole
 from dream_trainer.trainer.stage_check import StageCheck
-from tests.trainer.stages import BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
+from tests.trainer.stages import BATCH, BLOCKS, STEPS, Case, Model, Rows, Trained, config_of, count, mean_loss, united
 from tests.worlds import run_world
 
 WIDTH = 8
@@ -253,7 +254,7 @@ def train_models_of_users(directory: str) -> list[tuple[dict[str, Tensor], dict[
 
 
 def test_skips_that_cross_and_shared_layers_are_trained_as_in_one_process(on_two_ranks: list[Any]) -> None:
-    for kind, ranks in zip((Handing, Shared), zip(*(models for models, _ in on_two_ranks), strict=True), strict=True):
+    for kind, ranks in zip((Handing, Shared), zip(*(models for models, *_ in on_two_ranks), strict=True), strict=True):
         model = kind()
         names = {name: name.replace("layers.2", "layers.0") for _, weights in ranks for name in weights}
         model.load_state_dict({names[n]: v for start, _ in ranks for n, v in start.items()}, strict=False)
@@ -320,8 +321,51 @@ def train_by_depth(cases: list[tuple[int, int]], directory: str) -> list[dict[st
     return results
 
 
-def train_all(directory: str) -> tuple[Any, Any]:
-    return train_models_of_users(directory), train_by_depth([(2, 1), (2, 2), (2, 3)], directory)
+class FrozenForAStep(Trained):
+    """Tied ends, which are frozen in its second step, by all of their names."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        for layer in (self.model.embedding, self.model.head):
+            if layer is not None:
+                layer.weight.requires_grad_(self.global_step != 1)
+        return super().training_step(batch, batch_idx)
+
+
+def train_frozen_for_a_step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with FrozenForAStep(config_of(Case(2, tied=True), val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return trainer.start, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def train_all(directory: str) -> tuple[Any, Any, Any]:
+    models = train_models_of_users(directory)
+    return models, train_by_depth([(2, 1), (2, 2), (2, 3)], directory), train_frozen_for_a_step()
+
+
+def by_hand(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Trains on one device, and gives the number of each step when it is done."""
+    data = Rows(BATCH * STEPS)
+    for step in range(STEPS):
+        rows = slice(BATCH * step, BATCH * step + BATCH)
+        tokens, labels = data.tokens[rows].chunk(4), data.labels[rows].chunk(4)
+        weights = [count(of) for of in labels]
+        parts = [mean_loss(model(a), b) * w for a, b, w in zip(tokens, labels, weights, strict=True)]
+        (torch.stack(parts).sum() / sum(weights)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step
+
+
+def test_tied_ends_may_be_frozen_and_trained_again_in_all_stages_at_once(on_two_ranks: list[Any]) -> None:
+    by_rank = [frozen for *_, frozen in on_two_ranks]
+    model = Model(Case(tied=True))
+    model.load_state_dict({name: value for start, _ in by_rank for name, value in start.items()}, strict=False)
+    for step in by_hand(model, torch.optim.AdamW(model.parameters(), lr=1e-2)):
+        model.head.weight.requires_grad_(step != 0)
+    for _, weights in by_rank:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +379,7 @@ def on_two_ranks(directory: Path) -> list[Any]:
 
 
 def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_ranks: list[Any], directory: Path) -> None:
-    by_rank = [by_depth for _, by_depth in on_two_ranks]
+    by_rank = [by_depth for _, by_depth, _ in on_two_ranks]
     ((last,),) = run_world(train_by_depth, 1, [(1, STEPS)], str(directory))
     model = Model(Case())
     model.load_state_dict(united([of_rank[0]["start"] for of_rank in by_rank]), strict=False)
@@ -345,17 +389,8 @@ def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_rank
         foreach=False,
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    data = Rows(16 * STEPS)
-    for step in range(STEPS):
-        rows = slice(16 * step, 16 * step + 16)
-        tokens, labels = data.tokens[rows].chunk(4), data.labels[rows].chunk(4)
-        weights = [count(of) for of in labels]
-        parts = [mean_loss(model(a), b) * w for a, b, w in zip(tokens, labels, weights, strict=True)]
-        (torch.stack(parts).sum() / sum(weights)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
+    for step in by_hand(model, optimizer):
         scheduler.step()
-        optimizer.zero_grad()
         stages = [of_rank[step] for of_rank in by_rank] if step < 3 else [last]
         for name, weight in united([stage["weights"] for stage in stages]).items():
             torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-10, atol=1e-10, msg=name)

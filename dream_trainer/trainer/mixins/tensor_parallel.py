@@ -54,8 +54,13 @@ class TensorParallelMixin(AbstractTrainer):
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)
-        is_split = self.config.device_parameters.tensor_parallel > 1
-        if not is_split or not self.config.tensor_parallel_parameters.loss_parallel:
+        if self.config.device_parameters.tensor_parallel == 1:
+            return step
+        if not self.config.device_parameters.compile:  # compiled blocks would be compiled with what compares them
+            from dream_trainer.trainer.equal_parts import EqualParts, once_for_each_shape
+
+            step = once_for_each_shape(step, EqualParts(self.named_models(), self.world))
+        if not self.config.tensor_parallel_parameters.loss_parallel:
             return step
         from torch.distributed.tensor.parallel import loss_parallel
 

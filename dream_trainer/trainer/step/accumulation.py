@@ -55,6 +55,7 @@ class Accumulation:
         self.loss_scale = LossScale(trainer.world.parameter_device) if devices.precision == "fp16" else None
         self._backward_context = without_autocast(devices, self._world.device)
         self._context_ranks, self._stages = trainer.world.mesh_shape.cp, trainer.world.stages
+        self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
         self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
         self.losses: list[Tensor] | None = None
@@ -171,14 +172,14 @@ class Accumulation:
                 self._refuse_mixture()
             if self._context_ranks > 1:
                 raise StepError(
-                    f"backward() was called without weight= under context_parallel={self._context_ranks}, where ranks "
-                    "have different numbers of labels in their parts of a sequence. Pass backward(loss, weight=the "
-                    "number of labels that the loss is the mean of): here, of this rank's part."
+                    f"{self._call}() was called without weight= under context_parallel={self._context_ranks}, where "
+                    "ranks have different numbers of labels in their parts of a sequence. Pass weight=the number of "
+                    "labels that the loss is the mean of: here, of this rank's part."
                 )
             if self.is_uneven:
                 raise StepError(
                     "the ranks have different numbers of samples in this window, so micro-batches do not count the "
-                    "same. Pass backward(loss, weight=number of samples), or use drop_last=True."
+                    f"same. Pass weight=number of samples to {self._call}(), or use drop_last=True."
                 )
             self._weighted = False
         else:
@@ -199,7 +200,9 @@ class Accumulation:
 
     def _refuse_backward(self) -> NoReturn:
         if not self.is_open:
-            raise StepError("backward() was called between two windows, where its gradients would leak into the next.")
+            raise StepError(
+                f"{self._call}() was called between two windows, where its gradients would leak into the next."
+            )
         raise StepError(
             f"backward() was called under pipeline_parallel={self._stages}, where no rank has a whole model's graph. "
             "Call self.forward_backward(model, inputs, targets, loss_fn, weight=...), which returns the loss; it does "
@@ -208,7 +211,7 @@ class Accumulation:
 
     def _refuse_mixture(self) -> None:
         raise StepError(
-            "backward was called with weight= and without it in one accumulation window. Weight every "
+            f"{self._call}() was called with weight= and without it in one accumulation window. Weight every "
             "micro-batch, or none."
         )
 

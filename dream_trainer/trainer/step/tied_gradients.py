@@ -93,6 +93,7 @@ class TiedGradients:
         self._trainer, self._world, self._stages = trainer, trainer.world, stages
         self._gradients = trainer._parallel.gradients
         self._agreed: set[int] = set()
+        self._trained: set[int] = set()  # of this rank's copies, which were so in their last step
         self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
         self._statistics: list[tuple[set[int], list[Tensor]]] | None = None
 
@@ -117,9 +118,26 @@ class TiedGradients:
             self._agreed.add(number)
         self._add_up_whole([p for p, _ in tied if p.requires_grad and id(p) in self._gradients.whole])
         for parameter, ranks in tied:
-            if parameter.requires_grad and id(parameter) not in self._gradients.whole:
-                _add_up(parameter, ranks, self._stages, self._world.device)
+            if id(parameter) in self._gradients.whole or not (
+                parameter.requires_grad or id(parameter) in self._trained
+            ):
+                continue
+            n_others = _add_up(parameter, ranks, self._stages, self._world.device)
+            if parameter.requires_grad:
+                self._trained.add(id(parameter))
                 self._note(parameter)
+            else:
+                self._refuse_unless_all_froze(parameter, n_others)
+
+    def _refuse_unless_all_froze(self, parameter: nn.Parameter, n_others: int) -> None:
+        self._trained.discard(id(parameter))
+        if n_others:
+            assert self._ties is not None  # since the first step
+            name = next(f"{key[0]}.{tie.own_name}" for key, (tie, own) in self._ties.items() if own is parameter)
+            raise StepError(
+                f"{name} was frozen since its last step, and other stages of the pipeline have copies of it that are "
+                "trained. Freeze it in all of them in the same step, under each of its names, or in none."
+            )
 
     def _note(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and id(parameter) in self._gradients.shared:
@@ -178,13 +196,16 @@ class TiedGradients:
                 )
 
 
-def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.ProcessGroup, device: torch.device) -> None:
+def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.ProcessGroup, device: torch.device) -> int:
+    """Gives `parameter` the sum of its copies' gradients; returns how many are trained, if this one is frozen."""
     import torch.distributed as dist
 
-    has_gradient = parameter.grad is not None
+    is_trained = parameter.requires_grad
+    has_gradient = is_trained and parameter.grad is not None
     own = local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    # The last number says whether there is a gradient: a parameter that no stage used gets none, as in one process.
-    sent = torch.cat((own.reshape(-1), own.new_full((1,), float(has_gradient)))).to(device)
+    # The last numbers say whether there is a gradient, since a parameter that no stage used gets none, as in one
+    # process, and whether it could have one.
+    sent = torch.cat((own.reshape(-1), own.new_tensor((has_gradient, is_trained)))).to(device)
     parts: list[Tensor] = []
     messages: list[Any] = []
     for rank in ranks:
@@ -197,8 +218,11 @@ def _add_up(parameter: nn.Parameter, ranks: tuple[int, ...], stages: dist.Proces
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     total = torch.stack(parts).sum(dim=0) if len(parts) > 2 else parts[0] + parts[1]
+    if not is_trained:
+        return round(total[-1].real.item())
     if not has_gradient:  # a rank that has it does not wait for the device
-        if not total[-1].item():
-            return
+        if not total[-2].item():
+            return 0
         parameter.grad = with_local(parameter, own)
-    own.copy_(total[:-1].view_as(own))
+    own.copy_(total[:-2].view_as(own))
+    return 0
