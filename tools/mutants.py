@@ -1042,6 +1042,13 @@ MUTANTS = [
         "tests/trainer/test_tensor_mistakes.py -k equal",
     ),
     Mutant(
+        "a host makes no room for the layers of stages but its first",
+        "dream_trainer/checkpoint/local_checkpoints.py",
+        "        of_stage = world.world_size // world.stages\n",
+        "        of_stage = world.world_size\n",
+        "tests/checkpoint/test_local_checkpoints.py -k room",
+    ),
+    Mutant(
         "stages keep the gradients of tied parameters to themselves",
         "dream_trainer/trainer/step/tied_gradients.py",
         "    own.copy_(total[:-2].view_as(own))\n",

@@ -75,6 +75,8 @@ class LocalCheckpoints:
         self._world = world
         self._beside = beside
         self._host = host
+        of_stage = world.world_size // world.stages
+        self._writes_plain = world.rank == max(ranks[0], world.rank // of_stage * of_stage)
         self._start: str | None = None  # this start of the job, once it trains
         self._count = 0
         self._follows: str | None = None  # the newest checkpoint of the run, and so of what is written here
@@ -174,10 +176,11 @@ class LocalCheckpoints:
         write_checkpoint(save, snapshot, world=self._host, known=self._known_plan, job=job)
 
     def _bytes(self, snapshot: Snapshot) -> int:
-        """What this rank adds to its host's part: of what is the same on all of them one writes it."""
+        """What this rank adds to its host's part: of what is the same on all of them, or on those of a stage of a
+        pipeline, one writes it. Models that several stages have whole count once for each."""
         from torch.distributed.tensor import DTensor
 
-        own = [tensor for tensor in snapshot.tensors.values() if self._host.is_main or isinstance(tensor, DTensor)]
+        own = [tensor for tensor in snapshot.tensors.values() if self._writes_plain or isinstance(tensor, DTensor)]
         return sum(local_tensor(tensor).nbytes for tensor in (*own, *snapshot.rank_tensors.values()))
 
     def _make_part(self) -> None:

@@ -156,6 +156,43 @@ def test_where_there_is_no_room_the_last_one_stays_and_a_warning_says_so_once(
     assert kept(tmp_path) == ["step_00000009"]
 
 
+@pytest.mark.parametrize(
+    ("stages", "hosts", "writing"),
+    [
+        (1, [range(4)], [0]),
+        (1, [range(2), range(2, 4)], [0, 2]),
+        (2, [range(4)], [0, 2]),
+        (2, [range(2), range(2, 4)], [0, 2]),
+        (2, [range(1), range(1, 4)], [0, 1, 2]),
+        (4, [range(2), range(2, 4)], [0, 1, 2, 3]),
+    ],
+)
+def test_room_is_made_for_what_is_whole_once_for_each_host_and_stage(
+    stages: int, hosts: list[range], writing: list[int], tmp_path: Path
+) -> None:
+    """On a host ranks of other stages have other tensors."""
+    snapshot, found = make_snapshot(3), {}
+    for ranks in hosts:
+        for rank in ranks:
+            world = Ranks(rank, 4, None, stages=stages)
+            host = Ranks(rank - ranks[0], len(ranks), None)
+            run = LocalCheckpoints(
+                tmp_path,
+                experiment="e",
+                root=tmp_path,
+                mesh_shape=MESH,
+                ranks=ranks,
+                world=world,
+                beside=world,
+                host=host,
+            )
+            found[rank] = run._bytes(snapshot)
+    of_tensors = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    least = min(found.values()) - of_tensors * (len(writing) == 4)
+    assert [rank for rank, n_bytes in found.items() if n_bytes == least + of_tensors] == writing
+    assert all(n_bytes == least for rank, n_bytes in found.items() if rank not in writing)
+
+
 def test_where_the_memory_ends_in_the_midst_of_a_shard_the_last_one_stays(
     tmp_path: Path, newest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

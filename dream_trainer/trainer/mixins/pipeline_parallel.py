@@ -102,7 +102,6 @@ class PipelineParallelMixin(AbstractTrainer):
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
         training, devices = self.config.training_parameters, self.config.device_parameters
-        checkpoints = vars(self.config).get("checkpoint_parameters")
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
             f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
@@ -117,7 +116,6 @@ class PipelineParallelMixin(AbstractTrainer):
                 self.config.device_parameters.compile
                 and self.config.pipeline_parallel_parameters.computes_weights_apart
             ),
-            "local_directory": checkpoints is not None and checkpoints.local_directory is not None,
         }
         beside |= {type(callback).__name__: callback.needs_whole_models for callback in self.callbacks}
         for what, is_asked_for in beside.items():
