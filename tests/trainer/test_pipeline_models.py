@@ -314,6 +314,22 @@ class Normed(Trained):
         return {}
 
 
+class Late(Normed):
+    """The model's optimizer is given the small one's parameters once it trains."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        del self.judge_optimizer
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 0:
+            self.optimizer.add_param_group({"params": list(self.judge.parameters())})
+        tokens, labels = batch
+        self.forward_backward(self.model, (tokens,), labels, partial(rated, self.judge))
+        self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {}
+
+
 def judge() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm1d(VOCABULARY), nn.Linear(VOCABULARY, 1)).double()
 
@@ -439,3 +455,19 @@ def test_several_models_are_trained_and_kept_as_in_one_process(
     for name in ("reader", "critic"):
         for key, value in load_file(tmp_path / f"{name}-3.safetensors").items():
             assert torch.equal(value, state[f"{name}.{key}"])
+
+
+def train_late(case: Case, directory: str) -> tuple[list[float], dict[str, Tensor]]:
+    os.chdir(directory)
+    with Late(config_of(case, max_steps=2, val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return trainer.norms, {name: value.clone() for name, value in trainer.judge.state_dict().items()}
+
+
+@pytest.mark.slow
+def test_a_small_model_that_is_trained_later_on_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    (norms, first), (others, second) = run_world(train_late, 2, Case(2, clip=None), str(tmp_path))
+    assert norms == others
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert float(first["0.num_batches_tracked"]) == 8
+    assert 0 < float(first["0.running_var"].min()) < 1

@@ -139,8 +139,8 @@ class PipelineParallelMixin(AbstractTrainer):
         connect_copies(self)
         models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
         whole = [model for model in models.values() if not is_cut(model) and self.get_optimizers_by_model(model)]
-        if whole:
-            self._accumulation.goes_back_here = self.world.stage_rank == last
+        self._accumulation.goes_back_here = self.world.stage_rank == last
+        self._accumulation.trains_whole_models = bool(whole)
         pipelines: dict[nn.Module, Pipeline] = {}
         for name, model in models.items():
             if is_cut(model):

@@ -43,8 +43,9 @@ class Accumulation:
         is_open: Whether a window is running.
         is_uneven: Whether ranks hold different numbers of samples in it.
         losses: Losses of the running micro-batch's backwards; None, and not kept, unless a listener sets a list.
-        goes_back_here: In a pipeline with models that are trained whole, whether `backward` runs on this rank, as on
-            those of the last stage alone, whose gradients `step` gives to the others; None without such models.
+        goes_back_here: Whether `backward` of models that each rank of a pipeline has whole runs on this rank, as on
+            those of the last stage alone, whose gradients `step` gives to the others.
+        trains_whole_models: Whether a pipeline has such models, that are trained.
         counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
 
@@ -65,7 +66,7 @@ class Accumulation:
         self.stepped = False
         self.is_open = False
         self.counted_batches = 0
-        self.goes_back_here: bool | None = None
+        self.goes_back_here, self.trains_whole_models = True, False
         self.is_uneven = False
         self._weighted: bool | None = None
         self._totals: dict[int, Weight] = {}
@@ -123,7 +124,7 @@ class Accumulation:
 
     def backward(self, loss: Tensor | None, weight: Weight | None, model: nn.Module | None) -> None:
         """Accumulates the gradients of `loss`; see `BaseTrainer.backward`."""
-        if not self.is_open or (self._stages > 1 and self.goes_back_here is None):
+        if not self.is_open or (self._stages > 1 and not self.trains_whole_models):
             self._refuse_backward()
         if loss is None:
             self._skip_batch()
@@ -142,7 +143,7 @@ class Accumulation:
             averaging.before_backward()
         for group in self._local_gradients.graphs:
             group.hold()
-        if self.goes_back_here is False:
+        if not self.goes_back_here:
             pass  # the last stage's ranks do, and `step` brings the gradients here
         elif self._backward_context is None:
             direct_calls.backward(loss)
