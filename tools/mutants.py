@@ -937,6 +937,20 @@ MUTANTS = [
         "tests/trainer/test_pipeline_teachers.py",
     ),
     Mutant(
+        "what losses change in buffers of whole models stays where the last stage is",
+        "dream_trainer/trainer/step/tied_gradients.py",
+        "        if self._gradients.whole:\n",
+        "        if False:\n",
+        "tests/trainer/test_pipeline_small_models.py -k critic",
+    ),
+    Mutant(
+        "gradients of whole models that other ranks made too are added up",
+        "dream_trainer/trainer/step/tied_gradients.py",
+        "            if not goes_back:\n",
+        "            if False:\n",
+        "tests/trainer/test_pipeline_small_models.py -k critic",
+    ),
+    Mutant(
         "groups inside of blocks that run again are counted",
         "dream_trainer/compat/fully_shard.py",
         "return _NOTHING if _get_current_dispatch_mode() is None else _unseen()",
@@ -960,8 +974,8 @@ MUTANTS = [
     Mutant(
         "running statistics of a model in a loss stay where the last stage is",
         "dream_trainer/trainer/step/tied_gradients.py",
-        "            dist.all_reduce(total, group=self._stages)\n",
-        "",
+        "                dist.broadcast(local_tensor(buffer), source, group=self._stages)\n",
+        "                pass\n",
         "tests/trainer/test_pipeline_models.py -k through",
     ),
     Mutant(

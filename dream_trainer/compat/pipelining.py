@@ -193,7 +193,13 @@ def new_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int)
 
     def run(has_first: bool, has_last: bool) -> None:
         target = numbers if has_last else None
-        schedule.step(*((numbers,) if has_first else ()), target=target, return_outputs=False)
+        try:
+            schedule.step(*((numbers,) if has_first else ()), target=target, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is None or "ailed to run " not in str(error):
+                raise
+            # PyTorch's own lists shapes first, and says at the end what was the matter.
+            raise error.__cause__ from error.__cause__.__cause__
 
     return run
 

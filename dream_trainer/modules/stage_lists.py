@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch.nn as nn
 
+from dream_trainer.errors import StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.cut_models import is_held
 
@@ -24,6 +25,23 @@ class NumberedAsWhole(Changed):
             return nn.ModuleList(self._modules[str(n)] for n in numbers[index] if str(n) in self._modules)  # type: ignore[misc]
         number = numbers[operator.index(index)]  # raises as a list does
         return self._modules[str(number)] if str(number) in self._modules else self._refuse(number)
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        number = range(len(self._stages))[operator.index(index)]
+        if str(number) not in self._modules:
+            self._refuse(number)
+        setattr(self, str(number), module)
+
+    def __reversed__(self) -> Iterator[nn.Module]:
+        return reversed(list(self))  # type: ignore[call-overload]
+
+    def _refuse_another_length(self, *_: Any, **__: Any) -> NoReturn:
+        raise StepError(
+            f"{self._called} is a list of layers that stages of the pipeline share, and none can be added or removed "
+            "once it is cut. Do it in configure_models."
+        )
+
+    append = insert = extend = pop = __delitem__ = __iadd__ = _refuse_another_length
 
     def _refuse(self, number: int) -> NoReturn:
         raise IndexError(

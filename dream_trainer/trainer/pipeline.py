@@ -35,6 +35,7 @@ from dream_trainer.trainer.stage_refusals import (
     refuse_graphs,
     refuse_inside,
     refuse_losses_of,
+    refuse_unfrozen,
 )
 
 if TYPE_CHECKING:
@@ -241,7 +242,10 @@ class Pipeline:
             positional = tuple([value.clone() if is_changed else value for value, is_changed in given])
         output = self._output(stage, positional, named)
         if stage < self._last:
-            return self._messages.parts(as_tuple(output))
+            parts = self._messages.parts(as_tuple(output))
+            if any(now.requires_grad and not then.requires_grad for now, then in zip(parts, like.outputs, strict=True)):
+                refuse_unfrozen(stage, self._name)
+            return parts
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
         if self._in_no_loss:

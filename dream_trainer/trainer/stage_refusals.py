@@ -75,3 +75,12 @@ def refuse_losses_of(models: Sequence[nn.Module], loss: Tensor, name: str, sched
             f"`with self.frozen(other): self.forward_backward({name}, ...)`, put both into one module, or use "
             'schedule="1F1B".'
         )
+
+
+def refuse_unfrozen(stage: int, name: str) -> NoReturn:
+    """Refuses a stage that gives what needs a gradient, where the next one has made no room to send it back."""
+    raise StepError(
+        f"what stage {stage} of {name} gives needs gradients, and did not in the first batch of this shape: layers "
+        "before it were unfrozen since. In a pipeline unfreeze them before the first batch, or train them from the "
+        "start at a rate of 0 and raise that."
+    )

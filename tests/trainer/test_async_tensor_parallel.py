@@ -52,6 +52,16 @@ def test_other_compilers_are_refused() -> None:
         dt.CompileParameters(backend="aot_eager", async_tensor_parallel=True)
 
 
+def test_an_overlap_without_compiled_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = replace(
+        config_of(Cell(1, "layers", Case())), compile_parameters=dt.CompileParameters(async_tensor_parallel=True)
+    )
+    refusal = pytest.raises(ConfigError, match=r"without compiled blocks. Set device_parameters.compile=True")
+    with refusal, Trained(config) as trainer:
+        trainer.fit()
+
+
 def trained(directory: str) -> dict[str, Any]:
     os.chdir(directory)
     with pytest.MonkeyPatch.context() as patches, overlap_on_the_cpu() as calls:

@@ -300,6 +300,19 @@ class Other(Trained):
             groups = [[p for name, p in named.items() if ("embedding" in name) is first] for first in (True, False)]
             self.optimizer = torch.optim.AdamW([{"params": group} for group in groups])
 
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.mistake == "loss":
+            self.forward_backward(self.model, (batch[0],), batch[1], no_such_labels)
+        if self.mistake == "unfrozen":
+            first = ("position", "embedding", "blocks.0", "blocks.1")
+            for parameter in (p for name, p in self.model.named_parameters() if name.startswith(first)):
+                parameter.requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
+def no_such_labels(output: Tensor, labels: Tensor) -> Tensor:
+    raise ValueError("no such labels")
+
 
 MISTAKES = {
     "unaware": "stage 0 of 2 of Unaware",
@@ -309,6 +322,8 @@ MISTAKES = {
     "callback": "WeightStats with pipeline_parallel=2 is not there yet",
     "microbatches": "microbatches=1 is less than pipeline_parallel=2",
     "float8": "float8 and schedule='ZBVZeroBubble' with pipeline_parallel=2 is not there yet",
+    "loss": "failed, the job ends:\nValueError: no such labels",
+    "unfrozen": "what stage 0 of self.model gives needs gradients, and did not in the first batch of this shape",
 }
 
 
@@ -329,7 +344,7 @@ def make_mistake(mistake: str) -> None:
     microbatches = 1 if mistake == "microbatches" else None
     case = Case(2, schedule=schedule, microbatches=microbatches, tied=mistake == "groups")
     callbacks = dt.CallbackCollection([WeightStats()] if mistake == "callback" else [])
-    config = replace(config_of(case, max_steps=1), callbacks=callbacks)
+    config = replace(config_of(case, max_steps=2), callbacks=callbacks)
     if mistake == "float8":
         config.device_parameters = replace(config.device_parameters, float8="tensorwise")
     Other(config).fit()

@@ -42,6 +42,14 @@ class CompileMixin(AbstractTrainer):
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
 
+    def _finish_setup(self) -> None:
+        super()._finish_setup()
+        if self.config.compile_parameters.async_tensor_parallel and not self.config.device_parameters.compile:
+            raise ConfigError(
+                "compile_parameters.async_tensor_parallel=True overlaps nothing without compiled blocks. Set "
+                "device_parameters.compile=True too, or leave it False."
+            )
+
     def apply_compile(self) -> None:
         """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
 

@@ -7,16 +7,16 @@ that of the last stage, where losses of models in stages may have been through i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.pytorch import local_tensor, with_local
+from dream_trainer.compat.pytorch import local_tensor, with_local, write_count
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.cut_models import Tie, is_cut, ties_in
-from dream_trainer.modules.norm_statistics import norms_with_statistics
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -95,7 +95,7 @@ class TiedGradients:
         self._agreed: set[int] = set()
         self._trained: set[int] = set()  # of this rank's copies, which were so in their last step
         self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
-        self._statistics: list[tuple[set[int], list[Tensor]]] | None = None
+        self._counts: list[list[tuple[int, int]]] = []  # of the buffers of whole models, when they were last equal
 
     def add_up(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
         """A step's own; what is stepped for the first time is compared first, by all ranks.
@@ -117,6 +117,8 @@ class TiedGradients:
             self._compare(self._world.all_gather_object((number, trained)))
             self._agreed.add(number)
         self._add_up_whole([p for p, _ in tied if p.requires_grad and id(p) in self._gradients.whole])
+        if self._gradients.whole:
+            self._share_buffers()
         for parameter, ranks in tied:
             if id(parameter) in self._gradients.whole or not (
                 parameter.requires_grad or id(parameter) in self._trained
@@ -150,7 +152,8 @@ class TiedGradients:
         import torch.distributed as dist
 
         # Beside the device, for which nobody waits: the others have no gradients, and ask which there are.
-        has_gradient = torch.tensor([p.grad is not None for p in parameters])
+        goes_back = bool(self._trainer._accumulation.goes_back_here)  # what others may have is the same once more
+        has_gradient = torch.tensor([goes_back and p.grad is not None for p in parameters])
         is_there = self._world.all_gather(has_gradient).any(dim=0).tolist()
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter in [p for p, is_one in zip(parameters, is_there, strict=True) if is_one]:
@@ -158,29 +161,37 @@ class TiedGradients:
             by_dtype.setdefault(own.dtype, []).append((parameter, own))
         for pairs in by_dtype.values():
             flat = torch.cat([own.reshape(-1) for _, own in pairs]).to(self._world.device)
+            if not goes_back:
+                flat.zero_()
             dist.all_reduce(flat, group=self._stages)
             for (parameter, own), total in zip(pairs, flat.split([own.numel() for _, own in pairs]), strict=True):
                 own.copy_(total.view_as(own))
                 if parameter.grad is None:
                     parameter.grad = with_local(parameter, own)
                 self._note(parameter)
-        for statistics in self._statistics_beside(parameters):
-            total = (statistics if self._trainer._accumulation.goes_back_here else torch.zeros_like(statistics)).clone()
-            dist.all_reduce(total, group=self._stages)
-            statistics.copy_(total)
 
-    def _statistics_beside(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Those of norms in the models of `parameters`, which counted batches in losses where the last stage is."""
-        if self._statistics is None:
-            whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
-            of_models = [(model, norms_with_statistics([model])) for model in whole]
-            self._statistics = [
-                ({id(p) for p in model.parameters()}, [buffer for norm in norms for buffer in norm.buffers()])
-                for model, norms in of_models
-                if norms
-            ]
-        wanted = {id(parameter) for parameter in parameters} if self._statistics else set()
-        return [buffer for ids, found in self._statistics if not ids.isdisjoint(wanted) for buffer in found]
+    def _share_buffers(self) -> None:
+        """Gives what losses have changed in models that are whole, where the last stage is, to all others.
+
+        Statistics of norms, for instance, or the vectors of a spectral norm: also of models that are not stepped.
+        """
+        import torch.distributed as dist
+
+        whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
+        modules = [module for model in whole for module in model.modules() if list(module.buffers(recurse=False))]
+        if not modules:
+            return
+        goes_back = bool(self._trainer._accumulation.goes_back_here)
+        # Of all that a module has: what a norm's kernel writes is not counted, the batches that it has seen are.
+        counts = [[(id(b), write_count(b)) for b in module.buffers(recurse=False)] for module in modules]
+        changed = [goes_back and now != then for now, then in zip_longest(counts, self._counts[: len(counts)])]
+        of_ranks = self._world.all_gather(torch.tensor([goes_back, *changed]))
+        of_ranks = of_ranks.view(self._world.stages, -1, 1 + len(changed))
+        source = dist.get_global_rank(self._stages, int(of_ranks[:, 0, 0].int().argmax()))
+        for module, is_new in zip(modules, of_ranks[..., 1:].flatten(0, 1).any(dim=0).tolist(), strict=True):
+            for buffer in module.buffers(recurse=False) if is_new else ():
+                dist.broadcast(local_tensor(buffer), source, group=self._stages)
+        self._counts = [[(id(b), write_count(b)) for b in module.buffers(recurse=False)] for module in modules]
 
     def _compare(self, of_ranks: Sequence[tuple[int, dict[tuple[str, ...], bool]]]) -> None:
         if len({number for number, _ in of_ranks}) > 1:
