@@ -5,7 +5,10 @@ up what does not belong together. So a sharded group brings zeros for what its r
 reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
 gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
 
-This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py` exercises them.
+Groups inside of blocks that are run again, and backwards that are one for their gradients, are here too.
+
+This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py` and
+`tests/compat/test_fully_shard.py` exercise them.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ class TiedGradients:
         self._agreed: set[int] = set()
         self._trained: set[int] = set()  # of this rank's copies, which were so in their last step
         self._ties: dict[tuple[str, ...], tuple[Tie, nn.Parameter | None]] | None = None
+        self._with_buffers: list[nn.Module] | None = None  # of models that are whole, since the first step
         self._counts: list[list[tuple[int, int]]] = []  # of the buffers of whole models, when they were last equal
 
     def add_up(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], number: int) -> None:
@@ -177,8 +178,11 @@ class TiedGradients:
         """
         import torch.distributed as dist
 
-        whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
-        modules = [module for model in whole for module in model.modules() if list(module.buffers(recurse=False))]
+        if self._with_buffers is None:
+            whole = [model for model in self._trainer.named_models().values() if not is_cut(model)]
+            parts = [module for model in whole for module in model.modules()]
+            self._with_buffers = [module for module in parts if list(module.buffers(recurse=False))]
+        modules = self._with_buffers
         if not modules:
             return
         goes_back = bool(self._trainer._accumulation.goes_back_here)
