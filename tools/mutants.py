@@ -895,6 +895,27 @@ MUTANTS = [
         "tests/trainer/test_pipeline_parallel.py -k 4",
     ),
     Mutant(
+        "gradients of weights computed apart are lost in a window whose last batch trains another model",
+        "dream_trainer/compat/fully_shard.py",
+        "        if state._is_root:  # None",
+        "        if reduces and state._is_root:  # None",
+        "tests/trainer/test_pipeline_meshes.py -k 4",
+    ),
+    Mutant(
+        "what waits in blocks of a model without other parameters is never reduced",
+        "dream_trainer/modules/parallel_models.py",
+        "reduce_what_waits(self._wrapped, ",
+        "reduce_what_waits(self._shared, ",
+        "tests/trainer/test_turns.py",
+    ),
+    Mutant(
+        "loads of a mixture that each rank of a pipeline has whole are logged as their sum",
+        "dream_trainer/modules/expert_balance.py",
+        "dist.ReduceOp.MAX, group=stages",
+        "dist.ReduceOp.SUM, group=stages",
+        "tests/trainer/test_experts.py -k stages",
+    ),
+    Mutant(
         "a stage that gives a view cannot compute the gradients of its weights apart",
         "dream_trainer/compat/pipelining.py",
         "part.clone() if part._is_view() else part for part in outputs",
@@ -1121,8 +1142,8 @@ MUTANTS = [
     Mutant(
         "loads of experts are logged of one stage",
         "dream_trainer/modules/expert_balance.py",
-        "        dist.all_reduce(of_all, group=stages)\n",
-        "",
+        "        dist.all_reduce(of_all, dist.ReduceOp.MAX",
+        "        (of_all, dist.ReduceOp.MAX",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(

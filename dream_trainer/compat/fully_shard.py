@@ -138,7 +138,9 @@ class SharedGroup(DifferentiableGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """As in PyTorch, with zeros for the parameters that this rank's loss does not depend on."""
-        if self.reduce_grads and not any(p.requires_grad for p in self._gathered()):
+        gathered = self._gathered()
+        # One that never ran has nothing to keep, where PyTorch would ask for it.
+        if not gathered or (self.reduce_grads and not any(p.requires_grad for p in gathered)):
             # Another optimizer's turn: gradients of an earlier micro-batch are reduced in this group's own turn.
             if self.keeps_gradients():
                 self._local_gradients.waiting.add(self)
@@ -280,6 +282,11 @@ def reduce_what_waits(
     """Reduces now the gradients among `parameters` that no backward has reduced; a collective, if there are any.
 
     There are some if a model had no part in the window's last micro-batch, in which gradients are reduced.
+
+    Args:
+        modules: All that `fully_shard` wrapped, also what is around those that have parameters.
+        parameters: Of an optimizer.
+        local_gradients: What waits.
     """
     groups = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
     if not groups:
@@ -287,6 +294,7 @@ def reduce_what_waits(
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
+            module.set_is_last_backward(True)  # which `as_one_backward` may have left otherwise
             _end_backward(state)
 
 
@@ -302,9 +310,11 @@ def as_one_backward(modules: Sequence[FSDPModule], *, reduces: bool) -> Iterator
     yield
     if reduces:
         _reduce_after_backwards(modules, enabled=True)
-        for state in [module._get_fsdp_state() for module in modules]:
-            if state._is_root:  # None until its first forward
-                _end_backward(state)
+    # Either way: schedules that compute gradients of weights apart do so behind the end of each backward, and there may
+    # be no further batch in the window to find them.
+    for state in [module._get_fsdp_state() for module in modules]:
+        if state._is_root:  # None until its first forward
+            _end_backward(state)
 
 
 def _reduce_after_backwards(modules: Sequence[FSDPModule], *, enabled: bool) -> None:

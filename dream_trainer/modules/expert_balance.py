@@ -58,7 +58,7 @@ class ExpertBalance:
                 self._log({f"experts/{path}/max_load": largest, f"experts/{path}/min_load": smallest})
 
     def _of_all_stages(self, evenness: dict[str, Tensor]) -> list[Tensor]:
-        """That of each layer that is logged; a collective where stages of a pipeline have some each."""
+        """That of each layer that is logged; a collective where stages of a pipeline have some each, or the same."""
         stages = self._world.pipeline_group()
         if stages is None:
             return [evenness[path] for path in self._logged]
@@ -66,7 +66,7 @@ class ExpertBalance:
 
         none = torch.zeros(2, device=self._world.device)
         of_all = torch.stack([evenness.get(path, none) for path in self._logged])
-        dist.all_reduce(of_all, group=stages)
+        dist.all_reduce(of_all, dist.ReduceOp.MAX, group=stages)  # all have those of models that are whole
         return list(of_all)
 
 

@@ -79,7 +79,7 @@ class ParallelModels:
         """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
         from dream_trainer.compat.fully_shard import reduce_what_waits
 
-        reduce_what_waits(self._shared, parameters, self.gradients)
+        reduce_what_waits(self._wrapped, parameters, self.gradients)
 
     def reshard(self) -> None:
         """Puts back to shards what a forward left gathered."""

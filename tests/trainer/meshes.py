@@ -43,6 +43,8 @@ class Case:
     """Whether half of the data-parallel ranks have shorter sequences in every second batch."""
     changing: bool = False
     """Whether every second batch of a window has shorter sequences."""
+    seldom: bool = False
+    """Whether the model is trained in the first batch of a window alone, and a small one in each."""
     short: bool = False
     """Whether labels are in the first half of each sequence alone, so that ranks have none in their parts."""
     packed: bool = False
@@ -77,7 +79,8 @@ class Case:
             clip=self.clip,
             steps=self.steps,
             changing=self.changing,
-            accumulation=self.accumulation if self.changing else 1,
+            seldom=self.seldom,
+            accumulation=self.accumulation if self.changing or self.seldom else 1,
         )
 
 
@@ -200,6 +203,8 @@ class Trained(dt.DreamTrainer):
 
     def configure_models(self) -> None:
         self.model = Model(self.config.case)
+        if self.config.case.seldom:
+            self.gain = nn.Linear(1, 1).double()
         self.said: list[str] = []
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
@@ -214,6 +219,8 @@ class Trained(dt.DreamTrainer):
 
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if self.config.case.seldom:
+            self.gain_optimizer = torch.optim.SGD(self.gain.parameters(), lr=1e-2)
         self.norms: list[float] = []
         self.logged: dict[int, dict[str, float]] = {}
         self.start = weights_of(self)
@@ -242,7 +249,13 @@ class Trained(dt.DreamTrainer):
         return tokens, documents if self.config.case.packed else None, positions
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
-        loss = self.loss(batch)
+        with torch.set_grad_enabled(not self.config.case.seldom or batch_idx % self.config.case.accumulation == 0):
+            loss = self.loss(batch)
+        if self.config.case.seldom:
+            rows = batch[0][:, :1].double()
+            self.backward(self.gain(rows).square().mean(), weight=len(rows), model=self.gain)
+            if not self.is_accumulating_gradients:
+                self.norms.append(float(self.step(self.gain, self.gain_optimizer)))
         if not self.is_accumulating_gradients:
             self.norms.append(float(self.step(self.model, self.optimizer)))
         return {"loss": loss}

@@ -17,11 +17,14 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules import MoE
 from dream_trainer.trainer.mixins.local_sgd import _refuse_what_crosses_workers
 from tests.trainer.arithmetic import full, same_bits
 from tests.trainer.mixtures import (
     BATCH,
+    RATE,
     STEPS,
+    WIDTH,
     Case,
     Config,
     Model,
@@ -182,16 +185,26 @@ class Stages(Model):
 
 
 class Staged(Trained):
+    """Beside the model in stages a mixture that each rank has whole, trained by a loss of its own."""
+
     def configure_models(self) -> None:
         self.model = Stages(self.config.case)
+        self.critic = MoE(WIDTH, WIDTH, 4, 2, balance_rate=RATE).double()
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         return DistributedDataLoader(Rows(BATCH * STEPS), BATCH, shuffle=False), None
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = batch
         loss = self.forward_backward(self.model, (tokens,), labels, mean_loss, weight=count_labels)
         self.norms.append(float(self.step(self.model, self.optimizer)))
+        points = torch.stack([torch.sin(tokens.double() * (number + 1)) for number in range(WIDTH)], dim=-1)
+        self.backward(self.critic(points).square().mean(), weight=len(tokens), model=self.critic)
+        self.step(self.critic, self.critic_optimizer)
         return {"loss": loss}
 
 
@@ -204,20 +217,26 @@ def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return total / count_labels(labels).clamp(min=1)
 
 
-def train_stages(n_stages: int, directory: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def train_stages(n_stages: int, directory: str) -> dict[str, Any]:
     os.chdir(directory)
     with Staged(config_of(Case(), devices={"pipeline_parallel": n_stages})) as trainer:
         trainer.fit()
-        return trainer.norms, trainer.start, state_of(trainer.model)
+        found = {"norms": trainer.norms, "start": trainer.start, "state": state_of(trainer.model)}
+        return found | {"critic": state_of(trainer.critic), "logged": trainer.logged}
 
 
 def test_stages_of_a_pipeline_balance_the_mixtures_that_they_hold(tmp_path: Path) -> None:
-    _, start, _ = train_stages(1, str(tmp_path))
-    expected = reference(Case(), start)
-    for norms, _, state in run_world(train_stages, 2, 2, str(tmp_path)):
-        assert norms == pytest.approx(expected["norms"], rel=1e-10)
-        assert any(name.endswith("balance_bias") for name in state)
-        for name, value in state.items():
+    alone = train_stages(1, str(tmp_path))
+    expected = reference(Case(), alone["start"])
+    loads = [{name: v for name, v in alone["logged"][step].items() if "_load" in name} for step in range(1, STEPS + 1)]
+    assert {len(of_step) for of_step in loads} == {6}  # of two blocks and the critic
+    for rank in run_world(train_stages, 2, 2, str(tmp_path)):
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+        assert any(name.endswith("balance_bias") for name in rank["state"])
+        for name, value in (rank["state"] | rank["critic"]).items():
             is_counted = name.endswith("balance_bias")
             close = 0.0 if is_counted else 1e-10
-            torch.testing.assert_close(value, expected["state"][name], rtol=close, atol=close, msg=name)
+            wanted = (alone["critic"] if name in rank["critic"] else expected["state"])[name]
+            torch.testing.assert_close(value, wanted, rtol=close, atol=close, msg=name)
+        for step, of_step in enumerate(loads, start=1):
+            assert {name: rank["logged"][step][name] for name in of_step} == pytest.approx(of_step)

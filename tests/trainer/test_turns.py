@@ -69,6 +69,13 @@ class Early(Pair):
         return {}
 
 
+class Bare(Early):
+    """The models have no parameters but those of their blocks."""
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [*model[0], model[1]]
+
+
 class Critic(Pair):
     """The second model has three turns at the end of each window; the first one, in between, has one."""
 
@@ -123,7 +130,7 @@ def through(first: nn.Module, second: nn.Module, batch: Batch) -> Tensor:
     return mse_loss(second(first(batch[0]).expand(-1, WIDTH)), -batch[1])
 
 
-KINDS: dict[str, type[Pair]] = {"early": Early, "critic": Critic, "retried": Retried, "frozen": Frozen}
+KINDS: dict[str, type[Pair]] = {"early": Early, "bare": Bare, "critic": Critic, "retried": Retried, "frozen": Frozen}
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def by_hand(case: Case, world_size: int) -> dict[str, Any]:
             apply("first")
             continue
         learn("first", batches, len(batches))
-        learn("second", window[0] if case.kind == "early" else batches, len(batches))
+        learn("second", window[0] if case.kind in ("early", "bare") else batches, len(batches))
         for turn in (2, 3) if case.kind == "critic" else ():
             learn("second", window[-1], len(window[-1]), turn)
     return {name: weights(model) for name, model in models.items()}
@@ -182,6 +189,7 @@ LAYOUTS = ("replicate", "fsdp")
 CASES = [
     *(Case("early", layout, sync_policy=policy) for layout in LAYOUTS for policy in POLICIES),
     *(Case("early", layout, 3, weighted=True) for layout in LAYOUTS),
+    Case("bare", "fsdp"),
     *(Case("critic", layout, accumulation) for layout in LAYOUTS for accumulation in (1, 3)),
     *(Case("critic", layout, 2, weighted=True) for layout in LAYOUTS),
     *(Case("retried", layout, 2) for layout in LAYOUTS),
