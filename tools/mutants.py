@@ -923,6 +923,20 @@ MUTANTS = [
         "tests/compat/test_pipelining.py -k as_they_are",
     ),
     Mutant(
+        "what is computed again is so twice, where schedules compute the gradients of weights apart",
+        "dream_trainer/compat/pipelining.py",
+        'backward_type == "input" and self._may_split(bwd_kwargs["stage_output"])',
+        'backward_type == "input"',
+        "tests/compat/test_pipelining.py -k once",
+    ),
+    Mutant(
+        "a schedule leaves out the gradients of a small model in a loss",
+        "dream_trainer/trainer/pipeline.py",
+        "        return not trained_by(given[0], ",
+        "        return True or not trained_by(given[0], ",
+        "tests/trainer/test_pipeline_models.py -k kept_as",
+    ),
+    Mutant(
         "the loss of a last stage is computed in half precision",
         "dream_trainer/trainer/pipeline.py",
         "        if stage < self._last or dtype is None:\n",

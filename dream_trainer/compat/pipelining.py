@@ -53,6 +53,7 @@ class ScheduledStage(PipelineStage):
         device: Where it computes.
         group: The ranks of the pipeline.
         backward_context: What backwards run in.
+        may_split: Whether a backward from what it gave may be one for its inputs, and a later one for its weights.
     """
 
     def __init__(
@@ -66,13 +67,14 @@ class ScheduledStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         backward_context: AbstractContextManager[Any] | None = None,
+        may_split: Callable[[Sequence[Tensor]], bool] = lambda given: True,
     ) -> None:
         # What is known in advance needs no further forward and backward, which PyTorch would run to find it out.
         received = map(_as_sent, inputs) if place[0] > 0 else inputs
         args = {"input_args": tuple(received), "output_args": tuple(map(_as_sent, outputs))}
         super().__init__(_Weights(module), *place, device, group=group, **args)  # type: ignore[arg-type]
         self._run, self._inputs = run, tuple(inputs)
-        self._micro_batch = 0
+        self._micro_batch, self._may_split = 0, may_split
         self._backward_context = nullcontext() if backward_context is None else backward_context
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +99,15 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> Any:
-        """As in PyTorch; what is sent back lies in order."""
-        if backward_type == "input":  # which detaches outputs in place, and cannot those that are views
+        """As in PyTorch; what is sent back lies in order, and what may not be split is all computed with the inputs."""
+        if backward_type == "weight" and bwd_kwargs["param_groups"] is None:  # which had theirs with the inputs
+            return (), None
+        is_split = backward_type == "input" and self._may_split(bwd_kwargs["stage_output"])
+        if backward_type == "input" and not is_split:
+            gradients, _ = self.backward_maybe_with_nosync("full", _in_one(bwd_kwargs), *args, **more)
+            bwd_kwargs["stage_output"] = ()  # whose graph would be kept until the weights' turn
+            return gradients, None
+        if is_split:  # which detaches outputs in place, and cannot those that are views
             outputs = bwd_kwargs["stage_output"]
             bwd_kwargs["stage_output"] = tuple([part.clone() if part._is_view() else part for part in outputs])
         of = _of_those_with_gradients(bwd_kwargs) if backward_type == "input" and _ALL_HAVE_GRADIENTS else bwd_kwargs
@@ -146,6 +155,11 @@ def _as_given(received: Tensor, like: Tensor) -> Tensor:
     if received.dtype == like.dtype:
         return received
     return received.view(like.dtype) if like.itemsize in _FLOATS else received.to(like.dtype)
+
+
+def _in_one(of: dict[str, Any]) -> dict[str, Any]:
+    """What a whole backward is of, where one for the inputs was asked for; a loss comes by itself then."""
+    return of | {"stage_output": of["stage_output"][0]} if of["output_grads"] is None else dict(of)
 
 
 def _of_those_with_gradients(of: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.fully_shard import as_one_backward
+from dream_trainer.compat.loss_graph import trained_by
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import concatenated, map_tensors
@@ -34,7 +35,6 @@ from dream_trainer.trainer.stage_refusals import (
     refuse_different_batches,
     refuse_graphs,
     refuse_inside,
-    refuse_losses_of,
     refuse_unfrozen,
 )
 
@@ -110,7 +110,9 @@ class Pipeline:
         aside: Gives a context for what runs without values, in which nothing is sent to other ranks.
         warn: Called with what users should know.
         beside: The pipelines of all models in stages, this one among them, of which one runs at a time.
-        in_no_loss: Models that its losses may not train, being whole on each rank.
+        splits_backwards: Whether a schedule may compute gradients of weights apart.
+        whole: Models that are whole on each rank. A loss that trains one goes back at once, since a schedule would
+            compute gradients of stages alone.
 
     Attributes:
         is_running: Whether a call of the model is one of its stage.
@@ -133,7 +135,8 @@ class Pipeline:
         aside: Callable[[], AbstractContextManager[Any]],
         warn: Callable[[str], None],
         beside: Mapping[nn.Module, Pipeline],
-        in_no_loss: Sequence[nn.Module],
+        splits_backwards: bool,
+        whole: Sequence[nn.Module],
     ) -> None:
         self._messages = StageMessages(world, stages.ranks[-1])
         self._model, self._world, self._schedule, self._microbatches = model, world, schedule, microbatches
@@ -155,7 +158,8 @@ class Pipeline:
         self._gathered_first = [module for module in fsdp_modules(model) if id(module) in has_own]
         self._check: StageCheck | None = stages.check
         self._backward_context, self._aside, self._warn = backward_context, aside, warn
-        self._name, self._beside, self._in_no_loss = name, beside, in_no_loss
+        self._name, self._beside = name, beside
+        self._splits_backwards, self._whole = splits_backwards, whole
         self._is_compared = False
         self._built: dict[Any, _Built] = {}
         self._inputs: list[Any] = []
@@ -248,10 +252,14 @@ class Pipeline:
             return parts
         assert self._loss_fn is not None  # while it is running
         loss = _checked(self._loss_fn(output, self._targets[place])) * self._shares[place]
-        if self._in_no_loss:
-            refuse_losses_of(self._in_no_loss, loss, self._name, self._schedule)
         self._losses.append(loss.detach().double())
         return loss if self._scaled is None else self._scaled(loss)
+
+    def _may_split(self, stage: int, given: Sequence[Tensor]) -> bool:
+        """Whether the backward of a micro-batch, from what a stage gave, may be one for inputs and one for weights."""
+        if not self._splits_backwards or stage < self._last:
+            return self._splits_backwards
+        return not trained_by(given[0], [parameter for model in self._whole for parameter in model.parameters()])
 
     def _output(self, stage: int, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         output, dtype = self._own[stage](*positional, **named), self._output_dtype
@@ -299,6 +307,7 @@ class Pipeline:
                 device=self._world.device,
                 group=self._messages.group,
                 backward_context=self._backward_context,
+                may_split=partial(self._may_split, number),
             )
             for number, like in seen.items()
         ]

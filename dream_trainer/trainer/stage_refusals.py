@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.compat.loss_graph import trained_by
 from dream_trainer.data.nested import leaves
 from dream_trainer.errors import RanksDifferError, StepError
 
@@ -57,24 +54,6 @@ def refuse_inside(running: str, name: str, stages: int) -> NoReturn:
         f"{name} whole on each rank: have pipeline_stages return None for it. Else call it before, under "
         "torch.no_grad(), and hand its outputs on as targets."
     )
-
-
-def refuse_losses_of(models: Sequence[nn.Module], loss: Tensor, name: str, schedule: str) -> None:
-    """Raises StepError if `loss`, of the model in stages that is called `name`, would train one of `models`.
-
-    Args:
-        models: Models that are whole on each rank.
-        loss: Of a micro-batch.
-        name: Of the model that it belongs to.
-        schedule: Computes gradients of the weights in stages apart, and so of these alone.
-    """
-    if trained_by(loss, [parameter for model in models for parameter in model.parameters()]):
-        raise StepError(
-            f"the loss of {name} would train a model that is whole on each rank of the pipeline, and "
-            f"schedule={schedule!r} computes gradients of what is in stages alone. Freeze the other meanwhile, "
-            f"`with self.frozen(other): self.forward_backward({name}, ...)`, put both into one module, or use "
-            'schedule="1F1B".'
-        )
 
 
 def refuse_unfrozen(stage: int, name: str) -> NoReturn:

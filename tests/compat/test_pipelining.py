@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.pipelining import (
+    LOOPED,
     ONE_STAGE,
     SCHEDULES,
+    V_SHAPED,
     ScheduledStage,
     as_tuple,
     asked_for_what_is_not_there,
@@ -98,27 +101,33 @@ BESIDE = {
 }
 
 
-def hand_on(schedules: list[str]) -> list[dict[str, Any]]:
+def hand_on(schedules: list[str], recomputed: bool = False) -> list[dict[str, Any]]:
     """Trains four layers on two ranks, that hand on beside what is learned what no gradient is of."""
     dist.init_process_group("gloo")
     results = []
     for schedule in schedules:
         ranks = ranks_of_stages(schedule, 2, 2 if schedule not in ONE_STAGE else 1)
-        results.append(hand_on_by(schedule, ranks))
+        results.append(hand_on_by(schedule, ranks, recomputed))
     dist.barrier()
     dist.destroy_process_group()
     return results
 
 
-def hand_on_by(schedule: str, ranks: list[int]) -> dict[str, Any]:
+def hand_on_by(schedule: str, ranks: list[int], recomputed: bool) -> dict[str, Any]:
     torch.manual_seed(0)
+    ran: list[int] = []
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in ranks]
     x, last, arrived = torch.randn(4, ROWS, WIDTH, dtype=torch.float64), len(ranks) - 1, []
+
+    def layer_of(number: int, value: torch.Tensor) -> torch.Tensor:
+        ran.append(number)
+        output: torch.Tensor = layers[number](value).sin()
+        return output
 
     def run(number: int, args: tuple[Any, ...], micro_batch: int) -> Any:
         value = x[int(args[0])] if number == 0 else args[0]
         beside = tuple(BESIDE.values()) if number == 0 else args[1:]
-        output = layers[number](value)
+        output = checkpoint(layer_of, number, value, use_reentrant=False) if recomputed else layer_of(number, value)
         if number == last:
             arrived.append(dict(zip(BESIDE, [tensor.clone() for tensor in beside], strict=True)))
             return output.square().sum()
@@ -135,6 +144,7 @@ def hand_on_by(schedule: str, ranks: list[int]) -> dict[str, Any]:
             outputs=[torch.empty(())] if number == last else like,
             device=torch.device("cpu"),
             group=dist.group.WORLD,  # type: ignore[arg-type]
+            may_split=lambda given: not recomputed,
         )
         for number, rank in enumerate(ranks)
         if rank == dist.get_rank()
@@ -147,11 +157,11 @@ def hand_on_by(schedule: str, ranks: list[int]) -> dict[str, Any]:
     copies = [copy.deepcopy(layer).requires_grad_() for layer in layers]
     for layer in copies:
         layer.zero_grad()
-        total = layer(total)
+        total = layer(total).sin()
     (2 * total.square().sum()).backward()
     own = [(layers[n], copies[n]) for n in numbers]
     pairs = [pair for two in own for pair in zip(*[[p.grad for p in layer.parameters()] for layer in two], strict=True)]
-    return {"pairs": pairs, "arrived": arrived}
+    return {"pairs": pairs, "arrived": arrived, "ran": [ran.count(number) for number in numbers]}
 
 
 def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_schedule() -> None:
@@ -163,6 +173,13 @@ def test_integers_and_floats_without_gradients_cross_as_they_are_under_every_sch
         for beside in arrived:
             for name, sent in BESIDE.items():
                 torch.testing.assert_close(beside[name], sent, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_computed_again_is_so_once_where_schedules_would_split_backwards() -> None:
+    for results in zip(*run_world(hand_on, 2, [*LOOPED, *V_SHAPED], True), strict=True):
+        for found, expected in [pair for result in results for pair in result["pairs"]]:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert [count for result in results for count in result["ran"]] == [2 * 2 * 4] * 4
 
 
 def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:

@@ -83,6 +83,10 @@ class Trained(dt.DreamTrainer):
         for layer in self.model.layers:
             parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
+    def pipeline_stages(self, model: nn.Module, n_stages: int) -> Any:
+        four = [["embed"], ["layers.0"], ["layers.1"], ["head"]]
+        return four if n_stages == 4 else super().pipeline_stages(model, n_stages)
+
     def cut_batch(self, batch: tuple[Tensor], cut: Callable[..., Tensor]) -> tuple[Tensor]:
         return (cut(batch[0]),)
 
@@ -136,6 +140,7 @@ def config_of(
     callbacks: tuple[dt.Callback, ...] = (),
     float8_parameters: dt.Float8Parameters = EMULATED,
     tensor_parallel_parameters: dt.TensorParallelParameters | None = None,
+    schedule: Any = "1F1B",
     micro_batch: int = BATCH,
     save: bool = False,
     **devices: Any,
@@ -148,6 +153,7 @@ def config_of(
         device_parameters=dt.DeviceParameters(device="cpu", **devices),
         float8_parameters=float8_parameters,
         tensor_parallel_parameters=tensor_parallel_parameters or dt.TensorParallelParameters(),
+        pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=schedule),
         training_parameters=dt.TrainingParameters(
             max_steps=steps, n_epochs=None, train_batch_size=micro_batch, val_every_n_epochs=None
         ),
@@ -254,6 +260,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], Callable[[Tensor], list[Tensor]]]] = {
     "layers": ({"tensor_parallel": 2, "tensor_parallel_parameters": WHOLE_SEQUENCES}, whole),
     "sequences": ({"context_parallel": 2}, positions),
     "a pipeline": ({"pipeline_parallel": 2, "activation_checkpointing": "full"}, quarters),
+    "a pipeline of four": ({"pipeline_parallel": 2, "schedule": "InterleavedZeroBubble"}, quarters),
 }
 """What two ranks share, and the micro-batches with which one process learns the same."""
 
@@ -345,6 +352,8 @@ def test_what_ranks_share_learns_as_one_process_does(ranks: list[dict[str, Any]]
     expected = by_hand(ranks[0]["sharded"]["start"], recipe, STEPS, TOGETHER[name][1])
     for rank in ranks:
         assert rank[f"{name} {recipe}"]["losses"] == pytest.approx(expected, abs=NEAR)
+        if name == "a pipeline of four":
+            assert rank[f"{name} {recipe}"]["losses"] == rank[f"a pipeline {recipe}"]["losses"]
 
 
 def test_shards_cross_ranks_in_float8_where_that_is_asked_for(ranks: list[dict[str, Any]]) -> None:

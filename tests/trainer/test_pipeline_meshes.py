@@ -38,6 +38,12 @@ SEVERAL_4 = [
     Case(2, dp=2, ep=2, experts=True, shard="auto", schedule="ZBVZeroBubble", accumulation=2, blocks=4),
     Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", accumulation=2, blocks=4),
 ]
+RECOMPUTED_4 = [
+    Case(2, cp=2, schedule="ZBVZeroBubble", recompute="selective", blocks=4),
+    Case(2, tp=2, schedule="DualPipeV", plan="layers", recompute="full", accumulation=2, blocks=4),
+    Case(2, dp=2, ep=2, experts=True, schedule="InterleavedZeroBubble", recompute="full", blocks=4),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", recompute="full", accumulation=2, blocks=4),
+]
 SEVERAL_8 = [
     Case(2, dp=2, tp=2, shard="auto", schedule="Interleaved1F1B", blocks=4),
     Case(2, dp=2, tp=2, schedule="InterleavedZeroBubble", blocks=4),
@@ -79,6 +85,7 @@ WORLD_8 = [
         pytest.param(FURTHER_4, id="further, of 4 ranks", marks=pytest.mark.slow),
         pytest.param(WORLD_8, id="8 ranks", marks=pytest.mark.slow),
         pytest.param(SEVERAL_4, id="several stages, of 4 ranks", marks=pytest.mark.slow),
+        pytest.param(RECOMPUTED_4, id="backwards in one, of 4 ranks", marks=pytest.mark.slow),
         pytest.param(SEVERAL_8, id="several stages, of 8 ranks", marks=pytest.mark.slow),
     ],
 )

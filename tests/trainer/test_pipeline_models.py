@@ -20,7 +20,6 @@ from dream_trainer.callbacks import EMA
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.pipeline_stages import even_stages, stages_of_models
 from dream_trainer.trainer.mesh_table import mesh_lines
-from dream_trainer.trainer.stage_refusals import refuse_losses_of
 from tests.trainer.arithmetic import full
 from tests.trainer.stages import (
     BATCH,
@@ -116,7 +115,6 @@ class Several(Trained):
             wanted, scores = self.teacher(tokens).softmax(-1), self.model(tokens)
         with self.frozen(self.critic):
             of_model = self.forward_backward(self.model, (tokens,), labels, partial(judged, self.critic), weight=count)
-        # Some schedules compute gradients of stages alone.
         with self.frozen(*([] if self.config.case.joint else [self.critic])):
             losses = [
                 self.forward_backward(self.reader, (part,), wanted, partial(read, self.critic), weight=len)
@@ -211,12 +209,13 @@ def by_hand(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
 
 
 WORLD_2 = [
-    Case(2, tied=True),
-    Case(2, schedule="ZBVZeroBubble", joint=False, accumulation=2, microbatches=2, twice=True),
+    Case(2, tied=True, joint=False, twice=True),
+    Case(2, schedule="ZBVZeroBubble", accumulation=2, microbatches=2),
 ]
 MORE_2 = [
     Case(2, schedule="GPipe", accumulation=2, microbatches=4),
-    Case(2, schedule="DualPipeV", joint=False, tied=True),
+    Case(2, schedule="DualPipeV", tied=True),
+    Case(2, schedule="InterleavedZeroBubble", layers=2),
     Case(2, schedule="Interleaved1F1B", layers=2),  # too few for stages
     Case(2, compile=True),
 ]
@@ -387,17 +386,6 @@ def test_losses_through_two_models_are_refused_or_trained_as_in_one_process(tmp_
             torch.testing.assert_close(small[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_a_small_models_gradients_that_a_schedule_would_leave_out_are_refused() -> None:
-    models = Models(Case())
-    scores = torch.randn(2, 3, VOCABULARY, dtype=torch.float64)
-    loss = models.critic(scores).sum()
-    with pytest.raises(StepError, match=r"the loss of self.model would train a model that is whole .*'DualPipeV'"):
-        refuse_losses_of([models.critic], loss, "self.model", "DualPipeV")
-    refuse_losses_of([models.reader], loss, "self.model", "DualPipeV")
-    models.critic.requires_grad_(False)
-    refuse_losses_of([models.critic], loss, "self.model", "DualPipeV")
-
-
 def test_models_that_cannot_be_cut_are_named_with_what_to_do() -> None:
     models = Models(Case())
     named = dict(models.named_children())
@@ -422,7 +410,7 @@ def test_models_that_cannot_be_cut_are_named_with_what_to_do() -> None:
 
 
 def train_and_hop(cases: list[Case], directory: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return train(cases, directory), hop(replace(WORLD_2[0], dp=cases[0].dp, shard=cases[0].shard), 3, directory)
+    return train(cases, directory), hop(Case(2, cases[0].dp, cases[0].shard, tied=True), 3, directory)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ WORLD_2 = [
     Case(2, weighted=False, recompute="full", microbatches=8),
     Case(2, frozen=True, changing=True),
     Case(2, schedule="Interleaved1F1B", accumulation=2, microbatches=4),
-    Case(2, schedule="InterleavedZeroBubble", weighted=False),
+    Case(2, schedule="InterleavedZeroBubble", weighted=False, recompute="selective"),
     Case(2, schedule="ZBVZeroBubble"),
 ]
 WORLD_4 = [
@@ -61,9 +61,17 @@ SHARDED_4 = [
     Case(2, dp=2, shard="auto", schedule="Interleaved1F1B", compile=True),
     Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", accumulation=2, microbatches=2),
     Case(2, dp=2, shard="auto", schedule="DualPipeV", weighted=False),
+    Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", recompute="full", changing=True),
+    Case(2, dp=2, shard="auto", schedule="DualPipeV", recompute="selective", accumulation=2, microbatches=4),
 ]
 
-COMPILED = [Case(2, compile=True, changing=True), Case(2, compile=True, schedule="Interleaved1F1B")]
+COMPILED = [
+    Case(2, compile=True, changing=True),
+    Case(2, compile=True, schedule="Interleaved1F1B"),
+    Case(2, compile=True, schedule="ZBVZeroBubble", recompute="full", accumulation=2, microbatches=4),
+    Case(2, compile=True, schedule="InterleavedZeroBubble", weighted=False),
+    Case(2, compile=True, schedule="DualPipeV", changing=True),
+]
 
 
 class Sent(TorchDispatchMode):

@@ -24,6 +24,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dream_trainer.config.device_parameters import DeviceParameters
     from dream_trainer.trainer.pipeline import Pipeline, Stages
 
 
@@ -101,21 +102,9 @@ class PipelineParallelMixin(AbstractTrainer):
             self._stages[model] = Stages(stages, ranks, check, [block for block in blocks if id(block) in kept])
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
-        training, devices = self.config.training_parameters, self.config.device_parameters
+        training = self.config.training_parameters
         beside = {
             f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
-            f"activation_checkpointing and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
-                devices.activation_checkpointing != "none"
-                and self.config.pipeline_parallel_parameters.computes_weights_apart
-            ),
-            f"float8 and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
-                self.config.device_parameters.float8 != "none"
-                and self.config.pipeline_parallel_parameters.computes_weights_apart
-            ),
-            f"compile=True and schedule={self.config.pipeline_parallel_parameters.schedule!r}": (
-                self.config.device_parameters.compile
-                and self.config.pipeline_parallel_parameters.computes_weights_apart
-            ),
         }
         beside |= {type(callback).__name__: callback.needs_whole_models for callback in self.callbacks}
         for what, is_asked_for in beside.items():
@@ -138,9 +127,9 @@ class PipelineParallelMixin(AbstractTrainer):
             )
         connect_copies(self)
         models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
-        whole = [model for model in models.values() if not is_cut(model) and self.get_optimizers_by_model(model)]
+        whole = [model for model in models.values() if not is_cut(model)]
         self._accumulation.goes_back_here = self.world.stage_rank == last
-        self._accumulation.trains_whole_models = bool(whole)
+        self._accumulation.trains_whole_models = any(map(self.get_optimizers_by_model, whole))
         pipelines: dict[nn.Module, Pipeline] = {}
         for name, model in models.items():
             if is_cut(model):
@@ -159,7 +148,8 @@ class PipelineParallelMixin(AbstractTrainer):
                     aside=lambda: self._outside_forward(),
                     warn=lambda message: self.warn_once("stages", message),
                     beside=pipelines,
-                    in_no_loss=whole if parameters.computes_weights_apart else [],
+                    splits_backwards=_may_split(self.config.device_parameters),
+                    whole=whole if parameters.computes_weights_apart else [],
                 )
         self._pipelines = pipelines
 
@@ -200,3 +190,11 @@ class PipelineParallelMixin(AbstractTrainer):
             return loss
 
         return accumulation.run_pipeline(run, total, model)
+
+
+def _may_split(devices: DeviceParameters) -> bool:
+    """Whether gradients of weights may be computed apart from those of inputs.
+
+    What is computed again would be so for each, and compiled blocks and products in float8 give both at once.
+    """
+    return devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile
