@@ -916,6 +916,13 @@ MUTANTS = [
         "tests/trainer/test_experts.py -k stages",
     ),
     Mutant(
+        "stages of a pipeline may weigh the same micro-batches otherwise than each other",
+        "dream_trainer/trainer/stage_refusals.py",
+        "    if weighs_others:\n",
+        "    if False:\n",
+        "tests/trainer/test_pipeline_mistakes.py -k no_pipeline_can_run",
+    ),
+    Mutant(
         "a stage that gives a view cannot compute the gradients of its weights apart",
         "dream_trainer/compat/pipelining.py",
         "part.clone() if part._is_view() else part for part in outputs",

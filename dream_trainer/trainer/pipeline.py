@@ -27,7 +27,7 @@ from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.pipeline_stages import as_before, view_of
 from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
-from dream_trainer.trainer.micro_batches import cut, digest, rows_of, shapes_of
+from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
 from dream_trainer.trainer.stage_refusals import (
@@ -181,12 +181,11 @@ class Pipeline:
     # -- training
 
     def refuse_unfit(self, inputs: Any, targets: Any) -> None:
-        """Refuses a batch for training, on all ranks. They compare the first one; a collective then.
+        """Refuses a batch for training, on all ranks.
 
         Raises:
             DataError: It cannot be cut into equal micro-batches.
             StepError: It has a graph that goes on behind the model.
-            RanksDifferError: The ranks of the pipeline have different ones.
         """
         refuse_graphs((inputs, targets), self._name, self._world.stages)
         rows, n = rows_of(inputs), self._microbatches
@@ -195,11 +194,12 @@ class Pipeline:
                 f"a batch of {rows} samples cannot be cut into microbatches={n} of one size. Use batches of a multiple "
                 f"of {n} samples, with drop_last=True, or another microbatches in pipeline_parallel_parameters."
             )
+
+    def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
+        """Refuses a first batch that ranks of the pipeline differ in, with RanksDifferError; a collective then."""
         if not self._is_compared:
+            refuse_different_batches((inputs, targets), weights, self._world)
             self._is_compared = True
-            digests = self._world.all_gather(torch.tensor([digest((inputs, targets))])).view(self._world.stages, -1)
-            if (digests != digests[:1]).any():
-                refuse_different_batches()
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dream_trainer.data.nested import leaves
 from dream_trainer.errors import RanksDifferError, StepError
+from dream_trainer.trainer.micro_batches import digest
+
+if TYPE_CHECKING:
+    from dream_trainer.distributed.world import World
 
 
 def refuse_graphs(batch: Any, name: str, stages: int) -> None:
@@ -27,13 +32,23 @@ def refuse_graphs(batch: Any, name: str, stages: int) -> None:
         )
 
 
-def refuse_different_batches() -> NoReturn:
-    """Raises RanksDifferError."""
-    raise RanksDifferError(
-        "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare outputs "
-        "with targets of others. Have the loader read what does not depend on the rank; dataset and sampler are dealt "
-        "to dp_rank of dp_size by the trainer."
-    )
+def refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
+    """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
+    numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
+    of_stages = world.all_gather(torch.tensor([digest(batch), digest(numbers)])).view(world.stages, -1, 2)
+    has_others, weighs_others = (of_stages != of_stages[:1]).flatten(0, 1).any(dim=0).tolist()
+    if has_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) have different batches, and the last stage would compare "
+            "outputs with targets of others. Have the loader read what does not depend on the rank; dataset and "
+            "sampler are dealt to dp_rank of dp_size by the trainer."
+        )
+    if weighs_others:
+        raise RanksDifferError(
+            "the ranks of a pipeline (pipeline_parallel) were given other weights of the same micro-batches, and "
+            "stages would be scaled otherwise than each other. Pass the same weight= to forward_backward on all of "
+            "them, a function of targets alone."
+        )
 
 
 def refuse_calls_with_gradients(stages: int) -> None:

@@ -248,6 +248,9 @@ class Careless(Trained):
         self.told = {}
         for name, mistake in {
             "batches": lambda: self.forward_backward(model, (tokens + self.world.rank,), labels, mean_loss),
+            "weights": lambda: self.forward_backward(
+                model, inputs, labels, mean_loss, weight=count if self.world.is_main else None
+            ),
             "model": lambda: model(tokens),
             "backward": lambda: self.backward(torch.zeros((), requires_grad=True)),
             "weight": lambda: self.forward_backward(model, inputs, labels, mean_loss, weight=3.0),
@@ -273,6 +276,7 @@ def be_careless(directory: str) -> dict[str, str]:
 def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for told in run_world(be_careless, 2, str(tmp_path)):
         assert "the ranks of a pipeline (pipeline_parallel) have different batches" in told["batches"]
+        assert "(pipeline_parallel) were given other weights of the same micro-batches" in told["weights"]
         assert "the model was called under pipeline_parallel=2, with gradients, where each rank has" in told["model"]
         assert "backward() was called under pipeline_parallel=2, where no rank has a whole" in told["backward"]
         assert "was given weight=float under pipeline_parallel=2, where each micro-batch has its own" in told["weight"]

@@ -178,6 +178,7 @@ class PipelineParallelMixin(AbstractTrainer):
             return pipeline.evaluate(batch, targets, loss_fn, weight)
         pipeline.refuse_unfit(batch, targets)
         weights = None if weight is None else pipeline.weights(targets, batch, weight)
+        pipeline.compare_first(batch, targets, weights)
         total = None if weights is None else sum(weights[1:], start=weights[0])
         accumulation, own_time = self._accumulation, self._parallel.gradients.own_time
         reduces, scale = accumulation.is_last, accumulation.loss_scale
