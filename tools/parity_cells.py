@@ -140,7 +140,7 @@ def all_cells() -> list[Cell]:
     cells += [Cell(*mesh, 2, how, odd_parts=True) for mesh in meshes for how in ("full", "selective")]
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
     cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
-    cells += [*pipelines(), *tied_pipelines(), *sparse_pipelines()]
+    cells += [*pipelines(), *tied_pipelines(), *sparse_pipelines(), *backwards_in_one()]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
 
 
@@ -177,6 +177,32 @@ def sparse_pipelines() -> list[Cell]:
         pipeline._replace(schedule="InterleavedZeroBubble", layers=4),
         pipeline._replace(dp_shard=2, ep=2, schedule="Interleaved1F1B", layers=4, recompute="full"),
         pipeline._replace(dp_shard=2, ep=2, schedule="DualPipeV", layers=4, accumulation=2),
+    ]
+
+
+def backwards_in_one() -> list[Cell]:
+    """Pipelines by schedules that compute gradients of weights apart, but for what is recomputed or compiled."""
+    looped = Cell(pp=2, layers=4, schedule="InterleavedZeroBubble", recompute="full")
+    zigzag = looped._replace(schedule="ZBVZeroBubble", recompute="selective")
+    both_ways = looped._replace(schedule="DualPipeV", accumulation=2)
+    return [
+        *(looped._replace(tied=True), looped._replace(cp=2, packed=True, accumulation=2)),
+        *(
+            looped._replace(tp=2, recompute="selective", weighted=False),
+            looped._replace(dp_shard=2, backend="aot_eager"),
+        ),
+        *(
+            looped._replace(dp_shard=2, ep=2, experts=True),
+            looped._replace(pp=4, tp=2, layers=8, recompute="selective"),
+        ),
+        *(zigzag, zigzag._replace(dp_shard=2, recompute="full", microbatches=2), zigzag._replace(tp=2, packed=True)),
+        *(zigzag._replace(dp_replicate=2, ep=2, experts=True), zigzag._replace(dp_shard=2, tp=2, tied=True)),
+        *(both_ways._replace(cp=2, attention="ulysses"), both_ways._replace(tp=2, recompute="selective")),
+        *(
+            both_ways._replace(dp_shard=2, tied=True),
+            both_ways._replace(dp_replicate=2, ep=2, experts=True, packed=True),
+        ),
+        both_ways._replace(backend="aot_eager", recompute="none", accumulation=1),
     ]
 
 
@@ -228,7 +254,7 @@ def fits(cell: Cell) -> bool:
         or (cell.schedule == "DualPipeV" and microbatches < cell.stages)  # which sends two ways at once
         or (cell.cp > 1 and not cell.weighted)
         or (cell.experts and cell.tp > 1)  # which have cells of their own
-        or (apart and cell.recompute != "none")
+        or (apart and cell.recompute != "none")  # so do these
     )
 
 
