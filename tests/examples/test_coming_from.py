@@ -43,6 +43,8 @@ def run_ports(names: Sequence[str], directory: Path, initial: Path) -> dict[str,
                 found[name] = module.main(["--checkpoint-parameters.init-from", str(initial / name / INITIAL[name])])
     finally:
         sys.path.remove(str(EXAMPLES))
+        for module in EXAMPLES.glob("*.py"):  # other examples have modules of these names too
+            sys.modules.pop(module.stem, None)
     return found
 
 
