@@ -18,12 +18,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "BlockMask",
     "CausalBias",
+    "attend_elsewhere",
     "attend_flexibly",
     "attend_varlen",
     "causal_to_the_last_key",
     "part_of_document_mask",
     "same_document_mask",
 ]
+
+
+def attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Stands in a graph for attention under a mask over keys that other ranks have, until the graph is changed.
+
+    The compiler calls it to know what it gives, and would refuse PyTorch's attention, whose mask has to fit its keys.
+    """
+    return query + 0 * (key.sum() + value.sum())
 
 
 @lru_cache(maxsize=64)

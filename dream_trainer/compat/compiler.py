@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,18 +24,94 @@ def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
     return cast("torch.nn.Module", module._orig_mod)
 
 
+class CompiledInside:
+    """Marks a module whose forward calls what is compiled."""
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of `module` run compiled: by `module.compile()` or because it is a `torch.compile(...)`.
 
     Hooks of its own then run as ever. Those of modules inside it do not, or break the graph if they are there when it
     is traced.
     """
-    return module._compiled_call_impl is not None or compiled_original(module) is not None
+    has_compiled_call = module._compiled_call_impl is not None or compiled_original(module) is not None
+    return has_compiled_call or isinstance(module, CompiledInside)
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which the compiler leaves alone wherever it is called. Imports no compiler."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
+class Call:
+    """A call in a graph that the compiler has traced.
+
+    Attributes:
+        function: What is called.
+        args: Values like its arguments: tensors without data.
+        kwargs: As `args`.
+        stack: Where the model makes it, as a traceback has it.
+    """
+
+    def __init__(self, node: torch.fx.Node) -> None:
+        self._node = node
+        self.function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+        from torch.fx.node import map_arg
+
+        args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("example_value"))
+        self.args: tuple[Any, ...] = tuple(args)
+        self.kwargs: dict[str, Any] = dict(kwargs)
+        self.stack = node.stack_trace or ""
+
+    @property
+    def is_flex_attention(self) -> bool:
+        """Whether it is FlexAttention."""
+        return isinstance(self.function, torch._ops.HigherOrderOperator) and self.function.name() == "flex_attention"
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Has the graph call `function` in its place."""
+        self._node.target = function
+
+
+def change_calls(graph: torch.fx.GraphModule, change: Callable[[Call], None]) -> None:
+    """Calls `change` with each call in a graph, and in what the graph calls as one, such as checkpoints."""
+    for part in [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]:
+        for node in part.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                change(Call(node))
+        part.recompile()
+
+
+def changing_backend(
+    name: str, mode: str | None, options: Any, change: Callable[[torch.fx.GraphModule], None]
+) -> Callable[..., Any]:
+    """The backend of a name for graphs of fixed shapes, which calls `change` with each before it compiles it."""
+    kind = torch._TorchCompileInductorWrapper if name == "inductor" else partial(torch._TorchCompileWrapper, name)
+    backend = kind(mode, options, False)
+
+    def compile_changed(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        change(graph)
+        return backend(graph, example_inputs)
+
+    return compile_changed
+
+
+@contextmanager
+def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> Iterator[None]:
+    """Inside, an error of this kind that a backend raised is raised as it was, without the compiler's around it; and
+    what `of_shapes` gives for the text of one of shapes in attention that do not fit."""
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, kind):
+            raise error.inner_exception from None
+        raise
+    except TorchRuntimeError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        raise of_shapes(str(error)) from error
 
 
 class Compilation(NamedTuple):

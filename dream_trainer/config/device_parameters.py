@@ -101,11 +101,6 @@ class DeviceParameters:
         check_integer("context_parallel", self.context_parallel, minimum=1)
         check_integer("pipeline_parallel", self.pipeline_parallel, minimum=1)
         self._refuse_beside_a_pipeline()
-        if self.compile and self.context_parallel > 1:
-            raise ConfigError(
-                f"compile=True with context_parallel={self.context_parallel}: compiled blocks do not see that their "
-                "attention is to be shared by ranks. Use compile=False, or tensor_parallel instead, which compiles."
-            )
         check_integer("expert_parallel", self.expert_parallel, minimum=1)
         if self.expert_parallel > 1 and self.cpu_offload:
             raise ConfigError(

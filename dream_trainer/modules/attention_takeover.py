@@ -38,29 +38,36 @@ class AttentionTakeover(TorchFunctionMode):
 
     Args:
         attention: What attention goes to.
-        further: Handlers of further functions that take part in PyTorch's override protocol.
+        further: Gives handlers of further functions that take part in PyTorch's override protocol.
         warn: Told once, under a key, of what may be wrong.
+
+    Attributes:
+        attention: What attention goes to.
+        further: As given.
+        checks: What is called before other functions, with their arguments.
+        compiled: What was compiled for the lengths of sequences, by whose it is.
     """
 
     def __init__(
         self,
         attention: ContextAttention,
-        further: Mapping[Callable[..., Any], Handler],
+        further: Callable[[ContextAttention], Mapping[Callable[..., Any], Handler]],
         warn: Callable[[str, str], None],
     ) -> None:
         super().__init__()
-        self._attention, self._warn = attention, warn
-        self._handlers: dict[Any, Handler] = {
-            F.scaled_dot_product_attention: self._attend,
+        self.attention, self.further, self._warn = attention, further, warn
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.checks: dict[Any, Handler] = {
             F.multi_head_attention_forward: _refuse_multi_head_attention,
-            torch.arange: self._arange,
+            torch.arange: self._warn_of_positions,
+            F.conv1d: self._refuse_convolution,
+            torch.conv1d: self._refuse_convolution,
         }
-        for softmax in (torch.softmax, F.softmax, Tensor.softmax):
-            self._handlers[softmax] = self._checked(softmax, self._refuse_own_attention)
-        self._handlers[F.conv1d] = self._handlers[torch.conv1d] = self._checked(torch.conv1d, self._refuse_convolution)
+        self.checks |= dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), self._refuse_own_attention)
         for mixing in (torch.mean, torch.cumsum, torch.roll, Tensor.mean, Tensor.cumsum, Tensor.roll):
-            self._handlers[mixing] = self._checked(mixing, partial(self._warn_of_mixing, mixing.__name__))
-        self._handlers |= further
+            self.checks[mixing] = partial(self._warn_of_mixing, mixing.__name__)
+        self._handlers = {function: _checked(function, check) for function, check in self.checks.items()}
+        self._handlers |= {F.scaled_dot_product_attention: self._attend, **further(attention)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,17 +91,10 @@ class AttentionTakeover(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             _refuse_reentrant_checkpoint()
-        return self._attention.scaled_dot_product_attention(*args, **kwargs)
-
-    def _checked(self, function: Callable[..., Any], check: Callable[..., None]) -> Handler:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            check(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return call
+        return self.attention.scaled_dot_product_attention(*args, **kwargs)
 
     def _refuse_own_attention(self, scores: Tensor, *_: Any, **__: Any) -> None:
-        if scores.ndim >= 4 and scores.shape[-1] in self._attention.lengths and scores.shape[-2] == scores.shape[-1]:
+        if scores.ndim >= 4 and scores.shape[-1] in self.attention.lengths and scores.shape[-2] == scores.shape[-1]:
             raise StepError(
                 f"softmax over scores of the shape {tuple(scores.shape)}: the model computes attention by itself, "
                 "within this rank's part of a sequence. Under context_parallel call scaled_dot_product_attention (in "
@@ -106,7 +106,7 @@ class AttentionTakeover(TorchFunctionMode):
         dilation = given.get("dilation", 1)
         reach = (weight.shape[-1] - 1) * (dilation if isinstance(dilation, int) else dilation[0])
         # It may be padded already, in front or on both sides.
-        if reach and any(length <= values.shape[-1] <= length + 2 * reach for length in self._attention.lengths):
+        if reach and any(length <= values.shape[-1] <= length + 2 * reach for length in self.attention.lengths):
             raise StepError(
                 f"conv1d of width {weight.shape[-1]} over {values.shape[-1]} positions, which are this rank's part of "
                 "a sequence: it would mix positions that are no neighbours. Train with context_parallel=1."
@@ -118,7 +118,7 @@ class AttentionTakeover(TorchFunctionMode):
         for dim in (dims,) if isinstance(dims, int) else dims or ():
             # The last dimension is that of features, but for tokens, positions and masks.
             is_of_features = dim % values.ndim == values.ndim - 1 and (values.ndim > 2 or values.is_floating_point())
-            if values.shape[dim] in self._attention.lengths and not is_of_features:
+            if values.shape[dim] in self.attention.lengths and not is_of_features:
                 self._warn(
                     f"{name} under context_parallel",
                     f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, as long as this rank's "
@@ -126,18 +126,25 @@ class AttentionTakeover(TorchFunctionMode):
                     "compute. Compute it in the loader and cut it as the tokens are, or train with context_parallel=1.",
                 )
 
-    def _arange(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _warn_of_positions(self, *args: Any, **kwargs: Any) -> None:
         names = ("start", "end", "step") if len(args) > 1 else ("end",)
         given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
         end = given.get("end")
-        if given["start"] == 0 and given["step"] == 1 and end in self._attention.lengths:
+        if given["start"] == 0 and given["step"] == 1 and end in self.attention.lengths:
             self._warn(
                 "arange under context_parallel",
                 f"the step calls torch.arange({end}), as many numbers as this rank has positions of a sequence. If "
                 "these are positions, they are wrong: those of a part are not the first. Give the model positions from "
                 "the batch, cut as its tokens are.",
             )
-        return torch.arange(*args, **kwargs)
+
+
+def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Handler:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _refuse_reentrant_checkpoint() -> None:

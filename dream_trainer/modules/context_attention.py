@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 import torch
@@ -38,6 +39,12 @@ class ContextAttention(ABC):
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts
         self.lengths: set[int] = set()
+
+    def in_graphs(self) -> ContextAttention:
+        """The same for the lengths of now, with collectives that the compiler knows."""
+        attention = copy(self)
+        attention.parts, attention.lengths = self.parts.in_graphs(), set(self.lengths)
+        return attention
 
     def scaled_dot_product_attention(
         self,

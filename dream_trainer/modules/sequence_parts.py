@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from dream_trainer.compat.async_collectives import exchanged_in_graph, gathered_in_graph, summed_in_graph
 from dream_trainer.compat.pytorch import all_gather_flat, sum_scatter_flat
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class SequenceParts:
     """
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, *, is_balanced: bool) -> None:
-        self.size = size
+        self.size, self._rank = size, rank
         self.n_chunks = 2 * size if is_balanced else size
         self._chunks_of = [(r, 2 * size - 1 - r) if is_balanced else (r,) for r in range(size)]
         self.chunks = self._chunks_of[rank]
@@ -61,8 +62,7 @@ class SequenceParts:
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """`joined`, without gradients."""
         assert self._group is not None
-        parts = part.new_empty((self.size, *part.shape))
-        all_gather_flat(parts.flatten(), part.contiguous().flatten(), self._group)
+        parts = self._all_gather(part.contiguous(), self._group)
         length = part.shape[dim] * self.size // self.n_chunks
         owners = {chunk: (rank, place) for rank, own in enumerate(self._chunks_of) for place, chunk in enumerate(own)}
         places = [owners[chunk] for chunk in range(self.n_chunks)]
@@ -72,21 +72,48 @@ class SequenceParts:
         """The sum over ranks of this one's positions of `whole`, without gradients."""
         assert self._group is not None
         every = torch.stack([self._part(whole, dim, chunks) for chunks in self._chunks_of])
-        own = torch.empty_like(every[0])
-        sum_scatter_flat(own.flatten(), every.flatten(), self._group)
-        return own
+        return self._sum_scatter(every, self._group)
 
     def exchange(self, by_rank: Tensor) -> Tensor:
         """`exchanged`, without gradients."""
+        assert self._group is not None
+        return self._all_to_all(by_rank.contiguous(), self._group)
+
+    def in_graphs(self) -> SequenceParts:
+        """The same, with collectives that the compiler knows."""
+        return _PartsInGraphs(self._rank, self.size, self._group, is_balanced=self.n_chunks > self.size)
+
+    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
+        parts = part.new_empty((self.size, *part.shape))
+        all_gather_flat(parts.flatten(), part.flatten(), group)
+        return parts
+
+    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
+        own = torch.empty_like(every[0])
+        sum_scatter_flat(own.flatten(), every.flatten(), group)
+        return own
+
+    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
         import torch.distributed as dist
 
-        out = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, by_rank.contiguous(), group=self._group)
+        out = torch.empty_like(by_rank)
+        dist.all_to_all_single(out, by_rank, group=group)
         return out
 
     def _part(self, whole: Tensor, dim: int, chunks: tuple[int, ...]) -> Tensor:
         length = whole.shape[dim] // self.n_chunks
         return torch.cat([whole.narrow(dim, chunk * length, length) for chunk in chunks], dim)
+
+
+class _PartsInGraphs(SequenceParts):
+    def _all_gather(self, part: Tensor, group: ProcessGroup) -> Tensor:
+        return gathered_in_graph(part.flatten(), self.size, group).view(self.size, *part.shape)
+
+    def _sum_scatter(self, every: Tensor, group: ProcessGroup) -> Tensor:
+        return summed_in_graph(every.flatten(), self.size, group).view(every.shape[1:])
+
+    def _all_to_all(self, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        return exchanged_in_graph(by_rank.flatten(), self.size, group).view(by_rank.shape)
 
 
 # Each is the other's backward, so that gradients have gradients.

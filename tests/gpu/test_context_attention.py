@@ -47,7 +47,7 @@ def test_all_ranks_together_are_the_whole_and_their_gradients_too(
         attention = Known(rank, key, value, documents)
         own = attention.parts.cut(query, -2)
         attention.lengths = {own.shape[-2]}
-        with AttentionTakeover(attention, handlers(attention), print):
+        with AttentionTakeover(attention, handlers, print):
             if is_packed:
                 mask = packed_attention_mask(attention.parts.cut(documents, 1))
                 part = packed_attention(own, *(attention.parts.cut(x, -2) for x in (key, value)), mask)

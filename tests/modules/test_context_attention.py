@@ -45,7 +45,7 @@ def heads(seed: int, count: int) -> Tensor:
 
 def step(attention: ContextAttention, *lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
     attention.lengths = set(lengths)
-    return AttentionTakeover(attention, handlers(attention), warn)
+    return AttentionTakeover(attention, handlers, warn)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -56,6 +56,7 @@ class Case:
     dropout: float = 0.0
     precision: str = "fp32"
     """Parameters are float64 in full precision, and float32 beside half."""
+    compile: bool = False
     poisoned: bool = False
     """Whether the loss of the second step is not a number."""
     blocks: int = 2
@@ -285,7 +286,9 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             dp_replicate="auto" if isinstance(case.shard, int) else 1,
             dp_shard=case.shard,  # type: ignore[arg-type]
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
+            compile=case.compile,
         ),
+        compile_parameters=dt.CompileParameters(backend="aot_eager"),
         tensor_parallel_parameters=dt.TensorParallelParameters(loss_parallel=case.loss_parallel),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
         pipeline_parallel_parameters=dt.PipelineParallelParameters(schedule=case.schedule),  # type: ignore[arg-type]

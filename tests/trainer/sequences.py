@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
@@ -35,6 +36,10 @@ class Case:
     overlap: bool = False
     dropout: float = 0.0
     offload: bool = False
+    backend: str | None = None
+    """That compiles; None: nothing is compiled."""
+    nested: bool = False
+    """Whether attention is recomputed by the model itself."""
 
     @property
     def world_size(self) -> int:
@@ -44,7 +49,7 @@ class Case:
 class Block(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.causal = case.causal
+        self.causal, self.nested = case.causal, case.nested
         self.norm = nn.LayerNorm(WIDTH)
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key, self.value = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
@@ -54,12 +59,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         y = self.norm(x)
         q, k, v = (p(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.query, self.key, self.value))
-        if mask is None:
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        if self.nested:
+            attended = checkpoint(self.attend, q, k, v, mask, use_reentrant=False)
         else:
-            attended = packed_attention(q, k, v, mask)
+            attended = self.attend(q, k, v, mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return self.dropout(x + F.gelu(self.mlp(x)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        return packed_attention(q, k, v, mask)
 
 
 class Model(nn.Module):
@@ -182,7 +192,9 @@ def config_of(case: Case, experiment: str = "case", **training: Any) -> Config:
             activation_checkpointing=case.recompute,  # type: ignore[arg-type]
             overlap_reduce=case.overlap,
             cpu_offload=case.offload,
+            compile=case.backend is not None,
         ),
+        compile_parameters=dt.CompileParameters(backend=case.backend or "inductor"),
         context_parallel_parameters=dt.ContextParallelParameters(attention=case.attention),  # type: ignore[arg-type]
         training_parameters=dt.TrainingParameters(
             **{"n_epochs": 1, "gradient_clip_val": case.clip, "train_batch_size": rows_per_batch(case)}

@@ -41,6 +41,26 @@ WORLD_2 = [
     Case(2, shard="auto", offload=True),
     Case(2, packed=True, causal=False, clip=None),
 ]
+COMPILED_2 = [
+    Case(2, backend="aot_eager", attention="ulysses", packed=True, shard="auto", recompute="full"),
+    Case(2, backend="aot_eager", nested=True, clip=None),
+]
+COMPILED_MORE_2 = [
+    Case(2, backend="aot_eager", packed=True, recompute="selective", accumulation=2),
+    Case(2, backend="aot_eager", attention="ulysses", causal=False, recompute="selective", nested=True),
+    Case(2, backend="aot_eager", causal=False, shard="auto", recompute="full", overlap=False),
+]
+INDUCTOR_2 = [
+    Case(2, backend="inductor", packed=True, recompute="full"),
+    Case(2, backend="inductor", attention="ulysses", shard="auto", recompute="selective"),
+    Case(2, backend="inductor", shard="auto", offload=True),
+]
+COMPILED_4 = [
+    Case(4, backend="aot_eager", shard="auto", recompute="full"),
+    Case(2, dp=2, backend="aot_eager", shard=2, attention="ulysses", packed=True, accumulation=2),
+    Case(2, tp=2, backend="aot_eager", shard="auto"),
+    Case(2, tp=2, backend="aot_eager", recompute="selective"),
+]
 WORLD_4 = [
     Case(2, dp=2, packed=True, accumulation=2),
     Case(2, dp=2, shard=2, attention="ulysses"),
@@ -80,7 +100,7 @@ class Observed(Trained):
     """Notes what each step logs, and what the first one sends."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        if self.global_step or self.config.case.shard != 1:
+        if self.global_step or self.config.case.shard != 1 or self.config.case.backend is not None:
             return super().training_step(batch, batch_idx)
         with Sent(self.config.case.cp) as sent:
             result = super().training_step(batch, batch_idx)
@@ -113,7 +133,16 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("cases", [pytest.param(WORLD_2, id="2 ranks"), pytest.param(WORLD_4, id="4 ranks")])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([*WORLD_2, *COMPILED_2], id="2 ranks"),
+        pytest.param(WORLD_4, id="4 ranks"),
+        pytest.param(COMPILED_MORE_2, id="compiled, of 2 ranks", marks=pytest.mark.slow),
+        pytest.param(INDUCTOR_2, id="compiled by inductor, of 2 ranks", marks=pytest.mark.slow),
+        pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: list[Case], tmp_path: Path) -> None:
     by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -125,7 +154,7 @@ def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: lis
             assert f"| cp | {case.cp} |" in result["mesh"]
             what = "weights and gradients of shards" if case.shard != 1 else "gradients of 0.0"
             assert f"keys and values of each attention, and their gradients; {what}" in result["mesh"]
-            if case.shard == 1 and case.accumulation == 1 and not case.packed:
+            if case.shard == 1 and case.accumulation == 1 and not case.packed and case.backend is None:
                 assert result["sent"] == formula(case), case
             assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10), case
             assert result["predicted"].tolist() == pytest.approx(expected["predicted"], rel=1e-10), case

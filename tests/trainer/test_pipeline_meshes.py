@@ -43,6 +43,7 @@ RECOMPUTED_4 = [
     Case(2, tp=2, schedule="DualPipeV", plan="layers", recompute="full", accumulation=2, blocks=4),
     Case(2, dp=2, ep=2, experts=True, schedule="InterleavedZeroBubble", recompute="full", blocks=4),
     Case(2, dp=2, shard="auto", schedule="ZBVZeroBubble", recompute="full", accumulation=2, blocks=4),
+    Case(2, cp=2, schedule="ZBVZeroBubble", compile=True, recompute="full", shard="auto", blocks=4),
 ]
 SEVERAL_8 = [
     Case(2, dp=2, tp=2, shard="auto", schedule="Interleaved1F1B", blocks=4),
@@ -62,6 +63,7 @@ FURTHER_4 = [
     Case(2, cp=2, recompute="full", accumulation=2),
     Case(2, cp=2, packed=True, recompute="selective"),
     Case(2, cp=2, shard="auto", schedule="GPipe"),
+    Case(2, cp=2, compile=True, recompute="selective", attention="ulysses", short=True),
     Case(2, cp=2, schedule="ZBVZeroBubble", blocks=4),
     Case(2, dp=2, ep=2, experts=True, accumulation=2, recompute="full"),
     Case(2, dp=2, ep=2, experts=True, shard="auto", schedule="GPipe"),

@@ -8,9 +8,16 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from dream_trainer.compat.attention import BlockMask, attend_flexibly, attend_varlen, same_document_mask
+from dream_trainer.compat.attention import (
+    BlockMask,
+    attend_elsewhere,
+    attend_flexibly,
+    attend_varlen,
+    same_document_mask,
+)
 
 _KINDS = ("auto", "sdpa", "flex", "varlen")
 _HALF = (torch.float16, torch.bfloat16)
@@ -94,6 +101,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | B
     if isinstance(mask, BlockMask):
         return attend_flexibly(query, key, value, mask)
     if isinstance(mask, Tensor):
+        if is_compiling() and mask.shape[-1] != key.shape[-2]:  # where ranks share the row
+            return attend_elsewhere(query, key, value, mask)
         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape[1] != key.shape[1])
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

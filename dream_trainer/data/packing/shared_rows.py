@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dream_trainer.compat.attention import BlockMask, attend_flexibly, part_of_document_mask
+from dream_trainer.compat.attention import BlockMask, attend_elsewhere, attend_flexibly, part_of_document_mask
 from dream_trainer.data.packing.attention_mask import (
     PackedSegments,
     mask_kind,
@@ -25,7 +25,7 @@ Kind = Literal["auto", "sdpa", "flex", "varlen"]
 def handlers(attention: ContextAttention) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """What `packed_attention_mask` and `packed_attention` are where `attention` replaces PyTorch's."""
     shared = (_OfHeads if isinstance(attention, UlyssesAttention) else _OfPositions)(attention)  # type: ignore[arg-type]
-    return {packed_attention_mask: shared.mask, packed_attention: shared.attend}
+    return {packed_attention_mask: shared.mask, packed_attention: shared.attend, attend_elsewhere: shared.attend}
 
 
 class _OfHeads:

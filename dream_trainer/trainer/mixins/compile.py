@@ -15,6 +15,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    import torch.nn as nn
 
 
 class Traced(Changed):
@@ -54,8 +55,8 @@ class CompileMixin(AbstractTrainer):
         """Compiles the blocks of every model in place; a model without repeated blocks is compiled as one.
 
         Raises:
-            ConfigError: Layers are split, and shapes are to be variable, or products are to overlap where they
-                cannot; or ranks share experts, and graphs are to be whole.
+            ConfigError: Layers are split or sequences shared, and shapes are to be variable; products are to overlap
+                where they cannot; or ranks share experts, and graphs are to be whole.
         """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
@@ -66,6 +67,9 @@ class CompileMixin(AbstractTrainer):
                 f"compile_parameters.dynamic=True with tensor_parallel={tensor_parallel}: PyTorch cannot split layers "
                 "of variable shapes. Use dynamic=False, which compiles again for each shape, and pad batches to few."
             )
+        is_shared = self.config.device_parameters.context_parallel > 1
+        if is_shared:
+            _refuse_beside_shared_sequences(self)
         expert_parallel = self.config.device_parameters.expert_parallel
         if expert_parallel > 1 and parameters.fullgraph:
             raise ConfigError(
@@ -81,12 +85,16 @@ class CompileMixin(AbstractTrainer):
                     change_class(part, Waiting)
                 elif part.forward.__module__.startswith("torch."):
                     change_class(part, Traced)
+                mode = parameters.mode if options is None else None
+                if is_shared:
+                    _compile_shared(part, parameters.backend, mode, options)
+                    continue
                 part.compile(
                     backend=parameters.backend,
                     fullgraph=parameters.fullgraph,
                     # Layers that are split cannot be of variable shapes, as None would make them.
                     dynamic=False if is_split else parameters.dynamic,
-                    mode=parameters.mode if options is None else None,
+                    mode=mode,
                     options=options,
                 )
 
@@ -99,3 +107,24 @@ class CompileMixin(AbstractTrainer):
                 "memory, as those that NVLink connects do. Use False elsewhere."
             )
         return options_of_overlap(self.config.compile_parameters.mode)
+
+
+def _compile_shared(part: nn.Module, backend: str, mode: str | None, options: Any) -> None:
+    from dream_trainer.modules.compiled_attention import compile_with_shared_attention
+
+    compile_with_shared_attention(part, backend=backend, mode=mode, options=options)
+
+
+def _refuse_beside_shared_sequences(trainer: CompileMixin) -> None:
+    devices, context_parallel = trainer.config.device_parameters, trainer.config.device_parameters.context_parallel
+    if trainer.config.compile_parameters.dynamic:
+        raise ConfigError(
+            f"compile_parameters.dynamic=True with context_parallel={context_parallel}: which sequences are shared is "
+            "known by their lengths. Use dynamic=False, which compiles again for each, and pad batches to few."
+        )
+    if devices.expert_parallel > 1:
+        raise ConfigError(
+            f"compile=True with context_parallel={context_parallel} and expert_parallel={devices.expert_parallel}: "
+            "blocks whose sequences are shared are compiled whole, and experts that ranks share are not compiled. Use "
+            "compile=False, or one of the two."
+        )

@@ -60,7 +60,7 @@ class ContextParallelMixin(AbstractTrainer):
 
         attention = _attention(self)
         self._sequence_cut = SequenceCut(attention, self.world)
-        self._takeover = AttentionTakeover(attention, handlers(attention), self.warn_once)
+        self._takeover = AttentionTakeover(attention, handlers, self.warn_once)
         self._outside_forward = self._takeover.aside
 
     def _wrap_step(self, step: Step) -> Step:

@@ -1,0 +1,128 @@
+"""Compiled blocks inside a step whose sequences are shared by ranks: attention in their graphs goes to ours.
+
+A block is traced whole, without the mode that takes attention over elsewhere, and each graph is changed before it is
+compiled: its calls of attention, those in what is recomputed too, become calls of ours, with collectives that graphs
+can have. A block that the compiler would leave in part to Python is an error, since nobody would take over there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.compiler import is_compiling
+
+from dream_trainer.compat.attention import attend_elsewhere
+from dream_trainer.compat.compiler import Call, CompiledInside, change_calls, changing_backend, own_errors
+from dream_trainer.compat.pytorch import function_modes, in_backward
+from dream_trainer.errors import DreamTrainerError, StepError
+from dream_trainer.modules.attention_takeover import AttentionTakeover, Handler
+from dream_trainer.modules.class_change import Changed, change_class
+
+
+class SharedBlock(CompiledInside, Changed):
+    """Is compiled for whole sequences, and for each length that ranks share."""
+
+    _backend: tuple[str, str | None, Any]  # its name, mode and options
+    _whole: Callable[..., Any]  # the forward of its class, compiled as it is
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        modes = function_modes()
+        takeover = next((mode for mode in modes if isinstance(mode, AttentionTakeover)), None)
+        if (in_backward() and takeover is None) or (takeover is not None and takeover is not modes[-1]):
+            raise StepError(
+                "a compiled block was called in context_parallel by torch.utils.checkpoint around it, in backward, or "
+                "within a mode of its own, such as torch.device: nobody would take its attention over. Use "
+                "device_parameters.activation_checkpointing, or compile=False."
+            )
+        if takeover is None:  # outside of steps, where each rank has whole sequences
+            with own_errors(DreamTrainerError, _misfit):
+                return type(self)._whole(self, *args, **kwargs)
+        key = (type(self), frozenset(takeover.attention.lengths))
+        if key not in takeover.compiled:
+            takeover.compiled[key] = _compiled_for(takeover, type(self)._backend)
+        with takeover.aside(), own_errors(DreamTrainerError, _misfit):
+            output, is_compiled = takeover.compiled[key](super().forward, *args, **kwargs)
+        if not is_compiled:
+            raise StepError(
+                "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
+                "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
+            )
+        return output
+
+
+def _compiled_for(takeover: AttentionTakeover, backend: tuple[str, str | None, Any]) -> Callable[..., Any]:
+    """`_run`, compiled for the lengths of now."""
+    attention = takeover.attention.in_graphs()
+    ours = {F.scaled_dot_product_attention: attention.scaled_dot_product_attention, **takeover.further(attention)}
+    share = partial(_share, takeover.checks, ours)
+    torch.compiler.allow_in_graph(attend_elsewhere)
+    # A function of its own has graphs of its own, of which there may be so many.
+    run = FunctionType(_run.__code__.replace(), globals())
+    return torch.compile(
+        run, backend=changing_backend(*backend, partial(change_calls, change=share)), fullgraph=True, dynamic=False
+    )
+
+
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """What `forward` gives, and whether the compiler has traced it."""
+    return forward(*args, **kwargs), is_compiling()
+
+
+def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str | None, options: Any = None) -> None:
+    """Compiles the forward of `module`, each shape by itself, for whole sequences and for such that ranks share.
+
+    Args:
+        module: Changed in place.
+        backend: Name of the compiler's backend.
+        mode: Of the backend.
+        options: Of the backend, in place of a mode.
+    """
+    checked = changing_backend(backend, mode, options, partial(change_calls, change=_refuse_elsewhere))
+    whole = torch.compile(type(module).forward, backend=checked, dynamic=False)
+    of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
+    change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
+
+
+def _share(checks: Mapping[Any, Handler], ours: Mapping[Any, Handler], call: Call) -> None:
+    """Has a call of attention go to ours; what else steps check is checked of other calls, too.
+
+    Raises:
+        StepError: It would see this rank's positions alone.
+    """
+    if call.function in ours:
+        call.replace(ours[call.function])
+    elif call.is_flex_attention or "attend_varlen" in call.stack:
+        raise StepError(
+            'flex_attention, or packed_attention with a mask of kind "flex" or "varlen", within a compiled block under '
+            'context_parallel. Use scaled_dot_product_attention, or packed_attention_mask(..., kind="sdpa"); or '
+            "compile=False."
+        )
+    elif "in packed_attention_mask" in call.stack:
+        raise StepError(
+            "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
+            "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
+        )
+    elif "multi_head_attention_forward" in call.stack:
+        checks[F.multi_head_attention_forward]()
+    elif call.function in checks:
+        checks[call.function](*call.args, **call.kwargs)
+
+
+def _refuse_elsewhere(call: Call) -> None:
+    if call.function is attend_elsewhere:
+        raise StepError("packed_attention was called with a mask over other keys than it was given.")
+
+
+def _misfit(text: str) -> StepError:
+    return StepError(
+        "scaled_dot_product_attention in a compiled block was given shapes that do not fit. In context_parallel a mask "
+        "has the keys of all ranks, and the compiler knows those of one: use packed_attention, is_causal=True, or "
+        f"compile=False. PyTorch says: {text.splitlines()[0]}"
+    )

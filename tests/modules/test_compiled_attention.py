@@ -1,0 +1,149 @@
+"""Compiled blocks in a step whose sequences are shared: what could see one rank's positions alone is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dream_trainer.compat.compiler import is_compiled
+from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
+from dream_trainer.data.packing.shared_rows import handlers
+from dream_trainer.errors import StepError
+from dream_trainer.modules.attention_takeover import AttentionTakeover
+from dream_trainer.modules.compiled_attention import compile_with_shared_attention
+from dream_trainer.modules.context_attention import GatheredAttention
+from dream_trainer.modules.sequence_parts import SequenceParts
+
+LENGTH = 8
+HEADS = torch.randn(2, 4, LENGTH, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Runs(nn.Module):
+    """Runs what it was given, with a layer of its own."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run, self.layer = run, nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.run(self, x, *others)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
+    torch._dynamo.reset()
+    block = Runs(run)
+    compile_with_shared_attention(block, backend=backend, mode=None)
+    return block
+
+
+def step(*lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
+    attention = GatheredAttention(SequenceParts(0, 2, None, is_balanced=True))
+    attention.lengths = set(lengths)
+    return AttentionTakeover(attention, handlers, warn)
+
+
+def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "flex": (lambda _, x: flex_attention(x, x, x), (), "Use scaled_dot_product_attention, or packed_attention_mask"),
+    "layer": (lambda block, x: block.layer(x[0], x[0], x[0])[0], (), "nn.MultiheadAttention, which .* attends within"),
+    "own": (lambda _, x: (x @ x.mT).softmax(-1) @ x, (), "the model computes attention by itself"),
+    "own, recomputed": (
+        lambda _, x: checkpoint(lambda x: torch.softmax(x @ x.mT, -1) @ x, x, use_reentrant=False),
+        (),
+        "the model computes attention by itself",
+    ),
+    "convolution": (lambda _, x: F.conv1d(x[0], torch.ones(8, 8, 3)), (torch.zeros(8, 8, 8),), "conv1d of width 3"),
+    "mask": (
+        lambda _, x, mask: F.scaled_dot_product_attention(x, x, x, mask),
+        (torch.ones(LENGTH, 2 * LENGTH, dtype=torch.bool),),
+        "the compiler knows those of one: use packed_attention",
+    ),
+    "documents": (
+        lambda _, x, documents: packed_attention(x, x, x, packed_attention_mask(documents)),
+        (torch.zeros(2, LENGTH, dtype=torch.long),),
+        "Make the mask before the blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_see_one_ranks_positions_alone_is_refused(what: str) -> None:
+    run, args, told = REFUSED[what]
+    x = torch.zeros(8, 8, 8) if what == "convolution" else HEADS
+    others = () if what == "convolution" else args
+    with step(LENGTH), pytest.raises(StepError, match=told):
+        compiled(run)(x, *others)
+
+
+def test_a_block_that_the_compiler_cannot_follow_whole_is_an_error() -> None:
+    def broken(_: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(x, x, x)
+
+    with step(LENGTH), pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(broken)(HEADS)
+
+
+def test_a_block_that_runs_uncompiled_is_an_error() -> None:
+    block = compiled(attend)
+    with step(LENGTH), torch.compiler.set_stance("force_eager"), pytest.raises(StepError, match="ran uncompiled"):
+        block(HEADS)
+    with step(LENGTH), Watching(), pytest.raises(Exception, match="uncompiled|no compiled frames"):
+        block(HEADS)
+
+
+def test_a_block_within_a_checkpoint_or_a_mode_of_ones_own_is_an_error() -> None:
+    takeover, block = step(2 * LENGTH), compiled(attend, "aot_eager")
+    with takeover, torch.device("cpu"), pytest.raises(StepError, match="nobody would take its attention over"):
+        block(HEADS)
+    for use_reentrant in (True, False):
+        with takeover:
+            output = checkpoint(block, HEADS.clone().requires_grad_(), use_reentrant=use_reentrant)
+        with pytest.raises(StepError, match="by torch.utils.checkpoint around it, in backward"):
+            output.sum().backward()
+
+
+def test_whole_sequences_are_attended_to_as_they_are_and_lengths_do_not_share_what_was_compiled() -> None:
+    block, expected = compiled(attend, "aot_eager"), attend(nn.Identity(), HEADS)
+    assert is_compiled(block)
+    torch.testing.assert_close(block(HEADS), expected)
+    takeover = step(2 * LENGTH)  # an encoder's, say
+    with takeover:
+        torch.testing.assert_close(block(HEADS), expected)
+    takeover.attention.lengths = {LENGTH}
+    # There is no group to gather from.
+    with takeover, pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="AssertionError"):
+        block(HEADS)
+    torch.testing.assert_close(block(HEADS), expected)
+
+
+def test_a_mask_over_other_keys_is_refused_outside_of_steps_too() -> None:
+    mask = torch.ones(LENGTH, 2 * LENGTH, dtype=torch.bool)
+    with step(LENGTH), pytest.raises(Exception, match="AssertionError"):
+        compiled(lambda _, x, mask: packed_attention(x, x, x, mask), "aot_eager")(HEADS, mask)
+    with pytest.raises(StepError, match="a mask over other keys"):
+        compiled(lambda _, x, mask: packed_attention(x, x, x, mask))(HEADS, mask)
+
+
+def test_what_mixes_positions_is_named() -> None:
+    told: list[str] = []
+    with step(LENGTH, warn=lambda key, _: told.append(key)):
+        compiled(lambda _, x: x.mean(2) + torch.mean(x, -2) + torch.arange(LENGTH).sum() + x.mean(-1).sum())(HEADS)
+    assert [key.split()[0] for key in told] == ["mean", "mean", "arange"]
