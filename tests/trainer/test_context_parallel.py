@@ -50,6 +50,9 @@ COMPILED_MORE_2 = [
     Case(2, backend="aot_eager", attention="ulysses", causal=False, recompute="selective", nested=True),
     Case(2, backend="aot_eager", causal=False, shard="auto", recompute="full", overlap=False),
 ]
+IN_FLOAT64 = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="inductor of PyTorch 2.11 gives attention's backward float32 where it is float64"
+)
 INDUCTOR_2 = [
     Case(2, backend="inductor", packed=True, recompute="full"),
     Case(2, backend="inductor", attention="ulysses", shard="auto", recompute="selective"),
@@ -139,7 +142,7 @@ def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
         pytest.param([*WORLD_2, *COMPILED_2], id="2 ranks"),
         pytest.param(WORLD_4, id="4 ranks"),
         pytest.param(COMPILED_MORE_2, id="compiled, of 2 ranks", marks=pytest.mark.slow),
-        pytest.param(INDUCTOR_2, id="compiled by inductor, of 2 ranks", marks=pytest.mark.slow),
+        pytest.param(INDUCTOR_2, id="compiled by inductor, of 2 ranks", marks=[pytest.mark.slow, IN_FLOAT64]),
         pytest.param(COMPILED_4, id="compiled, of 4 ranks", marks=pytest.mark.slow),
     ],
 )
