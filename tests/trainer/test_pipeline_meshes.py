@@ -96,7 +96,7 @@ def test_training_in_stages_of_shared_layers_sequences_and_experts_equals_one_pr
 ) -> None:
     kinds = list(dict.fromkeys(case.alone for case in cases))
     alone = dict(zip(kinds, train(kinds, str(tmp_path)), strict=True))
-    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path))
+    by_rank = run_world(train, cases[0].world_size, cases, str(tmp_path), timeout=60.0 * (1 + len(cases)))
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_as_alone(case, ranks, alone[case.alone])
 
