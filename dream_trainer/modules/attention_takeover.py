@@ -26,6 +26,15 @@ from dream_trainer.modules.context_attention import ContextAttention
 
 Handler = Callable[..., Any]
 
+_MIXING: dict[Callable[..., Any], tuple[str, ...]] = {
+    **dict.fromkeys((torch.mean, Tensor.mean, torch.cumsum, Tensor.cumsum), ("dim",)),
+    **dict.fromkeys((torch.var, Tensor.var, torch.std, Tensor.std), ("dim",)),
+    **dict.fromkeys((torch.roll, Tensor.roll), ("shifts", "dim")),
+    **dict.fromkeys((torch.diff, Tensor.diff), ("n", "dim")),
+    **dict.fromkeys((torch.norm, Tensor.norm), ("p", "dim")),
+    **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), ("ord", "dim")),
+}
+"""What mixes values along a dimension, by the names of its arguments; `dims` and `axis` are `dim`, too."""
 _COMPILED = (
     "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by ranks. Under "
     "context_parallel call scaled_dot_product_attention, uncompiled; for packed rows packed_attention, which may use "
@@ -64,8 +73,8 @@ class AttentionTakeover(TorchFunctionMode):
             torch.conv1d: self._refuse_convolution,
         }
         self.checks |= dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), self._refuse_own_attention)
-        for mixing in (torch.mean, torch.cumsum, torch.roll, Tensor.mean, Tensor.cumsum, Tensor.roll):
-            self.checks[mixing] = partial(self._warn_of_mixing, mixing.__name__)
+        self.checks |= {mixing: partial(self._warn_of_mixing, mixing) for mixing in _MIXING}
+        self.checks |= {F.pad: self._warn_of_padding, torch.cat: self._warn_of_joining}
         self._handlers = {function: _checked(function, check) for function, check in self.checks.items()}
         self._handlers |= {F.scaled_dot_product_attention: self._attend, **further(attention)}
 
@@ -112,19 +121,35 @@ class AttentionTakeover(TorchFunctionMode):
                 "a sequence: it would mix positions that are no neighbours. Train with context_parallel=1."
             )
 
-    def _warn_of_mixing(self, name: str, values: Tensor, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("shifts", "dims") if name == "roll" else ("dim",), args, strict=False)) | kwargs
-        dims = given.get("dims", given.get("dim"))
+    def _warn_of_mixing(self, mixing: Callable[..., Any], values: Tensor, *args: Any, **kwargs: Any) -> None:
+        given = kwargs | dict(zip(_MIXING[mixing], args, strict=False))
+        dims = next((given[name] for name in ("dim", "dims", "axis") if name in given), None)
         for dim in (dims,) if isinstance(dims, int) else dims or ():
-            # The last dimension is that of features, but for tokens, positions and masks.
-            is_of_features = dim % values.ndim == values.ndim - 1 and (values.ndim > 2 or values.is_floating_point())
-            if values.shape[dim] in self.attention.lengths and not is_of_features:
-                self._warn(
-                    f"{name} under context_parallel",
-                    f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, as long as this rank's "
-                    "part of a sequence. If it is one, the result is of this part alone, and not what one rank would "
-                    "compute. Compute it in the loader and cut it as the tokens are, or train with context_parallel=1.",
-                )
+            self._warn_of_part(mixing.__name__.removeprefix("linalg_"), values, dim, values.shape[dim])
+
+    def _warn_of_padding(self, values: Tensor, pad: Any, *_: Any, **__: Any) -> None:
+        for place in range(len(pad) // 2):  # of the last dimension first, on both sides
+            if pad[2 * place] or pad[2 * place + 1]:
+                self._warn_of_part("pad", values, -1 - place, values.shape[-1 - place])
+
+    def _warn_of_joining(self, tensors: Any, dim: int = 0, **kwargs: Any) -> None:
+        dim = kwargs.get("axis", dim)
+        if len(tensors) > 1 and len({part.ndim for part in tensors}) == 1:
+            length = sum(part.shape[dim] for part in tensors)
+            self._warn_of_part("cat", tensors[0], dim, length)
+
+    def _warn_of_part(self, name: str, values: Tensor, dim: int, length: int) -> None:
+        """Warns that `name` mixes `length` values along a dimension, if they may be this rank's positions."""
+        # The last dimension is that of features, but for tokens, positions and masks.
+        is_of_features = dim % values.ndim == values.ndim - 1 and (values.ndim > 2 or values.is_floating_point())
+        if length in self.attention.lengths and not is_of_features:
+            self._warn(
+                f"{name} under context_parallel",
+                f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, over {length} values, as many "
+                "as this rank's part of a sequence has. If it is one, the result is of this part alone, and not what "
+                "one rank would compute. Compute it in the loader and cut it as the tokens are, or train with "
+                "context_parallel=1.",
+            )
 
     def _warn_of_positions(self, *args: Any, **kwargs: Any) -> None:
         names = ("start", "end", "step") if len(args) > 1 else ("end",)

@@ -187,6 +187,20 @@ def test_what_mixes_positions_is_named_and_features_and_channels_are_not() -> No
     assert [key.split()[0] for key in told] == ["mean", "mean", "cumsum", "roll", "roll", "cumsum"]
 
 
+def test_other_ways_to_mix_positions_are_named() -> None:
+    told: list[str] = []
+    with step(GatheredAttention(KnownParts(0, [])), 8, warn=lambda key, _: told.append(key)):
+        x, tokens = torch.zeros(2, 8, 4), torch.zeros(2, 8, dtype=torch.long)
+        x.norm(), x.norm(dim=-1), x.var(-1), x.std(-1), x.diff(), F.pad(x, (1, 2)), torch.cat([x, x], 2)
+        torch.linalg.vector_norm(x), torch.cat([x[:, :3], x[:, :4]], 1), torch.cat([x], 1), F.pad(x, (0, 0, 0, 0))
+        assert not told
+        x.norm(dim=1), torch.norm(x, 2, 1), torch.linalg.vector_norm(x, dim=1), torch.linalg.norm(x, 2, 1)
+        x.var(1), torch.std(x, dim=1), x.diff(dim=1), torch.mean(x, axis=1)
+        F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(tokens, (1, 0)), torch.cat([torch.zeros(2, 1, 4), x[:, :-1]], dim=1)
+    named = ["norm", "norm", "vector_norm", "norm", "var", "std", "diff", "mean", "pad", "pad", "cat"]
+    assert [key.split()[0] for key in told] == named
+
+
 def test_positions_counted_from_a_part_are_named_once_and_other_numbers_are_not() -> None:
     told: list[tuple[str, str]] = []
     with step(GatheredAttention(KnownParts(0, [])), 8, warn=lambda key, message: told.append((key, message))):
