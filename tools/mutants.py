@@ -960,9 +960,16 @@ MUTANTS = [
     Mutant(
         "what is computed again is so twice, where schedules compute the gradients of weights apart",
         "dream_trainer/compat/pipelining.py",
-        'backward_type == "input" and self._may_split(bwd_kwargs["stage_output"])',
-        'backward_type == "input"',
+        '            and self._may_split(bwd_kwargs["stage_output"])\n',
+        "",
         "tests/compat/test_pipelining.py -k once",
+    ),
+    Mutant(
+        "of an output that no input leads to, schedules leave out the gradients of weights that they compute apart",
+        "dream_trainer/compat/pipelining.py",
+        '            and _lead_to(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])\n',
+        "",
+        "tests/compat/test_pipelining.py -k handed",
     ),
     Mutant(
         "a schedule leaves out the gradients of a small model in a loss",

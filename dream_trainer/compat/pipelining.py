@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -102,7 +103,11 @@ class ScheduledStage(PipelineStage):
         """As in PyTorch; what is sent back lies in order, and what may not be split is all computed with the inputs."""
         if backward_type == "weight" and bwd_kwargs["param_groups"] is None:  # which had theirs with the inputs
             return (), None
-        is_split = backward_type == "input" and self._may_split(bwd_kwargs["stage_output"])
+        is_split = (
+            backward_type == "input"
+            and _lead_to(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
+            and self._may_split(bwd_kwargs["stage_output"])
+        )
         if backward_type == "input" and not is_split:
             gradients, _ = self.backward_maybe_with_nosync("full", _in_one(bwd_kwargs), *args, **more)
             bwd_kwargs["stage_output"] = ()  # whose graph would be kept until the weights' turn
@@ -155,6 +160,29 @@ def _as_given(received: Tensor, like: Tensor) -> Tensor:
     if received.dtype == like.dtype:
         return received
     return received.view(like.dtype) if like.itemsize in _FLOATS else received.to(like.dtype)
+
+
+def _lead_to(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether a gradient of each of `outputs` reaches one of `inputs`.
+
+    PyTorch finds the weights that come later from where their gradients part from those of inputs; of an output that
+    no input leads to it would leave them out.
+    """
+    ends = {get_gradient_edge(value).node for value in inputs if value.requires_grad}
+    return all(_reaches(get_gradient_edge(output).node, ends) for output in outputs if output.requires_grad)
+
+
+def _reaches(start: Node, ends: set[Node]) -> bool:
+    """Whether one of `ends` lies behind `start` in its graph."""
+    waiting, seen = [start], {start}
+    while waiting:
+        node = waiting.pop()
+        if node in ends:
+            return True
+        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(following)
+        waiting += following
+    return False
 
 
 def _in_one(of: dict[str, Any]) -> dict[str, Any]:

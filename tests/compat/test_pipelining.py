@@ -182,6 +182,67 @@ def test_what_is_computed_again_is_so_once_where_schedules_would_split_backwards
         assert [count for result in results for count in result["ran"]] == [2 * 2 * 4] * 4
 
 
+class HandsOnItsOwn(nn.Module):
+    """Beside what it computes of its input, a parameter that no input leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Parameter(torch.randn(WIDTH).double())
+
+    def forward(self, x: torch.Tensor, handed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.own.tanh().expand_as(x)
+        return self.layer(x).sin(), own if handed is None else own * handed.sigmoid().mean().detach()
+
+
+def hand_on_own(schedules: list[str]) -> list[tuple[Any, Any]]:
+    """Trains four layers on two ranks by each schedule; what each hands on of its own meets the next one's input."""
+    dist.init_process_group("gloo")
+    results = [pair for schedule in schedules for pair in hand_on_own_by(schedule)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def hand_on_own_by(schedule: str) -> list[tuple[Any, Any]]:
+    torch.manual_seed(0)
+    layers, x = [HandsOnItsOwn() for _ in range(4)], torch.randn(4, ROWS, WIDTH, dtype=torch.float64)
+
+    def run(number: int, layers: list[HandsOnItsOwn], args: tuple[Any, ...], _: int = 0) -> Any:
+        value, *handed = args if number else (x[int(args[0])],)
+        output, own = layers[number](sum(handed, value), *handed)
+        return (output * own).sum() if number == 3 else (output, own)
+
+    between = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    numbers = [number for number, rank in enumerate(ranks_of_stages(schedule, 2, 2)) if rank == dist.get_rank()]
+    stages = [
+        ScheduledStage(
+            layers[number],
+            partial(run, number, layers),
+            place=(number, 4),
+            inputs=[between, between] if number else [torch.arange(1)],
+            outputs=[torch.empty(())] if number == 3 else [between, between],
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,  # type: ignore[arg-type]
+        )
+        for number in numbers
+    ]
+    new_schedule(schedule, stages, 4)(0 in numbers, 3 in numbers)
+    copies = copy.deepcopy(layers)
+    for micro_batch in range(4):
+        given: Any = (micro_batch,)
+        for number in range(4):
+            given = run(number, copies, given)
+        given.backward()
+    found, expected = [[p.grad for n in numbers for p in of[n].parameters()] for of in (layers, copies)]
+    return list(zip(found, expected, strict=True))
+
+
+def test_a_parameter_handed_on_has_its_gradient_where_schedules_would_split_backwards() -> None:
+    for pairs in run_world(hand_on_own, 2, [*LOOPED, *V_SHAPED]):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_copy_follows_its_module_and_keeps_what_was_left_out_of_it() -> None:
     module = nn.Bilinear(2, 2, 2)
     module.compile(backend="eager")
