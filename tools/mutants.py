@@ -937,11 +937,39 @@ MUTANTS = [
         "tests/modules/test_compiled_attention.py -k lengths",
     ),
     Mutant(
+        "a torch.compile around compiled blocks attends within one rank's positions",
+        "dream_trainer/modules/compiled_attention.py",
+        '    @in_no_graph("blocks are compiled by themselves under context_parallel")\n',
+        "",
+        "tests/modules/test_compiled_attention.py -k around_blocks",
+    ),
+    Mutant(
+        "functions that the compiler leaves whole attend within one rank's positions",
+        "dream_trainer/modules/compiled_attention.py",
+        "        call.replace(in_graphs.around(call.function))\n",
+        "        pass\n",
+        "tests/modules/test_compiled_attention_ranks.py -k leaves",
+    ),
+    Mutant(
+        "packed_attention compiled gives its queries where its mask has other columns",
+        "dream_trainer/compat/attention.py",
+        "_elsewhere = False\n",
+        "_elsewhere = True\n",
+        "tests/modules/test_compiled_attention.py -k outside",
+    ),
+    Mutant(
+        "blocks in two models are compiled twice over",
+        "dream_trainer/modules/class_change.py",
+        "        return  # two models have it\n",
+        "        pass\n",
+        "tests/trainer/test_context_mistakes.py -k two_models",
+    ),
+    Mutant(
         "a block that runs uncompiled attends within one rank's positions",
         "dream_trainer/modules/compiled_attention.py",
-        "        if not is_compiled:\n",
-        "        if False:\n",
-        "tests/modules/test_compiled_attention.py -k uncompiled",
+        "    if not is_compiled:\n",
+        "    if False:\n",
+        "tests/modules/test_compiled_attention.py -k runs_uncompiled",
     ),
     Mutant(
         "a checkpoint around a compiled block attends within one rank's positions in backward",
@@ -953,8 +981,8 @@ MUTANTS = [
     Mutant(
         "sequences of other lengths run what was compiled for those that ranks share",
         "dream_trainer/modules/compiled_attention.py",
-        "frozenset(takeover.attention.lengths))",
-        "0)",
+        "frozenset(takeover.attention.lengths), ",
+        "0, ",
         "tests/modules/test_compiled_attention.py -k lengths",
     ),
     Mutant(

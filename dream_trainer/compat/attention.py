@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, cast
 
@@ -16,15 +18,40 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "NATIVE_LAYERS",
     "BlockMask",
     "CausalBias",
     "attend_elsewhere",
     "attend_flexibly",
     "attend_varlen",
     "causal_to_the_last_key",
+    "has_keys_elsewhere",
+    "keys_are_elsewhere",
     "part_of_document_mask",
     "same_document_mask",
 ]
+
+
+NATIVE_LAYERS = (torch._VF._transformer_encoder_layer_fwd, torch._VF._native_multi_head_attention)
+"""What PyTorch's own layers call in evaluation, in place of functions of attention."""
+
+_elsewhere = False
+
+
+@contextmanager
+def has_keys_elsewhere() -> Iterator[None]:
+    """Inside, what is compiled has keys that other ranks hold, and graphs that are changed before they run."""
+    global _elsewhere
+    before, _elsewhere = _elsewhere, True
+    try:
+        yield
+    finally:
+        _elsewhere = before
+
+
+def keys_are_elsewhere() -> bool:
+    """Whether this is called inside of `has_keys_elsewhere`. What was compiled knows, and is compiled anew outside."""
+    return _elsewhere
 
 
 def attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

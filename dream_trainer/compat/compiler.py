@@ -7,10 +7,12 @@ exercises each one.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,19 +45,26 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
+def in_no_graph(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function that whatever is compiled around it calls as it is; `reason` is what the compiler says of
+    it. Imports the compiler."""
+    return partial(torch.compiler.disable, reason=reason)
+
+
 class Call:
     """A call in a graph that the compiler has traced.
 
     Attributes:
-        function: What is called.
+        function: What is called, as a function mode would see it in Python.
         args: Values like its arguments: tensors without data.
         kwargs: As `args`.
         stack: Where the model makes it, as a traceback has it.
+        is_in_function: Whether it is in the forward or backward of a `torch.autograd.Function`.
     """
 
-    def __init__(self, node: torch.fx.Node) -> None:
-        self._node = node
-        self.function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    def __init__(self, node: torch.fx.Node, is_in_function: bool) -> None:
+        self._node, self.is_in_function = node, is_in_function
+        self.function: Any = _as_in_python(node)
         from torch.fx.node import map_arg
 
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("example_value"))
@@ -68,18 +77,46 @@ class Call:
         """Whether it is FlexAttention."""
         return isinstance(self.function, torch._ops.HigherOrderOperator) and self.function.name() == "flex_attention"
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it calls Python code that the compiler was told not to look into."""
+        place = getattr(self.function, "__module__", None) or ""
+        # Functions of the compiler's own call such code: an autograd.Function, or what is not traced strictly.
+        is_pytorchs = place.partition(".")[0] == "torch" and not place.startswith("torch._dynamo.")
+        return isinstance(self.function, FunctionType) and not is_pytorchs
+
     def replace(self, function: Callable[..., Any]) -> None:
         """Has the graph call `function` in its place."""
         self._node.target = function
 
 
+def _as_in_python(node: torch.fx.Node) -> Any:
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target), None)
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return getattr(torch.Tensor, f"__{name}__", node.target)
+    return node.target
+
+
 def change_calls(graph: torch.fx.GraphModule, change: Callable[[Call], None]) -> None:
     """Calls `change` with each call in a graph, and in what the graph calls as one, such as checkpoints."""
-    for part in [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]:
+    parts = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    in_functions = {inner for part in parts for each in _parts_of_functions(part) for inner in each.modules()}
+    for part in parts:
         for node in part.graph.nodes:
             if node.op in ("call_function", "call_method"):
-                change(Call(node))
+                change(Call(node, part in in_functions))
         part.recompile()
+
+
+def _parts_of_functions(part: torch.fx.GraphModule) -> Iterator[torch.nn.Module]:
+    """The graphs of forward and backward of each `torch.autograd.Function` that `part` calls."""
+    for node in part.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "autograd_function_apply":
+            names = [str(given.target) for given in node.all_input_nodes if given.op == "get_attr"]
+            yield from (value for name in names if isinstance(value := getattr(part, name, None), torch.nn.Module))
 
 
 def changing_backend(
@@ -112,6 +149,38 @@ def own_errors(kind: type[Exception], of_shapes: Callable[[str], Exception]) -> 
         if "scaled_dot_product_attention" not in str(error):
             raise
         raise of_shapes(str(error)) from error
+
+
+class CompiledTooOften(Exception):
+    """A function has as many graphs as the compiler allows, none of which fits. Its text says what changed."""
+
+
+class _Limits(logging.Filter):
+    """Takes what is logged where a function is compiled too often, and lets all else through."""
+
+    changed = "unknown"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "hit config.%s" not in str(record.msg):
+            return True
+        self.changed = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
+        return False
+
+
+@contextmanager
+def too_often_is_told() -> Iterator[None]:
+    """Inside, a function that must be compiled whole, and has as many graphs as it may, raises CompiledTooOften, of
+    which the compiler logs nothing."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    log, limits = logging.getLogger("torch._dynamo.convert_frame"), _Limits()
+    log.addFilter(limits)
+    try:
+        yield
+    except FailOnRecompileLimitHit as error:
+        raise CompiledTooOften(limits.changed) from error
+    finally:
+        log.removeFilter(limits)
 
 
 class Compilation(NamedTuple):

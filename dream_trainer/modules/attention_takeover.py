@@ -53,6 +53,7 @@ class AttentionTakeover(TorchFunctionMode):
     Attributes:
         attention: What attention goes to.
         further: As given.
+        warn: As given.
         checks: What is called before other functions, with their arguments.
         compiled: What was compiled for the lengths of sequences, by whose it is.
     """
@@ -64,7 +65,7 @@ class AttentionTakeover(TorchFunctionMode):
         warn: Callable[[str, str], None],
     ) -> None:
         super().__init__()
-        self.attention, self.further, self._warn = attention, further, warn
+        self.attention, self.further, self.warn = attention, further, warn
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.checks: dict[Any, Handler] = {
             F.multi_head_attention_forward: _refuse_multi_head_attention,
@@ -143,7 +144,7 @@ class AttentionTakeover(TorchFunctionMode):
         # The last dimension is that of features, but for tokens, positions and masks.
         is_of_features = dim % values.ndim == values.ndim - 1 and (values.ndim > 2 or values.is_floating_point())
         if length in self.attention.lengths and not is_of_features:
-            self._warn(
+            self.warn(
                 f"{name} under context_parallel",
                 f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, over {length} values, as many "
                 "as this rank's part of a sequence has. If it is one, the result is of this part alone, and not what "
@@ -156,7 +157,7 @@ class AttentionTakeover(TorchFunctionMode):
         given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
         end = given.get("end")
         if given["start"] == 0 and given["step"] == 1 and end in self.attention.lengths:
-            self._warn(
+            self.warn(
                 "arange under context_parallel",
                 f"the step calls torch.arange({end}), as many numbers as this rank has positions of a sequence. If "
                 "these are positions, they are wrong: those of a part are not the first. Give the model positions from "

@@ -23,7 +23,7 @@ _classes: dict[tuple[type[Changed], type[nn.Module], Any], type[nn.Module]] = {}
 
 
 def change_class(module: nn.Module, change: type[Changed], key: Any = None, **attributes: Any) -> None:
-    """Puts `change` before the class of `module`, whose methods it reaches by `super()`.
+    """Puts `change` before the class of `module`, whose methods it reaches by `super()`; once, where it is done again.
 
     Args:
         module: Changed in place.
@@ -32,6 +32,8 @@ def change_class(module: nn.Module, change: type[Changed], key: Any = None, **at
         **attributes: Class attributes of the changed class.
     """
     cls = type(module)
+    if any(_classes.get((change, base, key)) in cls.__mro__ for base in cls.__mro__):
+        return  # two models have it
     if (change, cls, key) not in _classes:
         body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "forward": _forward(change, cls)} | attributes
         _classes[change, cls, key] = type(f"{change.__name__}{cls.__name__}", (change, cls), body)

@@ -8,21 +8,31 @@ can have. A block that the compiler would leave in part to Python is an error, s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from dream_trainer.compat.attention import attend_elsewhere
-from dream_trainer.compat.compiler import Call, CompiledInside, change_calls, changing_backend, own_errors
+from dream_trainer.compat.attention import NATIVE_LAYERS, attend_elsewhere, has_keys_elsewhere
+from dream_trainer.compat.compiler import (
+    Call,
+    CompiledInside,
+    CompiledTooOften,
+    change_calls,
+    changing_backend,
+    in_no_graph,
+    own_errors,
+    too_often_is_told,
+)
 from dream_trainer.compat.pytorch import function_modes, in_backward
 from dream_trainer.errors import DreamTrainerError, StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover, Handler
-from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.modules.class_change import Changed, change_class, own_class
 
 
 class SharedBlock(CompiledInside, Changed):
@@ -31,6 +41,8 @@ class SharedBlock(CompiledInside, Changed):
     _backend: tuple[str, str | None, Any]  # its name, mode and options
     _whole: Callable[..., Any]  # the forward of its class, compiled as it is
 
+    # What is compiled around it would trace it as if there were no mode, and attend within this rank's positions.
+    @in_no_graph("blocks are compiled by themselves under context_parallel")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         modes = function_modes()
@@ -44,24 +56,73 @@ class SharedBlock(CompiledInside, Changed):
         if takeover is None:  # outside of steps, where each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
-        key = (type(self), frozenset(takeover.attention.lengths))
-        if key not in takeover.compiled:
-            takeover.compiled[key] = _compiled_for(takeover, type(self)._backend)
-        with takeover.aside(), own_errors(DreamTrainerError, _misfit):
-            output, is_compiled = takeover.compiled[key](super().forward, *args, **kwargs)
-        if not is_compiled:
-            raise StepError(
-                "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
-                "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
-            )
-        return output
+        forward = super().forward
+        lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
+        # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
+        for owner in (own,) if (own, lengths) in takeover.compiled else (type(self), own):
+            try:
+                return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
+            except CompiledTooOften as error:
+                changed = str(error)
+        takeover.warn(f"{id(self)} compiled too often", _TOO_OFTEN.format(own_class(self).__name__, changed))
+        return forward(*args, **kwargs)
+
+
+_TOO_OFTEN = (
+    "a block of class {} was compiled as often as the compiler allows, and runs uncompiled where something changes "
+    "again: right, but slowly. Under context_parallel keep numbers that change out of its attributes, and pad batches "
+    "to few shapes. The compiler says that this changed: {}"
+)
+
+
+def _compiled_output(
+    takeover: AttentionTakeover,
+    key: Any,
+    backend: tuple[str, str | None, Any],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if key not in takeover.compiled:
+        takeover.compiled[key] = _compiled_for(takeover, backend)
+    with takeover.aside(), has_keys_elsewhere(), own_errors(DreamTrainerError, _misfit), too_often_is_told():
+        output, is_compiled = takeover.compiled[key](forward, *args, **kwargs)
+    if not is_compiled:
+        raise StepError(
+            "a compiled block ran uncompiled under context_parallel, as within a TorchDispatchMode or where the "
+            "compiler is switched off: its attention saw this rank's part of a sequence alone. Use compile=False."
+        )
+    return output
+
+
+class _InGraphs(AttentionTakeover):
+    """For Python code that graphs call as it is, while they are compiled."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._handlers.get(func, func)(*args, **(kwargs or {}))
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, inside of this mode."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
 
 
 def _compiled_for(takeover: AttentionTakeover, backend: tuple[str, str | None, Any]) -> Callable[..., Any]:
     """`_run`, compiled for the lengths of now."""
     attention = takeover.attention.in_graphs()
-    ours = {F.scaled_dot_product_attention: attention.scaled_dot_product_attention, **takeover.further(attention)}
-    share = partial(_share, takeover.checks, ours)
+    attend = attention.scaled_dot_product_attention
+    aten = torch.ops.aten.scaled_dot_product_attention
+    ours: dict[Any, Handler] = dict.fromkeys((F.scaled_dot_product_attention, aten, aten.default), attend)
+    ours |= takeover.further(attention)
+    in_graphs = _InGraphs(attention, takeover.further, takeover.warn)
+    share = partial(_share, in_graphs, ours)
     torch.compiler.allow_in_graph(attend_elsewhere)
     # A function of its own has graphs of its own, of which there may be so many.
     run = FunctionType(_run.__code__.replace(), globals())
@@ -84,18 +145,23 @@ def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str 
         mode: Of the backend.
         options: Of the backend, in place of a mode.
     """
-    checked = changing_backend(backend, mode, options, partial(change_calls, change=_refuse_elsewhere))
-    whole = torch.compile(type(module).forward, backend=checked, dynamic=False)
+    whole = torch.compile(type(module).forward, backend=backend, mode=mode, options=options, dynamic=False)
     of_class = {"_backend": (backend, mode, options), "_whole": staticmethod(whole)}
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
-def _share(checks: Mapping[Any, Handler], ours: Mapping[Any, Handler], call: Call) -> None:
+def _share(in_graphs: _InGraphs, ours: Mapping[Any, Handler], call: Call) -> None:
     """Has a call of attention go to ours; what else steps check is checked of other calls, too.
 
     Raises:
         StepError: It would see this rank's positions alone.
     """
+    checks = in_graphs.checks
+    if call.function in ours and call.is_in_function:
+        raise StepError(
+            "attention inside a torch.autograd.Function, in a compiled block under context_parallel: its backward "
+            "would be of this rank's part of a sequence. Call scaled_dot_product_attention outside of it."
+        )
     if call.function in ours:
         call.replace(ours[call.function])
     elif call.is_flex_attention or "attend_varlen" in call.stack:
@@ -109,15 +175,12 @@ def _share(checks: Mapping[Any, Handler], ours: Mapping[Any, Handler], call: Cal
             "packed_attention_mask was called in a compiled block under context_parallel, where it sees this rank's "
             "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
         )
-    elif "multi_head_attention_forward" in call.stack:
+    elif "multi_head_attention_forward" in call.stack or call.function in NATIVE_LAYERS:
         checks[F.multi_head_attention_forward]()
+    elif call.is_opaque:
+        call.replace(in_graphs.around(call.function))
     elif call.function in checks:
         checks[call.function](*call.args, **call.kwargs)
-
-
-def _refuse_elsewhere(call: Call) -> None:
-    if call.function is attend_elsewhere:
-        raise StepError("packed_attention was called with a mask over other keys than it was given.")
 
 
 def _misfit(text: str) -> StepError:

@@ -33,6 +33,7 @@ class Runs(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self.run, self.layer = run, nn.MultiheadAttention(4, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval().requires_grad_(False)
 
     def forward(self, x: Tensor, *others: Any) -> Any:
         return self.run(self, x, *others)
@@ -60,6 +61,21 @@ def attend(module: nn.Module, x: Tensor, *_: Any) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+@torch.compiler.allow_in_graph
+def own_attention(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Formula(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention(x, x, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "flex": (lambda _, x: flex_attention(x, x, x), (), "Use scaled_dot_product_attention, or packed_attention_mask"),
     "layer": (lambda block, x: block.layer(x[0], x[0], x[0])[0], (), "nn.MultiheadAttention, which .* attends within"),
@@ -70,6 +86,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "the model computes attention by itself",
     ),
     "convolution": (lambda _, x: F.conv1d(x[0], torch.ones(8, 8, 3)), (torch.zeros(8, 8, 8),), "conv1d of width 3"),
+    "layer in evaluation": (lambda block, x: block.encoder(x[0]), (), "nn.MultiheadAttention, which .* attends within"),
+    "own, opaque": (lambda _, x: own_attention(x), (), "the model computes attention by itself"),
+    "in a function of its own": (
+        lambda block, x: Formula.apply(x * block.layer.in_proj_bias[0]),
+        (),
+        "attention inside a torch.autograd.Function",
+    ),
     "mask": (
         lambda _, x, mask: F.scaled_dot_product_attention(x, x, x, mask),
         (torch.ones(LENGTH, 2 * LENGTH, dtype=torch.bool),),
@@ -99,6 +122,13 @@ def test_a_block_that_the_compiler_cannot_follow_whole_is_an_error() -> None:
 
     with step(LENGTH), pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(broken)(HEADS)
+
+
+def test_what_is_compiled_around_blocks_leaves_them_alone() -> None:
+    block = compiled(attend)
+    around = torch.compile(lambda x: block(x) * 1, backend="eager", fullgraph=True)
+    with step(LENGTH), pytest.raises(torch._dynamo.exc.Unsupported, match="blocks are compiled by themselves"):
+        around(HEADS)
 
 
 def test_a_block_that_runs_uncompiled_is_an_error() -> None:
@@ -138,8 +168,19 @@ def test_a_mask_over_other_keys_is_refused_outside_of_steps_too() -> None:
     mask = torch.ones(LENGTH, 2 * LENGTH, dtype=torch.bool)
     with step(LENGTH), pytest.raises(Exception, match="AssertionError"):
         compiled(lambda _, x, mask: packed_attention(x, x, x, mask), "aot_eager")(HEADS, mask)
-    with pytest.raises(StepError, match="a mask over other keys"):
+    with pytest.raises(StepError, match="shapes that do not fit"):
         compiled(lambda _, x, mask: packed_attention(x, x, x, mask))(HEADS, mask)
+
+
+def test_outside_of_such_blocks_packed_attention_compiled_is_as_it_is_uncompiled() -> None:
+    def run(mask: Tensor) -> Tensor:
+        return packed_attention(HEADS, HEADS, HEADS, mask)
+
+    rows = torch.rand(2, 1, LENGTH, 1) < 0.9  # one column for all keys
+    torch.testing.assert_close(torch.compile(run, backend="eager")(rows), run(rows))
+    for call in (run, torch.compile(run, backend="eager")):
+        with pytest.raises(RuntimeError, match="must match the size|making fake tensor call"):
+            call(torch.ones(2, 1, LENGTH, 2 * LENGTH, dtype=torch.bool))
 
 
 def test_what_mixes_positions_is_named() -> None:

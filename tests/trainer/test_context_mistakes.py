@@ -13,10 +13,11 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError
+from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.context_attention import GatheredAttention, UlyssesAttention
 from dream_trainer.modules.sequence_parts import SequenceParts
 from dream_trainer.trainer.sequence_cut import SequenceCut
-from tests.trainer.sequences import Case, Trained, config_of
+from tests.trainer.sequences import Block, Case, Model, Trained, config_of
 from tests.trainer.small import run_ranks
 
 
@@ -101,6 +102,27 @@ def test_what_the_trainer_or_its_config_lacks_is_named_when_it_is_built() -> Non
 
     with pytest.raises(ConfigError, match="attention='ring'"):
         dt.ContextParallelParameters(attention="ring")  # type: ignore[arg-type]
+
+
+def test_a_compiled_block_within_another_is_named() -> None:
+    class Nested(Trained):
+        def model_blocks(self, model: Any) -> Any:
+            return [model.blocks[1], *(block.mlp for block in model.blocks)]
+
+    trainer = Nested(config_of(Case(2, backend="eager")))
+    trainer.model = Model(Case())
+    with pytest.raises(ConfigError, match=r"model_blocks gives 'blocks.1' and 'blocks.1.mlp', which is within it"):
+        trainer.apply_compile()
+
+
+def test_blocks_that_two_models_have_are_compiled_once() -> None:
+    trainer = Trained(config_of(Case(2, backend="eager", recompute="full")))
+    trainer.model, trainer.other = Model(Case()), Model(Case())
+    trainer.other.blocks = trainer.model.blocks
+    trainer.apply_activation_checkpointing()
+    trainer.apply_compile()
+    assert {own_class(block) for block in trainer.model.blocks} == {Block}
+    assert len(type(trainer.model.blocks[0]).__mro__) == len(type(trainer.other.blocks[1]).__mro__)
 
 
 def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() -> None:

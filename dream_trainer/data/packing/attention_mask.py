@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from dream_trainer.compat.attention import (
@@ -16,6 +15,7 @@ from dream_trainer.compat.attention import (
     attend_elsewhere,
     attend_flexibly,
     attend_varlen,
+    keys_are_elsewhere,
     same_document_mask,
 )
 
@@ -101,7 +101,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | B
     if isinstance(mask, BlockMask):
         return attend_flexibly(query, key, value, mask)
     if isinstance(mask, Tensor):
-        if is_compiling() and mask.shape[-1] != key.shape[-2]:  # where ranks share the row
+        if keys_are_elsewhere() and mask.shape[-1] != key.shape[-2]:
             return attend_elsewhere(query, key, value, mask)
         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape[1] != key.shape[1])
     groups = query.shape[1] // key.shape[1]

@@ -14,6 +14,8 @@ from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     import torch.nn as nn
 
@@ -56,7 +58,8 @@ class CompileMixin(AbstractTrainer):
 
         Raises:
             ConfigError: Layers are split or sequences shared, and shapes are to be variable; products are to overlap
-                where they cannot; or ranks share experts, and graphs are to be whole.
+                where they cannot; ranks share experts, and graphs are to be whole; or sequences are shared, and a
+                block is within another.
         """
         super().apply_compile()
         parameters: CompileParameters = self.config.compile_parameters
@@ -80,7 +83,10 @@ class CompileMixin(AbstractTrainer):
         if is_split and parameters.async_tensor_parallel and self.world.mesh is not None:
             options = self._options_of_overlap(self.world.mesh["tp"].get_group())
         for model in self._parameterised_models():
-            for part in self.model_blocks(model) or [model]:
+            parts = self.model_blocks(model) or [model]
+            if is_shared:
+                _refuse_parts_of_parts(model, parts)
+            for part in parts:
                 if is_split:
                     change_class(part, Waiting)
                 elif part.forward.__module__.startswith("torch."):
@@ -113,6 +119,17 @@ def _compile_shared(part: nn.Module, backend: str, mode: str | None, options: An
     from dream_trainer.modules.compiled_attention import compile_with_shared_attention
 
     compile_with_shared_attention(part, backend=backend, mode=mode, options=options)
+
+
+def _refuse_parts_of_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for part in parts:
+        inner = next((module for module in part.modules() if module is not part and module in parts), None)
+        if inner is not None:
+            raise ConfigError(
+                f"model_blocks gives {names.get(part)!r} and {names.get(inner)!r}, which is within it: under "
+                "context_parallel each block is compiled whole, by itself. Name one of the two, or use compile=False."
+            )
 
 
 def _refuse_beside_shared_sequences(trainer: CompileMixin) -> None:
