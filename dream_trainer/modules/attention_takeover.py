@@ -6,35 +6,39 @@ does would see this rank's positions alone, and train wrong without a word: what
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from math import prod
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
+from dream_trainer.compat.computed_from import is_computed_from
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.errors import StepError
 from dream_trainer.modules.context_attention import ContextAttention
+from dream_trainer.modules.hidden_backward import refuse_hidden_backward
+from dream_trainer.modules.position_checks import PositionChecks
 
 Handler = Callable[..., Any]
 
-_MIXING: dict[Callable[..., Any], tuple[str, ...]] = {
-    **dict.fromkeys((torch.mean, Tensor.mean, torch.cumsum, Tensor.cumsum), ("dim",)),
-    **dict.fromkeys((torch.var, Tensor.var, torch.std, Tensor.std), ("dim",)),
-    **dict.fromkeys((torch.roll, Tensor.roll), ("shifts", "dim")),
-    **dict.fromkeys((torch.diff, Tensor.diff), ("n", "dim")),
-    **dict.fromkeys((torch.norm, Tensor.norm), ("p", "dim")),
-    **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), ("ord", "dim")),
+_OF_PYTORCH = {"aten", "prims", "prim", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"} | {
+    *("symm_mem", "inductor", "profiler", "torch_attn", "quantized", "mkldnn", "mkl", "dream_trainer"),
 }
-"""What mixes values along a dimension, by the names of its arguments; `dims` and `axis` are `dim`, too."""
+"""Namespaces of operators that are known not to mix positions, but for attention and what is checked."""
+_ATTENDS = re.compile("atten|attn|transformer_encoder")
+_VALUES = ("input", "tensors", "self")
+_MOST_LENGTHS = 64
+"""Pairs of other lengths that are looked at, so that such as vary without end cost nothing."""
+
 _COMPILED = (
     "torch.compile, or flex_attention, which is compiled, inside a step whose sequences are shared by ranks. Under "
     "context_parallel call scaled_dot_product_attention, uncompiled; for packed rows packed_attention, which may use "
@@ -67,24 +71,19 @@ class AttentionTakeover(TorchFunctionMode):
         super().__init__()
         self.attention, self.further, self.warn = attention, further, warn
         self.compiled: dict[Any, Callable[..., Any]] = {}
-        self.checks: dict[Any, Handler] = {
-            F.multi_head_attention_forward: _refuse_multi_head_attention,
-            torch.arange: self._warn_of_positions,
-            F.conv1d: self._refuse_convolution,
-            torch.conv1d: self._refuse_convolution,
-        }
-        self.checks |= dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), self._refuse_own_attention)
-        self.checks |= {mixing: partial(self._warn_of_mixing, mixing) for mixing in _MIXING}
-        self.checks |= {F.pad: self._warn_of_padding, torch.cat: self._warn_of_joining}
-        self._handlers = {function: _checked(function, check) for function, check in self.checks.items()}
-        self._handlers |= {F.scaled_dot_product_attention: self._attend, **further(attention)}
+        self.checks: dict[Any, Handler] = PositionChecks(attention, warn).of
+        self._other_keys: set[tuple[int, int]] = set()
+        self._handlers = _Handlers(self._first_seen)
+        self._handlers |= {function: _checked(function, check) for function, check in self.checks.items()}
+        self._handlers |= {function: _with_gradients(ours) for function, ours in further(attention).items()}
+        self._handlers[F.scaled_dot_product_attention] = self._attend
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_compiling():
             raise StepError(_COMPILED)
-        return self._handlers.get(func, func)(*args, **(kwargs or {}))
+        return self._handlers[func](*args, **(kwargs or {}))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -98,99 +97,115 @@ class AttentionTakeover(TorchFunctionMode):
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
 
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not torch.is_grad_enabled():
-            _refuse_reentrant_checkpoint()
-        return self.attention.scaled_dot_product_attention(*args, **kwargs)
-
-    def _refuse_own_attention(self, scores: Tensor, *_: Any, **__: Any) -> None:
-        if scores.ndim >= 4 and scores.shape[-1] in self.attention.lengths and scores.shape[-2] == scores.shape[-1]:
+    def _attend(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_hidden_backward()
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StepError(
-                f"softmax over scores of the shape {tuple(scores.shape)}: the model computes attention by itself, "
-                "within this rank's part of a sequence. Under context_parallel call scaled_dot_product_attention (in "
-                'transformers: attn_implementation="sdpa"), or packed_attention.'
+                "attention was called within torch.jit.trace, in a step whose sequences are shared by ranks: the trace "
+                "would attend within this rank's part. Under context_parallel call the module as it is."
+            )
+        lengths = query.shape[-2], key.shape[-2]
+        if lengths[1] not in self.attention.lengths and lengths not in self._other_keys:
+            self._look_at_other_keys(query, key)
+        return self.attention.scaled_dot_product_attention(query, key, *args, **kwargs)
+
+    def _look_at_other_keys(self, query: Tensor, key: Tensor) -> None:
+        """Of lengths not seen before: an encoder's are not computed from this rank's part; others see it alone."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        if len(self._other_keys) < _MOST_LENGTHS:
+            self._other_keys.add((queries, keys))
+        else:
+            return
+        if queries == keys and any(_has_whole(query.shape, length) for length in self.attention.lengths):
+            return  # each position by itself, among whatever it has several of
+        if is_computed_from(key, lambda shape: any(_has_positions(shape, one) for one in self.attention.lengths)):
+            self.warn(
+                "keys of another length under context_parallel",
+                f"attention of {queries} queries to {keys} keys, which are no part of a sequence, was computed as it "
+                "is; but the keys come from this rank's part, as where a token is joined in front, positions are "
+                "pooled or taken in windows. It then sees this part alone, and not what one rank would. Have keys "
+                f"be all positions of the part, or train with context_parallel=1. (Parts: {self.attention.lengths}.)",
             )
 
-    def _refuse_convolution(self, values: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("bias", "stride", "padding", "dilation"), args, strict=False)) | kwargs
-        dilation = given.get("dilation", 1)
-        reach = (weight.shape[-1] - 1) * (dilation if isinstance(dilation, int) else dilation[0])
-        # It may be padded already, in front or on both sides.
-        if reach and any(length <= values.shape[-1] <= length + 2 * reach for length in self.attention.lengths):
-            raise StepError(
-                f"conv1d of width {weight.shape[-1]} over {values.shape[-1]} positions, which are this rank's part of "
-                "a sequence: it would mix positions that are no neighbours. Train with context_parallel=1."
-            )
+    def _first_seen(self, function: Any) -> Handler:
+        """What a function that has no handler is replaced by; each is looked at once."""
+        name = str(function) if isinstance(function, (OpOverload, OpOverloadPacket)) else None
+        if name is None:
+            name = function.__name__ if isinstance(function, BuiltinFunctionType) else ""
+            if _ATTENDS.search(name):
+                return partial(_refuse_attention, name)
+            return function  # type: ignore[no-any-return]
+        namespace, operator, *_ = name.split(".")
+        if namespace not in _OF_PYTORCH:
+            return partial(self._warn_of_operator, f"{namespace}::{operator}", function)
+        if operator == F.scaled_dot_product_attention.__name__:
+            return self._attend
+        if _ATTENDS.search(operator):
+            return partial(_refuse_attention, name)
+        twins = [check for known, check in self.checks.items() if known.__name__.strip("_") == operator.strip("_")]
+        return _checked(function, twins[0]) if twins else function
 
-    def _warn_of_mixing(self, mixing: Callable[..., Any], values: Tensor, *args: Any, **kwargs: Any) -> None:
-        given = kwargs | dict(zip(_MIXING[mixing], args, strict=False))
-        dims = next((given[name] for name in ("dim", "dims", "axis") if name in given), None)
-        for dim in (dims,) if isinstance(dims, int) else dims or ():
-            self._warn_of_part(mixing.__name__.removeprefix("linalg_"), values, dim, values.shape[dim])
-
-    def _warn_of_padding(self, values: Tensor, pad: Any, *_: Any, **__: Any) -> None:
-        for place in range(len(pad) // 2):  # of the last dimension first, on both sides
-            if pad[2 * place] or pad[2 * place + 1]:
-                self._warn_of_part("pad", values, -1 - place, values.shape[-1 - place])
-
-    def _warn_of_joining(self, tensors: Any, dim: int = 0, **kwargs: Any) -> None:
-        dim = kwargs.get("axis", dim)
-        if len(tensors) > 1 and len({part.ndim for part in tensors}) == 1:
-            length = sum(part.shape[dim] for part in tensors)
-            self._warn_of_part("cat", tensors[0], dim, length)
-
-    def _warn_of_part(self, name: str, values: Tensor, dim: int, length: int) -> None:
-        """Warns that `name` mixes `length` values along a dimension, if they may be this rank's positions."""
-        # The last dimension is that of features, but for tokens, positions and masks.
-        is_of_features = dim % values.ndim == values.ndim - 1 and (values.ndim > 2 or values.is_floating_point())
-        if length in self.attention.lengths and not is_of_features:
+    def _warn_of_operator(self, name: str, operator: Handler, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(_has_positions(tensor.shape, length) for tensor in tensors for length in self.attention.lengths):
             self.warn(
                 f"{name} under context_parallel",
-                f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, over {length} values, as many "
-                "as this rank's part of a sequence has. If it is one, the result is of this part alone, and not what "
-                "one rank would compute. Compute it in the loader and cut it as the tokens are, or train with "
-                "context_parallel=1.",
+                f"the step calls the operator {name}, which cannot be seen into, with this rank's part of a sequence. "
+                "If it attends or mixes positions in another way, it sees this part alone, and the step trains wrong. "
+                "Then call scaled_dot_product_attention in its place, or train with context_parallel=1.",
             )
+        return operator(*args, **kwargs)
 
-    def _warn_of_positions(self, *args: Any, **kwargs: Any) -> None:
-        names = ("start", "end", "step") if len(args) > 1 else ("end",)
-        given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
-        end = given.get("end")
-        if given["start"] == 0 and given["step"] == 1 and end in self.attention.lengths:
-            self.warn(
-                "arange under context_parallel",
-                f"the step calls torch.arange({end}), as many numbers as this rank has positions of a sequence. If "
-                "these are positions, they are wrong: those of a part are not the first. Give the model positions from "
-                "the batch, cut as its tokens are.",
-            )
+
+class _Handlers(dict[Any, Handler]):
+    """Of functions, each of which is looked at when it is first called."""
+
+    def __init__(self, first_seen: Callable[[Any], Handler]) -> None:
+        super().__init__()
+        self._first_seen = first_seen
+
+    def __missing__(self, function: Any) -> Handler:
+        handler = self._first_seen(function)
+        if not isinstance(function, FunctionType) or function.__closure__ is None:  # such may be made for each call
+            self[function] = handler
+        return handler
 
 
 def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Handler:
     def call(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
+        if args:
+            check(*args, **kwargs)
+        else:  # torch.softmax(input=scores, dim=-1)
+            check(
+                *(kwargs[name] for name in _VALUES if name in kwargs),
+                **{name: value for name, value in kwargs.items() if name not in _VALUES},
+            )
         return function(*args, **kwargs)
 
     return call
 
 
-def _refuse_reentrant_checkpoint() -> None:
-    """Autograd runs a backward without modes, so what such a checkpoint computes again would be this rank's part alone.
+def _with_gradients(attend: Handler) -> Handler:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse_hidden_backward()
+        return attend(*args, **kwargs)
 
-    The other form finds by itself that it computed something else, and raises.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise StepError(
-                "attention inside torch.utils.checkpoint with use_reentrant=True: in backward it would be computed "
-                "again within this rank's part of a sequence. Under context_parallel set "
-                'device_parameters.activation_checkpointing to "full" or "selective" instead.'
-            )
-        frame = frame.f_back
+    return call
 
 
-def _refuse_multi_head_attention(*_: Any, **__: Any) -> NoReturn:
+def _has_positions(shape: Sequence[int], length: int) -> bool:
+    """Whether there may be `length` positions, behind the batch and before features."""
+    return length in (shape[1:2] if len(shape) < 4 else shape[1:-1])
+
+
+def _has_whole(shape: Sequence[int], length: int) -> bool:
+    """Whether what is attended in is each position's own: all are in the batch of `[*batch, heads, length, width]`."""
+    is_flat = prod(shape[:-3] if len(shape) > 3 else shape[:-2]) % length == 0
+    return shape[-2] < length and (is_flat or length in shape[:-2])
+
+
+def _refuse_attention(name: str, *_: Any, **__: Any) -> NoReturn:
     raise StepError(
-        "nn.MultiheadAttention, which nn.TransformerEncoderLayer and its like use, attends within this rank's part of "
-        "a sequence. Under context_parallel call scaled_dot_product_attention on heads of your own."
+        f"{name} attends within this rank's part of a sequence. Under context_parallel call "
+        "scaled_dot_product_attention, which chooses the kernel."
     )

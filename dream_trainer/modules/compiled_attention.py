@@ -101,7 +101,7 @@ class _InGraphs(AttentionTakeover):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._handlers.get(func, func)(*args, **(kwargs or {}))
+        return self._handlers[func](*args, **(kwargs or {}))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, inside of this mode."""

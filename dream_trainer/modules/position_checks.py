@@ -1,0 +1,246 @@
+"""What mixes positions of a sequence, in a step that has a part of them: what is certain is refused, the rest named.
+
+Attention is taken over (`attention_takeover.py`). All else that looks at other positions would see this rank's part
+alone, and train wrong without a word. It is told by its shapes: it goes along a dimension of as many values as the part
+has. The checks look at arguments only, and say nothing of most calls after one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from dream_trainer.compat.computed_from import viewed
+from dream_trainer.errors import StepError
+from dream_trainer.modules.context_attention import ContextAttention
+
+Check = Callable[..., None]
+
+_MIXING: Mapping[Callable[..., Any], int] = {
+    **dict.fromkeys((torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.prod, Tensor.prod), 0),
+    **dict.fromkeys((torch.var, Tensor.var, torch.std, Tensor.std, torch.logsumexp, Tensor.logsumexp), 0),
+    **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin, torch.max, Tensor.max), 0),
+    **dict.fromkeys((torch.min, Tensor.min, torch.median, Tensor.median), 0),
+    **dict.fromkeys((torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.cummax, Tensor.cummax), 0),
+    **dict.fromkeys((torch.flip, Tensor.flip, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort), 0),
+    **dict.fromkeys((torch.unbind, Tensor.unbind, torch.select, Tensor.select, Tensor.unfold), 0),
+    **dict.fromkeys((torch.roll, Tensor.roll, torch.diff, Tensor.diff, torch.topk, Tensor.topk), 1),
+    **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), 1),
+    **dict.fromkeys((torch.fft.fft, torch.fft.rfft, torch.fft.fftn, torch.fft.rfftn), 1),
+}
+"""What mixes values along a dimension, by the place of that dimension after the values."""
+_DIMENSIONS = ("dim", "dims", "axis", "dimension")
+
+
+class PositionChecks:
+    """Looks at the arguments of functions for this rank's positions.
+
+    Args:
+        attention: Its `lengths` are those of this rank's parts.
+        warn: Told once, under a key, of what may be wrong.
+
+    Attributes:
+        of: The check of each function, called with its arguments before it.
+    """
+
+    def __init__(self, attention: ContextAttention, warn: Callable[[str, str], None]) -> None:
+        self._attention, self._warn = attention, warn
+        self.of: dict[Any, Check] = {mixing: partial(self._mixing, mixing, at) for mixing, at in _MIXING.items()}
+        by_check: dict[Check, Iterable[Any]] = {
+            self._own_attention: (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax),
+            self._own_log_attention: (
+                *(torch.log_softmax, F.log_softmax, Tensor.log_softmax, torch.special.log_softmax),
+            ),
+            partial(self._product, "matmul", 0): (torch.matmul, Tensor.matmul, Tensor.__matmul__),
+            partial(self._product, "bmm", 0): (torch.bmm, Tensor.bmm, torch.mm, Tensor.mm),
+            partial(self._product, "baddbmm", 1): (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm),
+            self._einsum: (torch.einsum,),
+            self._convolution: (F.conv1d, torch.conv1d),
+            self._pooling: (
+                *(F.avg_pool1d, torch.avg_pool1d, F.max_pool1d, torch.max_pool1d, F.adaptive_avg_pool1d),
+                *(F.adaptive_max_pool1d, F.interpolate, F.group_norm, F.instance_norm),
+            ),
+            self._recurrence: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+            self._positions: (torch.arange,),
+            self._padding: (F.pad,),
+            self._joining: (torch.cat, torch.concat, torch.concatenate),
+            self._neighbours: (Tensor.__getitem__,),
+            _refuse_multi_head_attention: (F.multi_head_attention_forward,),
+        }
+        self.of |= {function: check for check, functions in by_check.items() for function in functions}
+
+    def _own_attention(self, scores: Tensor, *_: Any, **__: Any) -> None:
+        shape = scores.shape
+        if len(shape) < 3 or shape[-1] not in self._attention.lengths or shape[-2] != shape[-1]:
+            return
+        hint = "" if len(shape) > 3 else " Logits of as many classes are taken as rows: logits.flatten(0, 1)."
+        raise StepError(
+            f"softmax over scores of the shape {tuple(shape)}: the model computes attention by itself, "
+            "within this rank's part of a sequence. Under context_parallel call scaled_dot_product_attention (in "
+            f'transformers: attn_implementation="sdpa"), or packed_attention.{hint}'
+        )
+
+    def _own_log_attention(self, scores: Tensor, *_: Any, **__: Any) -> None:
+        if scores.ndim > 3:  # with three they are rather logits: the product with values is looked at, too
+            self._own_attention(scores)
+
+    def _product(self, name: str, first: int, *args: Any, **kwargs: Any) -> None:
+        """`left[..., m, k] @ right[..., k, n]` sums over k: positions, where `right` holds values at them."""
+        left, right = (*args, *kwargs.values())[first : first + 2]
+        if left.shape[-1] not in self._attention.lengths or right.ndim < 2:
+            return
+        is_of_matrix = right.ndim == 2 and left.ndim > 2  # without a batch: features by weights
+        if is_of_matrix or _is_of_weights(right) or right.stride(-1) != 1 == right.stride(-2):
+            return  # such as queries by keys: what is summed over lies together, as features do
+        self._warn_of_product(name, (left, right), left.shape[-1])
+
+    def _einsum(self, equation: Any, *operands: Any, **_: Any) -> None:
+        if not isinstance(equation, str):
+            return
+        if isinstance(operands[0], Sequence):
+            operands = tuple(operands[0])
+        inputs, arrow, output = equation.replace(" ", "").partition("->")
+        terms = inputs.split(",")
+        if not arrow:
+            output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+        for letter in set("".join(terms)) - {*output, ".", ","}:
+            holding = [(term, operand) for term, operand in zip(terms, operands, strict=True) if letter in term]
+            term, operand = holding[0]
+            length = operand.shape[term.index(letter) if "." not in term.partition(letter)[0] else _end(term, letter)]
+            # What is last holds features; without the batch, which is first, it is a sum of all.
+            is_of_features = all(term.endswith(letter) or _is_of_weights(operand) for term, operand in holding)
+            is_of_all = any(term[0] != letter and term[0] not in output + "." for term, _ in holding)
+            if length in self._attention.lengths and not is_of_features and not is_of_all:
+                self._warn_of_product(f"einsum({equation!r})", operands, length)
+
+    def _warn_of_product(self, name: str, operands: Sequence[Tensor], length: int) -> None:
+        shapes = " and ".join(str(tuple(operand.shape)) for operand in operands)
+        self._warn(
+            f"{name} under context_parallel",
+            f"the step calls {name} of {shapes}, which sums over {length} values, as many as this rank's part of a "
+            "sequence has. If these are positions, as where attention multiplies weights with values, the result is of "
+            "this part alone, and not what one rank would compute. Call scaled_dot_product_attention, or train with "
+            "context_parallel=1.",
+        )
+
+    def _convolution(self, values: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("bias", "stride", "padding", "dilation"), args, strict=False)) | kwargs
+        dilation = given.get("dilation", 1)
+        reach = (weight.shape[-1] - 1) * (dilation if isinstance(dilation, int) else dilation[0])
+        # It may be padded already, in front or on both sides.
+        if reach and any(length <= values.shape[-1] <= length + 2 * reach for length in self._attention.lengths):
+            raise StepError(
+                f"conv1d of width {weight.shape[-1]} over {values.shape[-1]} positions, which are this rank's part of "
+                "a sequence: it would mix positions that are no neighbours. Train with context_parallel=1."
+            )
+
+    def _recurrence(self, values: Tensor, second: Any, third: Any, fourth: Any, *rest: Any, **_: Any) -> None:
+        is_packed = not isinstance(fourth, bool)  # `second` then says how many sequences reach each position
+        length = second.shape[0] if is_packed else values.shape[1 if rest[-1] else 0]
+        if length in self._attention.lengths:
+            raise StepError(
+                f"a recurrent layer (nn.LSTM, nn.GRU or nn.RNN) over {length} positions, which are this rank's part of "
+                "a sequence: it would begin anew in the middle. Train with context_parallel=1."
+            )
+
+    def _pooling(self, values: Tensor, *_: Any, **__: Any) -> None:
+        if values.ndim == 3 and values.shape[-1] in self._attention.lengths:
+            self._tell("a pooling, norm or interpolation", values, 2, values.shape[-1])
+
+    def _mixing(self, mixing: Callable[..., Any], at: int, values: Tensor, *args: Any, **kwargs: Any) -> None:
+        dims = args[at] if len(args) > at else None
+        if kwargs:
+            dims = next((kwargs[name] for name in _DIMENSIONS if name in kwargs), dims)
+        if isinstance(dims, int):
+            dims = (dims,)
+        elif not isinstance(dims, (tuple, list)):  # none, or the other tensor of a maximum
+            return
+        shape = values.shape
+        for dim in dims:
+            if shape[dim] in self._attention.lengths:
+                self._warn_of_part(mixing.__name__.removeprefix("linalg_"), values, dim, shape[dim])
+
+    def _padding(self, values: Tensor, pad: Any, *_: Any, **__: Any) -> None:
+        for place in range(len(pad) // 2):  # of the last dimension first, on both sides
+            if pad[2 * place] or pad[2 * place + 1]:
+                self._warn_of_part("pad", values, -1 - place, values.shape[-1 - place])
+
+    def _joining(self, tensors: Any, dim: int = 0, **kwargs: Any) -> None:
+        dim = kwargs.get("axis", dim)
+        if len(tensors) > 1 and len({part.ndim for part in tensors}) == 1:
+            length = sum(part.shape[dim] for part in tensors)
+            self._warn_of_part("cat", tensors[0], dim, length)
+
+    def _neighbours(self, values: Tensor, index: Any) -> None:
+        """Of `x[:, 1:]`, `x[:, :-1]`, `x[:, ::2]` and `x[:, -1]`; pieces such as `x[:, 4:8]` are taken by turns."""
+        if type(index) is not tuple:
+            return
+        first = 0
+        if index[0] is Ellipsis:
+            index = index[1:]
+            first = values.ndim - len(index)
+        for dim, one in enumerate(index, first):
+            if not isinstance(one, int) and not isinstance(one, slice):
+                return
+            if dim and values.shape[dim] in self._attention.lengths and (isinstance(one, int) or _is_shift(one)):
+                self._warn_of_part("a slice", values, dim, values.shape[dim])
+
+    def _warn_of_part(self, name: str, values: Tensor, dim: int, length: int) -> None:
+        """Warns that `name` mixes `length` values along a dimension, if they may be this rank's positions."""
+        if length not in self._attention.lengths:
+            return
+        dims, dim = values.ndim, dim % values.ndim
+        # The last dimension is that of features, but for tokens, positions and masks; the first of two, of rows.
+        is_of_features = dim == dims - 1 and (dims > 2 or values.is_floating_point())
+        if not is_of_features and (dims != 2 or dim):
+            self._tell(name, values, dim, length)
+
+    def _tell(self, name: str, values: Tensor, dim: int, length: int) -> None:
+        self._warn(
+            f"{name} under context_parallel",
+            f"the step calls {name} along dimension {dim} of {tuple(values.shape)}, over {length} values, as many "
+            "as this rank's part of a sequence has. If it is one, the result is of this part alone, and not what "
+            "one rank would compute. Compute it in the loader and cut it as the tokens are, or train with "
+            "context_parallel=1.",
+        )
+
+    def _positions(self, *args: Any, **kwargs: Any) -> None:
+        names = ("start", "end", "step") if len(args) > 1 else ("end",)
+        given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
+        end = given.get("end")
+        if given["start"] == 0 and given["step"] == 1 and end in self._attention.lengths:
+            self._warn(
+                "arange under context_parallel",
+                f"the step calls torch.arange({end}), as many numbers as this rank has positions of a sequence. If "
+                "these are positions, they are wrong: those of a part are not the first. Give the model positions from "
+                "the batch, cut as its tokens are.",
+            )
+
+
+def _end(term: str, letter: str) -> int:
+    return term.index(letter) - len(term)
+
+
+def _is_of_weights(tensor: Tensor) -> bool:
+    return isinstance(viewed(tensor), Parameter)
+
+
+def _is_shift(one: slice) -> bool:
+    if one.step not in (None, 1):
+        return True
+    if not all(isinstance(end, int) for end in (one.start, one.stop) if end is not None):
+        return False
+    return (one.stop is None and bool(one.start)) or (not one.start and one.stop is not None and one.stop < 0)
+
+
+def _refuse_multi_head_attention(*_: Any, **__: Any) -> NoReturn:
+    raise StepError(
+        "nn.MultiheadAttention, which nn.TransformerEncoderLayer and its like use, attends within this rank's part of "
+        "a sequence. Under context_parallel call scaled_dot_product_attention on heads of your own."
+    )
