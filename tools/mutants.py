@@ -1049,6 +1049,13 @@ MUTANTS = [
         "tests/compat/test_pipelining.py -k once",
     ),
     Mutant(
+        "adapters of the first stage alone are exported",
+        "dream_trainer/weights/adapter_record.py",
+        "    parts = world.all_gather_object(own) if any(map(is_cut, adapted.values())) else [own]\n",
+        "    parts = [own]\n",
+        "tests/weights/test_adapters.py -k pipeline",
+    ),
+    Mutant(
         "of an output that no input leads to, schedules leave out the gradients of weights that they compute apart",
         "dream_trainer/compat/pipelining.py",
         '            and _lead_to(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])\n',

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +109,19 @@ def adapters_taken_out_of_the_base(model: PeftModel) -> str | None:
 
 
 def describe_adapters(
-    model: PeftModel, names: Iterable[str], *, base_class: type[nn.Module], base_path: str | None
+    model: PeftModel,
+    names: Iterable[str],
+    *,
+    tied: Mapping[str, Sequence[str]],
+    base_class: type[nn.Module],
+    base_path: str | None,
 ) -> Adapters:
     """The active adapter of `model`.
 
     Args:
-        model: The wrapped model; it may be sharded.
+        model: The wrapped model; it may be sharded, or a part of one.
         names: Those of its `state_dict()`, a tied tensor under its first name alone.
+        tied: All names in the whole model of what other parts have copies of, by that which it has here.
         base_class: The class of the base as it was written, before it was sharded.
         base_path: Where the base was loaded from, if known.
     """
@@ -127,7 +133,7 @@ def describe_adapters(
     given: dict[str, Any] = {name: name for name in names}
     own: Any = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter, save_embedding_layers=False)
     base = base_names(model, names)
-    low_rank, copies, reason = _mergeable(model, adapter, base)
+    low_rank, copies, reason = _mergeable(model, adapter, base, tied)
     if len(active) > 1:
         reason = f"{active} are active at once"
     configs = {name: _config(model.peft_config[name], base_class, base_path) for name in active}
@@ -164,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mergeable(
-    model: PeftModel, adapter: str, base: Mapping[str, str]
+    model: PeftModel, adapter: str, base: Mapping[str, str], tied_elsewhere: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, LowRank], dict[str, str], str]:
     """The products to add, what stands in for tensors of the base, and why they cannot be merged, if so."""
     from peft.tuners.lora import Embedding, Linear
@@ -177,6 +183,8 @@ def _mergeable(
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
+    for name, names in tied_elsewhere.items():
+        names_of[model.get_parameter(name)] = list(names)
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             for inner, _ in module.original_module.named_parameters():

@@ -39,7 +39,7 @@ from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps
 from dream_trainer.trainer.schedule_arguments import built_schedules
-from dream_trainer.weights.adapter_record import adapters_of
+from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.origins import origin_of
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def snapshot(
     tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
     extra_state = _extra_state(trainer)
+    adapters = whole_adapters(models, world)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
@@ -83,7 +84,7 @@ def snapshot(
             "extra_state": extra_state,
             "left_out": left_out,
             "model_configs": model_configs(models),
-            "adapters": {name: asdict(a) for name, model in models.items() if (a := adapters_of(model)) is not None},
+            "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
             "loss_scale": trainer._accumulation.loss_scale_state(),
             "rate_caps": rate_caps(trainer.named_schedulers()),
             "token_origins": token_origins(trainer.named_schedulers()),

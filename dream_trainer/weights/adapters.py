@@ -20,7 +20,7 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.adapter_config import refuse_other_config
-from dream_trainer.weights.adapter_record import adapters_of
+from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.load import load_weights
 from dream_trainer.weights.load_report import LoadReport
 
@@ -102,10 +102,10 @@ def load_adapters(
             adapter's names or shapes are not the file's. The same on every rank, and nothing was written.
         ConfigError: `model` is not wrapped by peft.
     """
-    adapters = adapters_of(model)
+    place, ranks = local_path(path).expanduser(), world or Ranks.of_default_group()
+    adapters = whole_adapters({"model": model}, ranks).get("model")
     if adapters is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")
-    place, ranks = local_path(path).expanduser(), world or Ranks.of_default_group()
     on_all_ranks(ranks, f"load adapters from {path}", lambda: refuse_other_config(place, adapters, may_differ, ranks))
     others = set(model.state_dict(keep_vars=True)) - set(adapters.names.values())
     return load_weights(model, path, renames=_exactly(adapters.names), optional=others, world=world)

@@ -22,7 +22,7 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.stores.store_path import as_path
-from dream_trainer.weights.adapter_record import adapters_from, adapters_of
+from dream_trainer.weights.adapter_record import adapters_from, whole_adapters
 from dream_trainer.weights.adapters import merged_reader
 from dream_trainer.weights.export_files import (
     ADAPTER_CONFIG_NAME,
@@ -203,11 +203,9 @@ def export_model(
     before = None if merge_adapters else dtype  # merging is in the model's own type
     own = on_all_ranks(world, task, lambda: {name: _cast(_spec(tensor), before) for name, tensor in tensors.items()})
     stored = StageTensors(own, lambda name: _whole(tensors[name], before), world)
+    adapters = whole_adapters({"model": model}, world).get("model")
 
     def prepare() -> tuple[_Content, dict[str, str], FilePlan]:
-        adapters = adapters_of(model)
-        if adapters is not None and world.stages > 1:
-            raise CheckpointError("it has adapters of peft, in stages. Export them with pipeline_parallel=1.")
         content = _content(stored.specs, stored.read, _config(config, dtype), adapters, merge_adapters=merge_adapters)
         sources = renamed({name: name for name in content.specs}, renames)
         if world.is_main:

@@ -36,10 +36,10 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = tokens if self.embed is None else self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x if self.head is None else self.head(x)
 
 
 def lora(**changes: Any) -> LoraConfig:
@@ -95,11 +95,15 @@ class Adapted(dt.DreamTrainer):
         return DataLoader(token_rows(), self.config.training_parameters.train_batch_size), None
 
     def pre_fit(self) -> None:
-        self.first = weights(self.model)
+        self.first = self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        """In whole, of all stages."""
+        own = weights(self.model)
+        return {name: value for part in self.world.all_gather_object(own) for name, value in part.items()}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        loss = loss_of(self.model(batch[:, :-1]), batch)
-        self.backward(loss)
+        loss = self.forward_backward(self.model, (batch[:, :-1],), batch, loss_of)
         self.step(self.model, self.optimizer)
         self.losses.append(self.world_mean(loss))
         return {"loss": loss}
@@ -116,6 +120,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shards": {"dp_shard": 2, "dp_replicate": 1},
     "replicas": {"dp_shard": 1, "dp_replicate": 2},
     "tensor parallel": {"dp_shard": 1, "dp_replicate": 1, "tensor_parallel": 2},
+    "pipeline": {"dp_shard": 1, "dp_replicate": 1, "pipeline_parallel": 2},
 }
 
 
@@ -124,7 +129,7 @@ def make(
 ) -> Adapted:
     """A trainer of `steps` steps of 8 rows each."""
     layout_of_ranks = LAYOUTS[layout] if layout else {}
-    readers = 1 if layout in (None, "tensor parallel") else 2
+    readers = 1 if layout in (None, "tensor parallel", "pipeline") else 2
     settings = {"save_every_n_epochs": None, "save_frozen": False} | checkpoint
     return kind(
         dt.DreamTrainerConfig(
@@ -145,7 +150,7 @@ def train(experiment: str, steps: int, layout: str | None = None, **checkpoint: 
         trainer.fit()
         trainer.export(f"{experiment}-adapters", overwrite=True)
         trainer.export(f"{experiment}-merged", merge_adapters=True, overwrite=True)
-        return {"losses": trainer.losses, "weights": weights(trainer.model), "first": trainer.first}
+        return {"losses": trainer.losses, "weights": trainer.weights(), "first": trainer.first}
 
 
 def train_layouts(directory: str) -> dict[str, Any]:

@@ -116,13 +116,15 @@ def test_peft_loads_what_is_exported(layout: str, runs: Runs) -> None:
     assert_close(merged, dict(adapted.merge_and_unload().state_dict()))
 
 
-def test_the_command_exports_the_same_from_a_checkpoint(runs: Runs) -> None:
-    path = str(checkpoint("shards", 6))
-    assert main(["checkpoints", "export", path, "by-command"]) == 0
-    assert main(["checkpoints", "export", path, "by-command-merged", "--merge-adapters"]) == 0
-    for kind, file in (("", "adapter_model.safetensors"), ("-merged", "model.safetensors")):
-        assert_close(load_file(f"by-command{kind}/{file}"), load_file(f"shards{kind or '-adapters'}/{file}"))
-    both = [json.loads(Path(f"{place}/adapter_config.json").read_text()) for place in ("by-command", "shards-adapters")]
+@pytest.mark.parametrize("layout", ["shards", "pipeline"])
+def test_the_command_exports_the_same_from_a_checkpoint(layout: str, runs: Runs, tmp_path: Path) -> None:
+    path, out = str(checkpoint(layout, 6)), tmp_path / "adapters"
+    assert main(["checkpoints", "export", path, str(out)]) == 0
+    assert main(["checkpoints", "export", path, f"{out}-merged", "--merge-adapters"]) == 0
+    for found, live in ((f"{out}", f"{layout}-adapters"), (f"{out}-merged", f"{layout}-merged")):
+        file = "model.safetensors" if found.endswith("merged") else "adapter_model.safetensors"
+        assert_close(load_file(f"{found}/{file}"), load_file(f"{live}/{file}"))
+    both = [json.loads(Path(f"{place}/adapter_config.json").read_text()) for place in (out, f"{layout}-adapters")]
     assert both[0] == both[1]
 
 
@@ -145,15 +147,44 @@ def test_a_base_that_is_elsewhere_or_another_one(
         (tmp_path / "moved.safetensors").rename(base)
 
 
-def test_adapters_start_from_a_directory_of_peft(runs: Runs) -> None:
-    class GoingOn(Adapted):
-        def load_pretrained(self) -> None:
-            super().load_pretrained()
-            dt.load_adapters(self.model, "shards-adapters")
+class GoingOn(Adapted):
+    def load_pretrained(self) -> None:
+        super().load_pretrained()
+        dt.load_adapters(self.model, "shards-adapters")
 
-    with make("going on", 0, kind=GoingOn, resume=None) as trainer:
+
+def go_on(layout: str | None, directory: str) -> dict[str, Tensor]:
+    os.chdir(directory)
+    with make("going on", 0, layout, kind=GoingOn, resume=None) as trainer:
         trainer.fit()
-        assert_close(dict(trainer.model.state_dict()), runs["shards"]["straight"]["weights"])
+        return trainer.weights()
+
+
+def test_adapters_start_from_a_directory_of_peft(runs: Runs) -> None:
+    expected = runs["shards"]["straight"]["weights"]
+    assert_close(go_on(None, str(Path.cwd())), expected)
+    for found in run_world(go_on, 2, "pipeline", str(Path.cwd())):
+        assert_close(found, expected)
+
+
+class Tied(Adapted):
+    changes = {"target_modules": ["embed", "up"], "modules_to_save": None}
+
+    def configure_models(self) -> None:
+        base = Net().double()
+        base.head.weight = base.embed.weight
+        self.model = get_peft_model(base, lora(**self.changes))
+
+    def load_pretrained(self) -> None:
+        pass
+
+
+class TrainedWhole(Tied):
+    changes = {"target_modules": ["up"], "modules_to_save": ["head"]}
+
+
+class Untouched(Tied):
+    changes = {"target_modules": ["up"], "modules_to_save": None}
 
 
 @pytest.mark.parametrize("way", ["pissa", "olora"])
@@ -174,23 +205,6 @@ def test_what_cannot_be_merged_is_named(runs: Runs) -> None:
 
 
 def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Runs, tmp_path: Path) -> None:
-    class Tied(Adapted):
-        changes = {"target_modules": ["embed", "up"], "modules_to_save": None}
-
-        def configure_models(self) -> None:
-            base = Net().double()
-            base.head.weight = base.embed.weight
-            self.model = get_peft_model(base, lora(**self.changes))
-
-        def load_pretrained(self) -> None:
-            pass
-
-    class TrainedWhole(Tied):
-        changes = {"target_modules": ["up"], "modules_to_save": ["head"]}
-
-    class Untouched(Tied):
-        changes = {"target_modules": ["up"], "modules_to_save": None}
-
     class Two(Adapted):
         changes = {"target_modules": ["up"], "modules_to_save": None}
 
@@ -216,6 +230,41 @@ def test_merging_into_a_tied_weight_or_two_adapters_at_once_is_refused(runs: Run
         merged.head.weight = merged.embed.weight
         merged.load_state_dict(load_file(tmp_path / "merged/model.safetensors"), strict=False)
         torch.testing.assert_close(predictions(merged), predictions(trainer.model), rtol=0, atol=1e-11)
+
+
+def export_tied(directory: str) -> list[str]:
+    """What is said of merging into tied ends, which stages of a pipeline have copies of; the last one is merged."""
+    os.chdir(directory)
+    said = []
+    for kind in (Tied, TrainedWhole, Untouched):
+        with make(f"stages-{kind.__name__}", 1, "pipeline", kind=kind, resume=None) as trainer:
+            trainer.fit()
+            trainer.export(f"stages-{kind.__name__}-adapters")
+            try:
+                trainer.export(f"stages-{kind.__name__}", merge_adapters=True)
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_tied_ends_in_stages_are_merged_or_refused_as_in_one_process(runs: Runs) -> None:
+    for said in run_world(export_tied, 2, str(Path.cwd())):
+        assert len(said) == 2
+        assert "model.embed is added to a weight that is also base_model.model.head.weight" in said[0]
+        assert "head is trained whole, and its weight was also base_model.model.embed.weight" in said[1]
+    adapted, merged = Net().double(), Net().double()
+    for model in (adapted, merged):
+        model.head.weight = model.embed.weight
+    merged.load_state_dict(load_file("stages-Untouched/model.safetensors"), strict=False)
+    base = load_file("stages-Untouched/model.safetensors")
+    assert base.keys() == base_values().keys() - {"head.weight"}
+    adapters = load_file("stages-Untouched-adapters/adapter_model.safetensors")
+    for block in range(3):  # the base is what is left without the products
+        layer = f"base_model.model.blocks.{block}.up.lora"
+        base[f"blocks.{block}.up.weight"] -= 4 * adapters[f"{layer}_B.weight"] @ adapters[f"{layer}_A.weight"]
+    adapted.load_state_dict(base, strict=False)
+    given = PeftModel.from_pretrained(adapted, "stages-Untouched-adapters")
+    torch.testing.assert_close(predictions(given), predictions(merged), rtol=0, atol=1e-11)
 
 
 def test_a_model_without_adapters_is_refused() -> None:
