@@ -734,6 +734,13 @@ MUTANTS = [
         "tests/modules/test_context_attention.py -k whole",
     ),
     Mutant(
+        "ranks exchange positions for heads of all sequences",
+        "dream_trainer/modules/context_attention.py",
+        "            return self._attend(query[None], key[None], value[None], mask, is_causal, attend)[0]\n",
+        "            pass\n        if dims == {3}:\n            dims = {4}\n",
+        "tests/modules/test_context_attention_ranks.py",
+    ),
+    Mutant(
         "attention by its operator's name sees one rank's part",
         "dream_trainer/modules/attention_takeover.py",
         "            return self._attend\n",

@@ -147,6 +147,15 @@ class UlyssesAttention(ContextAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, attend: Masked
     ) -> Tensor:
+        dims = {tensor.ndim for tensor in (query, key, value)}
+        if dims == {3}:  # heads of all sequences
+            return self._attend(query[None], key[None], value[None], mask, is_causal, attend)[0]
+        if dims != {4}:
+            raise StepError(
+                f'attention="ulysses" was called with queries of the shape {tuple(query.shape)} and keys of '
+                f"{tuple(key.shape)}, whose heads it does not know. Give it [batch, heads, length, width] or "
+                '[heads, length, width], or use attention="gathered".'
+            )
         if mask is not None:
             if mask.ndim > 2 and mask.shape[-3] != 1:
                 raise StepError(

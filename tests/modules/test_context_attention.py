@@ -170,6 +170,9 @@ def test_heads_that_ranks_cannot_divide_are_named() -> None:
         pytest.raises(ConfigError, match="context_parallel=3 gives .* 4 heads of queries and 4"),
     ):
         attend(is_causal=True)
+    for shape in ((8, 3), (2, 1, 3, 8, 3)):
+        with step(attention, 8), pytest.raises(StepError, match="whose heads it does not know"):
+            F.scaled_dot_product_attention(*[torch.zeros(shape)] * 3)
     mask = torch.ones(4, 8, 24, dtype=torch.bool)
     with step(attention, 8), pytest.raises(StepError, match="one for each head, of which ranks have others"):
         attend(attn_mask=mask)
