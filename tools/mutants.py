@@ -995,7 +995,7 @@ MUTANTS = [
     Mutant(
         "attention in compiled blocks sees one rank's positions",
         "dream_trainer/modules/compiled_attention.py",
-        "        call.replace(ours[call.function])\n",
+        "        call.replace(handler)\n",
         "        pass\n",
         "tests/modules/test_compiled_attention.py -k lengths",
     ),
@@ -1012,6 +1012,20 @@ MUTANTS = [
         "        call.replace(in_graphs.around(call.function))\n",
         "        pass\n",
         "tests/modules/test_compiled_attention_ranks.py -k leaves",
+    ),
+    Mutant(
+        "what mixes positions in compiled blocks is not named",
+        "dream_trainer/modules/compiled_attention.py",
+        "        handler.look(*call.args, **call.kwargs)\n",
+        "        pass\n",
+        "tests/modules/test_compiled_attention.py -k mixes",
+    ),
+    Mutant(
+        "a Function around a compiled block that is compiled already has a backward of one rank's positions",
+        "dream_trainer/modules/compiled_attention.py",
+        "        refuse_hidden_backward()\n",
+        "",
+        "tests/modules/test_compiled_attention.py -k ones_own",
     ),
     Mutant(
         "packed_attention compiled gives its queries where its mask has other columns",

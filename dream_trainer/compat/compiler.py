@@ -63,13 +63,13 @@ class Call:
     """
 
     def __init__(self, node: torch.fx.Node, is_in_function: bool) -> None:
-        self._node, self.is_in_function = node, is_in_function
-        self.function: Any = _as_in_python(node)
         from torch.fx.node import map_arg
 
+        self._node, self.is_in_function = node, is_in_function
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("example_value"))
         self.args: tuple[Any, ...] = tuple(args)
         self.kwargs: dict[str, Any] = dict(kwargs)
+        self.function: Any = _as_in_python(node, isinstance(next(iter(args), None), torch.Tensor))
         self.stack = node.stack_trace or ""
 
     @property
@@ -90,11 +90,11 @@ class Call:
         self._node.target = function
 
 
-def _as_in_python(node: torch.fx.Node) -> Any:
+def _as_in_python(node: torch.fx.Node, is_of_tensor: bool) -> Any:
     if node.op == "call_method":
         return getattr(torch.Tensor, str(node.target), None)
     name = getattr(node.target, "__name__", "")
-    if getattr(operator, name, None) is node.target:
+    if is_of_tensor and getattr(operator, name, None) is node.target:
         return getattr(torch.Tensor, f"__{name}__", node.target)
     return node.target
 
@@ -163,7 +163,8 @@ class _Limits(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "hit config.%s" not in str(record.msg):
             return True
-        self.changed = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
+        reason = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
+        self.changed = reason.partition(": ")[2] or reason  # it begins with the id of what was compiled
         return False
 
 

@@ -74,7 +74,7 @@ class AttentionTakeover(TorchFunctionMode):
         self.checks: dict[Any, Handler] = PositionChecks(attention, warn).of
         self._other_keys: set[tuple[int, int]] = set()
         self._handlers = _Handlers(self._first_seen)
-        self._handlers |= {function: _checked(function, check) for function, check in self.checks.items()}
+        self._handlers |= {function: Checked(function, check) for function, check in self.checks.items()}
         self._handlers |= {function: _with_gradients(ours) for function, ours in further(attention).items()}
         self._handlers[F.scaled_dot_product_attention] = self._attend
 
@@ -133,19 +133,19 @@ class AttentionTakeover(TorchFunctionMode):
         if name is None:
             name = function.__name__ if isinstance(function, BuiltinFunctionType) else ""
             if _ATTENDS.search(name):
-                return partial(_refuse_attention, name)
+                return Checked(function, partial(_refuse_attention, name))
             return function  # type: ignore[no-any-return]
         namespace, operator, *_ = name.split(".")
         if namespace not in _OF_PYTORCH:
-            return partial(self._warn_of_operator, f"{namespace}::{operator}", function)
+            return Checked(function, partial(self._warn_of_operator, f"{namespace}::{operator}"))
         if operator == F.scaled_dot_product_attention.__name__:
             return self._attend
         if _ATTENDS.search(operator):
-            return partial(_refuse_attention, name)
+            return Checked(function, partial(_refuse_attention, name))
         twins = [check for known, check in self.checks.items() if known.__name__.strip("_") == operator.strip("_")]
-        return _checked(function, twins[0]) if twins else function
+        return Checked(function, twins[0]) if twins else function
 
-    def _warn_of_operator(self, name: str, operator: Handler, *args: Any, **kwargs: Any) -> Any:
+    def _warn_of_operator(self, name: str, *args: Any, **kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if any(_has_positions(tensor.shape, length) for tensor in tensors for length in self.attention.lengths):
             self.warn(
@@ -154,7 +154,6 @@ class AttentionTakeover(TorchFunctionMode):
                 "If it attends or mixes positions in another way, it sees this part alone, and the step trains wrong. "
                 "Then call scaled_dot_product_attention in its place, or train with context_parallel=1.",
             )
-        return operator(*args, **kwargs)
 
 
 class _Handlers(dict[Any, Handler]):
@@ -171,18 +170,25 @@ class _Handlers(dict[Any, Handler]):
         return handler
 
 
-def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Handler:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            check(*args, **kwargs)
-        else:  # torch.softmax(input=scores, dim=-1)
-            check(
-                *(kwargs[name] for name in _VALUES if name in kwargs),
-                **{name: value for name, value in kwargs.items() if name not in _VALUES},
-            )
-        return function(*args, **kwargs)
+class Checked:
+    """A function whose arguments are looked at before it is called."""
 
-    return call
+    def __init__(self, function: Callable[..., Any], check: Callable[..., None]) -> None:
+        self._function, self._check = function, check
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.look(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def look(self, *args: Any, **kwargs: Any) -> None:
+        """Looks at the arguments of a call."""
+        if args:
+            self._check(*args, **kwargs)
+            return
+        self._check(  # torch.softmax(input=scores, dim=-1)
+            *(kwargs[name] for name in _VALUES if name in kwargs),
+            **{name: value for name, value in kwargs.items() if name not in _VALUES},
+        )
 
 
 def _with_gradients(attend: Handler) -> Handler:

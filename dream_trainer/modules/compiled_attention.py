@@ -7,7 +7,7 @@ can have. A block that the compiler would leave in part to Python is an error, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -31,8 +31,9 @@ from dream_trainer.compat.compiler import (
 )
 from dream_trainer.compat.pytorch import function_modes, in_backward
 from dream_trainer.errors import DreamTrainerError, StepError
-from dream_trainer.modules.attention_takeover import AttentionTakeover, Handler
+from dream_trainer.modules.attention_takeover import AttentionTakeover, Checked, Handler
 from dream_trainer.modules.class_change import Changed, change_class, own_class
+from dream_trainer.modules.hidden_backward import refuse_hidden_backward
 
 
 class SharedBlock(CompiledInside, Changed):
@@ -56,6 +57,7 @@ class SharedBlock(CompiledInside, Changed):
         if takeover is None:  # outside of steps, where each rank has whole sequences
             with own_errors(DreamTrainerError, _misfit):
                 return type(self)._whole(self, *args, **kwargs)
+        refuse_hidden_backward()
         forward = super().forward
         lengths, own, changed = frozenset(takeover.attention.lengths), ref(self), ""
         # Equal blocks share graphs, of which there may be so many; where blocks differ more, each has some of its own.
@@ -64,7 +66,8 @@ class SharedBlock(CompiledInside, Changed):
                 return _compiled_output(takeover, (owner, lengths), type(self)._backend, forward, args, kwargs)
             except CompiledTooOften as error:
                 changed = str(error)
-        takeover.warn(f"{id(self)} compiled too often", _TOO_OFTEN.format(own_class(self).__name__, changed))
+        name = own_class(self).__name__
+        takeover.warn(f"{name} compiled too often", _TOO_OFTEN.format(name, changed))
         return forward(*args, **kwargs)
 
 
@@ -101,7 +104,15 @@ class _InGraphs(AttentionTakeover):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._handlers[func](*args, **(kwargs or {}))
+        return self.handler(func)(*args, **(kwargs or {}))
+
+    def handler(self, function: Any) -> Handler:
+        """What a function is replaced by; itself, if it is not."""
+        return self._handlers[function]
+
+    def attends(self, function: Any) -> bool:
+        """Whether a function is attention that goes to ours."""
+        return self.handler(function) == self._attend or function is attend_elsewhere
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, inside of this mode."""
@@ -117,12 +128,7 @@ class _InGraphs(AttentionTakeover):
 def _compiled_for(takeover: AttentionTakeover, backend: tuple[str, str | None, Any]) -> Callable[..., Any]:
     """`_run`, compiled for the lengths of now."""
     attention = takeover.attention.in_graphs()
-    attend = attention.scaled_dot_product_attention
-    aten = torch.ops.aten.scaled_dot_product_attention
-    ours: dict[Any, Handler] = dict.fromkeys((F.scaled_dot_product_attention, aten, aten.default), attend)
-    ours |= takeover.further(attention)
-    in_graphs = _InGraphs(attention, takeover.further, takeover.warn)
-    share = partial(_share, in_graphs, ours)
+    share = partial(_share, _InGraphs(attention, takeover.further, takeover.warn))
     torch.compiler.allow_in_graph(attend_elsewhere)
     # A function of its own has graphs of its own, of which there may be so many.
     run = FunctionType(_run.__code__.replace(), globals())
@@ -150,20 +156,20 @@ def compile_with_shared_attention(module: nn.Module, *, backend: str, mode: str 
     change_class(module, SharedBlock, key=(backend, mode, repr(options)), **of_class)
 
 
-def _share(in_graphs: _InGraphs, ours: Mapping[Any, Handler], call: Call) -> None:
+def _share(in_graphs: _InGraphs, call: Call) -> None:
     """Has a call of attention go to ours; what else steps check is checked of other calls, too.
 
     Raises:
         StepError: It would see this rank's positions alone.
     """
-    checks = in_graphs.checks
-    if call.function in ours and call.is_in_function:
+    handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
+    if attends and call.is_in_function:
         raise StepError(
             "attention inside a torch.autograd.Function, in a compiled block under context_parallel: its backward "
             "would be of this rank's part of a sequence. Call scaled_dot_product_attention outside of it."
         )
-    if call.function in ours:
-        call.replace(ours[call.function])
+    if attends:
+        call.replace(handler)
     elif call.is_flex_attention or "attend_varlen" in call.stack:
         raise StepError(
             'flex_attention, or packed_attention with a mask of kind "flex" or "varlen", within a compiled block under '
@@ -176,11 +182,11 @@ def _share(in_graphs: _InGraphs, ours: Mapping[Any, Handler], call: Call) -> Non
             "documents alone. Make the mask before the blocks, and hand it to them; or use compile=False."
         )
     elif "multi_head_attention_forward" in call.stack or call.function in NATIVE_LAYERS:
-        checks[F.multi_head_attention_forward]()
+        in_graphs.checks[F.multi_head_attention_forward]()
     elif call.is_opaque:
         call.replace(in_graphs.around(call.function))
-    elif call.function in checks:
-        checks[call.function](*call.args, **call.kwargs)
+    elif isinstance(handler, Checked):
+        handler.look(*call.args, **call.kwargs)
 
 
 def _misfit(text: str) -> StepError:

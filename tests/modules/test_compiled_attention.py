@@ -66,6 +66,14 @@ def own_attention(x: Tensor) -> Tensor:
     return torch.softmax(x @ x.mT, -1) @ x
 
 
+@torch.library.custom_op("compiled_attention_tests::hidden", mutates_args=())
+def hidden(input: Tensor) -> Tensor:
+    return input.clone()
+
+
+hidden.register_fake(torch.empty_like)
+
+
 class Formula(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,6 +95,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     ),
     "convolution": (lambda _, x: F.conv1d(x[0], torch.ones(8, 8, 3)), (torch.zeros(8, 8, 8),), "conv1d of width 3"),
     "layer in evaluation": (lambda block, x: block.encoder(x[0]), (), "nn.MultiheadAttention, which .* attends within"),
+    "own, by aten": (lambda _, x: torch.ops.aten.softmax(x @ x.mT, -1) @ x, (), "computes attention by itself"),
+    "own, by name": (lambda _, x: torch.softmax(input=x @ x.mT, dim=-1) @ x, (), "computes attention by itself"),
     "own, opaque": (lambda _, x: own_attention(x), (), "the model computes attention by itself"),
     "in a function of its own": (
         lambda block, x: Formula.apply(x * block.layer.in_proj_bias[0]),
@@ -143,11 +153,16 @@ def test_a_block_within_a_checkpoint_or_a_mode_of_ones_own_is_an_error() -> None
     takeover, block = step(2 * LENGTH), compiled(attend, "aot_eager")
     with takeover, torch.device("cpu"), pytest.raises(StepError, match="nobody would take its attention over"):
         block(HEADS)
-    for use_reentrant in (True, False):
+    x = HEADS.clone().requires_grad_()
+    for _ in range(2):  # compiled by then, or not
+        with takeover, pytest.raises(StepError, match="use_reentrant=True"):
+            checkpoint(block, x, use_reentrant=True)
         with takeover:
-            output = checkpoint(block, HEADS.clone().requires_grad_(), use_reentrant=use_reentrant)
+            output = checkpoint(block, x, use_reentrant=False)
         with pytest.raises(StepError, match="by torch.utils.checkpoint around it, in backward"):
             output.sum().backward()
+        with takeover, torch.no_grad():
+            block(x)
 
 
 def test_whole_sequences_are_attended_to_as_they_are_and_lengths_do_not_share_what_was_compiled() -> None:
@@ -188,3 +203,7 @@ def test_what_mixes_positions_is_named() -> None:
     with step(LENGTH, warn=lambda key, _: told.append(key)):
         compiled(lambda _, x: x.mean(2) + torch.mean(x, -2) + torch.arange(LENGTH).sum() + x.mean(-1).sum())(HEADS)
     assert [key.split()[0] for key in told] == ["mean", "mean", "arange"]
+    told.clear()
+    with step(LENGTH, warn=lambda key, _: told.append(key)):
+        compiled(lambda _, x: hidden(input=x) + (x @ x.mT).exp() @ x + x[:, :, 1:].sum())(HEADS)
+    assert [key.split()[0] for key in told] == ["compiled_attention_tests::hidden", "matmul", "a"]
