@@ -734,6 +734,13 @@ MUTANTS = [
         "tests/modules/test_context_attention.py -k whole",
     ),
     Mutant(
+        "what collectives of split layers join is named",
+        "dream_trainer/modules/position_checks.py",
+        "        if not _is_in_a_collective():\n",
+        "        if True:\n",
+        "tests/modules/test_context_attention_ranks.py",
+    ),
+    Mutant(
         "ranks exchange positions for heads of all sequences",
         "dream_trainer/modules/context_attention.py",
         "            return self._attend(query[None], key[None], value[None], mask, is_causal, attend)[0]\n",

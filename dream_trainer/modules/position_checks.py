@@ -7,8 +7,10 @@ has. The checks look at arguments only, and say nothing of most calls after one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +52,7 @@ class PositionChecks:
     """
 
     def __init__(self, attention: ContextAttention, warn: Callable[[str, str], None]) -> None:
-        self._attention, self._warn = attention, warn
+        self._attention, self._told = attention, warn
         self.of: dict[Any, Check] = {mixing: partial(self._mixing, mixing, at) for mixing, at in _MIXING.items()}
         by_check: dict[Check, Iterable[Any]] = {
             self._own_attention: (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax),
@@ -210,6 +212,10 @@ class PositionChecks:
             "context_parallel=1.",
         )
 
+    def _warn(self, key: str, message: str) -> None:
+        if not _is_in_a_collective():
+            self._told(key, message)
+
     def _positions(self, *args: Any, **kwargs: Any) -> None:
         names = ("start", "end", "step") if len(args) > 1 else ("end",)
         given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
@@ -237,6 +243,22 @@ def _is_shift(one: slice) -> bool:
     if not all(isinstance(end, int) for end in (one.start, one.stop) if end is not None):
         return False
     return (one.stop is None and bool(one.start)) or (not one.start and one.stop is not None and one.stop < 0)
+
+
+def _is_in_a_collective() -> bool:
+    """Whether PyTorch calls what is looked at to send parts of tensors, as sequence parallelism does."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _module_of(frame).startswith("dream_trainer."):
+        frame = frame.f_back
+    while frame is not None and _module_of(frame).startswith("torch."):
+        if _module_of(frame).startswith("torch.distributed."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _refuse_multi_head_attention(*_: Any, **__: Any) -> NoReturn:

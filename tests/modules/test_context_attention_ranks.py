@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from dream_trainer.data.packing.shared_rows import handlers
 from dream_trainer.modules.attention_takeover import AttentionTakeover
@@ -78,8 +79,16 @@ def observe() -> dict[str, dict[str, float]]:
             pairs = zip([found, *(tensor.grad for tensor in own)], wanted, strict=True)
             differences = [(a - parts.cut(b, -2)).abs().max() for a, b in pairs if a is not None]
             seen[way.__name__][name] = float(max(differences))
+    with takeover:
+        join_positions()
     dist.destroy_process_group()
     return seen
+
+
+def join_positions() -> None:
+    """As between layers that ranks share: nothing is told of it."""
+    half = DTensor.from_local(torch.zeros(BATCH, LENGTH // 4, 5), DeviceMesh("cpu", [0, 1]), [Shard(1)])
+    assert half.redistribute(placements=[Replicate()]).to_local().shape[1] == LENGTH // 2
 
 
 def aside(takeover: AttentionTakeover, parts: SequenceParts) -> Cut:
