@@ -734,9 +734,16 @@ MUTANTS = [
         "tests/modules/test_context_attention.py -k whole",
     ),
     Mutant(
+        "what transformers computes for masks is named",
+        "dream_trainer/modules/position_checks.py",
+        '.startswith(("torch.distributed.", _MASKS)):',
+        '.startswith("torch.distributed."):',
+        "tests/modules/test_position_checks.py -k transformers",
+    ),
+    Mutant(
         "what collectives of split layers join is named",
         "dream_trainer/modules/position_checks.py",
-        "        if not _is_in_a_collective():\n",
+        "        if not _is_of_no_model():\n",
         "        if True:\n",
         "tests/modules/test_context_attention_ranks.py",
     ),

@@ -38,6 +38,7 @@ _MIXING: Mapping[Callable[..., Any], int] = {
 }
 """What mixes values along a dimension, by the place of that dimension after the values."""
 _DIMENSIONS = ("dim", "dims", "axis", "dimension")
+_MASKS = "transformers.masking_utils"
 
 
 class PositionChecks:
@@ -213,7 +214,7 @@ class PositionChecks:
         )
 
     def _warn(self, key: str, message: str) -> None:
-        if not _is_in_a_collective():
+        if not _is_of_no_model():
             self._told(key, message)
 
     def _positions(self, *args: Any, **kwargs: Any) -> None:
@@ -245,13 +246,14 @@ def _is_shift(one: slice) -> bool:
     return (one.stop is None and bool(one.start)) or (not one.start and one.stop is not None and one.stop < 0)
 
 
-def _is_in_a_collective() -> bool:
-    """Whether PyTorch calls what is looked at to send parts of tensors, as sequence parallelism does."""
+def _is_of_no_model() -> bool:
+    """Whether PyTorch calls what is looked at to send parts of tensors, as sequence parallelism does, or transformers
+    to make a mask, which is refused where it is of this part alone."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _module_of(frame).startswith("dream_trainer."):
         frame = frame.f_back
-    while frame is not None and _module_of(frame).startswith("torch."):
-        if _module_of(frame).startswith("torch.distributed."):
+    while frame is not None and _module_of(frame).startswith(("torch.", _MASKS)):
+        if _module_of(frame).startswith(("torch.distributed.", _MASKS)):
             return True
         frame = frame.f_back
     return False

@@ -329,6 +329,17 @@ def of_operators() -> None:
     torch.ops.aten.mul(x, x), torch.ops.aten.add.Tensor(x, x), doubled(torch.zeros(5)), x[0], x[:, None], x[:, :, 1:]
 
 
+def test_masks_of_transformers_are_looked_at_where_attention_has_them() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    positions = torch.arange(3, PART + 3).expand(2, -1)
+
+    def differences() -> None:
+        torch.diff(positions, dim=-1)
+
+    assert told_in_a_step(lambda: masks.find_packed_sequence_indices(positions)) == []
+    assert told_in_a_step(differences) == ["diff"]
+
+
 RIGHT = (llama, language_model, grouped, packed, experts, one_hot_experts, cross_attention, among_each_positions_own)
 
 
