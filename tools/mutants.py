@@ -1319,13 +1319,13 @@ MUTANTS = [
         "dream_trainer/trainer/pipeline.py",
         "        return total / weight.masked_fill(weight == 0, 1)\n",
         "        return total / weight\n",
-        "tests/trainer/test_pipeline_meshes.py -k 4",
+        "tests/trainer/test_pipeline_user_models.py -k labels",
     ),
     Mutant(
         "loads of experts are logged of one stage",
         "dream_trainer/modules/expert_balance.py",
         "        dist.all_reduce(of_all, dist.ReduceOp.MAX",
-        "        (of_all, dist.ReduceOp.MAX",
+        "        dict(of=of_all, op=dist.ReduceOp.MAX",
         "tests/trainer/test_pipeline_meshes.py -k 4",
     ),
     Mutant(

@@ -337,9 +337,37 @@ def train_frozen_for_a_step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return trainer.start, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def train_all(directory: str) -> tuple[Any, Any, Any]:
+def summed(scores: Tensor, labels: Tensor) -> Tensor:
+    """The mean over labels that count; 0 without one."""
+    total = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / count(labels).clamp(min=1)
+
+
+class OnceWithoutLabels(Trained):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        labels = torch.full_like(batch[1], -100) if batch_idx == 1 else batch[1]
+        loss = self.forward_backward(self.model, (batch[0],), labels, summed, weight=count)
+        self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+
+def train_once_without_labels() -> tuple[list[float], list[float]]:
+    with OnceWithoutLabels(config_of(Case(2), val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        losses = [metrics["train/loss"] for _, metrics in sorted(trainer.logged.items()) if "train/loss" in metrics]
+        return losses, trainer.norms
+
+
+def train_all(directory: str) -> tuple[Any, Any, Any, Any]:
     models = train_models_of_users(directory)
-    return models, train_by_depth([(2, 1), (2, 2), (2, 3)], directory), train_frozen_for_a_step()
+    by_depth = train_by_depth([(2, 1), (2, 2), (2, 3)], directory)
+    return models, by_depth, train_once_without_labels(), train_frozen_for_a_step()
+
+
+def test_a_batch_without_labels_has_the_loss_0_in_stages(on_two_ranks: list[Any]) -> None:
+    for losses, norms in (without for _, _, without, _ in on_two_ranks):
+        assert [bool(loss) for loss in losses] == [bool(norm) for norm in norms] == [True, False, *[True] * (STEPS - 2)]
+        assert torch.tensor([losses, norms]).isfinite().all()
 
 
 def by_hand(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[int]:
@@ -379,7 +407,7 @@ def on_two_ranks(directory: Path) -> list[Any]:
 
 
 def test_layer_decay_and_groups_by_name_are_those_of_the_whole_model(on_two_ranks: list[Any], directory: Path) -> None:
-    by_rank = [by_depth for _, by_depth, _ in on_two_ranks]
+    by_rank = [by_depth for _, by_depth, *_ in on_two_ranks]
     ((last,),) = run_world(train_by_depth, 1, [(1, STEPS)], str(directory))
     model = Model(Case())
     model.load_state_dict(united([of_rank[0]["start"] for of_rank in by_rank]), strict=False)
