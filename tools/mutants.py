@@ -1091,11 +1091,25 @@ MUTANTS = [
         "tests/weights/test_adapters.py -k pipeline",
     ),
     Mutant(
+        "weights whose gradients are one tensor have each other's, where schedules compute them apart",
+        "dream_trainer/compat/pipelining.py",
+        'bwd_kwargs["param_groups"] if backward_type == "weight" else []',
+        "[]",
+        "tests/compat/test_pipelining.py -k handed_on_or",
+    ),
+    Mutant(
+        "of what stages use twice, schedules go back twice",
+        "dream_trainer/compat/pipelining.py",
+        "    return used_once and leading",
+        "    return leading",
+        "tests/compat/test_pipelining.py -k handed_on_or",
+    ),
+    Mutant(
         "of an output that no input leads to, schedules leave out the gradients of weights that they compute apart",
         "dream_trainer/compat/pipelining.py",
-        '            and _lead_to(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])\n',
+        '            and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])\n',
         "",
-        "tests/compat/test_pipelining.py -k handed",
+        "tests/compat/test_pipelining.py -k handed_on_or",
     ),
     Mutant(
         "a schedule leaves out the gradients of a small model in a loss",
@@ -1319,7 +1333,7 @@ MUTANTS = [
         "dream_trainer/trainer/pipeline.py",
         "        return total / weight.masked_fill(weight == 0, 1)\n",
         "        return total / weight\n",
-        "tests/trainer/test_pipeline_user_models.py -k labels",
+        "tests/trainer/test_pipeline_user_models.py -k numbers_in_stages",
     ),
     Mutant(
         "loads of experts are logged of one stage",

@@ -8,7 +8,7 @@ schedule sees numbers of micro-batches alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class ScheduledStage(PipelineStage):
             return (), None
         is_split = (
             backward_type == "input"
-            and _lead_to(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
+            and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
             and self._may_split(bwd_kwargs["stage_output"])
         )
         if backward_type == "input" and not is_split:
@@ -116,7 +116,7 @@ class ScheduledStage(PipelineStage):
             outputs = bwd_kwargs["stage_output"]
             bwd_kwargs["stage_output"] = tuple([part.clone() if part._is_view() else part for part in outputs])
         of = _of_those_with_gradients(bwd_kwargs) if backward_type == "input" and _ALL_HAVE_GRADIENTS else bwd_kwargs
-        with self._backward_context:
+        with self._backward_context, _added(bwd_kwargs["param_groups"] if backward_type == "weight" else []):
             gradients, groups = super().backward_maybe_with_nosync(backward_type, of, *args, **more)
         if _ALL_HAVE_GRADIENTS and backward_type != "weight" and not self.is_first:
             gradients = _of_all(gradients, of["input_values"])
@@ -162,27 +162,49 @@ def _as_given(received: Tensor, like: Tensor) -> Tensor:
     return received.view(like.dtype) if like.itemsize in _FLOATS else received.to(like.dtype)
 
 
-def _lead_to(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether a gradient of each of `outputs` reaches one of `inputs`.
+def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether all that needs a gradient and no input is used once, by what leads from `outputs` to one of `inputs`.
 
-    PyTorch finds the weights that come later from where their gradients part from those of inputs; of an output that
-    no input leads to it would leave them out.
+    PyTorch computes gradients of weights from where they part from those of inputs. Of an output that no input leads to
+    it would leave them out; of what parts in two places it would go back twice, through what it has let go of.
     """
     ends = {get_gradient_edge(value).node for value in inputs if value.requires_grad}
-    return all(_reaches(get_gradient_edge(output).node, ends) for output in outputs if output.requires_grad)
-
-
-def _reaches(start: Node, ends: set[Node]) -> bool:
-    """Whether one of `ends` lies behind `start` in its graph."""
-    waiting, seen = [start], {start}
+    roots = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+    users: dict[Node, list[Node]] = {root: [] for root in roots}
+    waiting = list(users)
     while waiting:
         node = waiting.pop()
-        if node in ends:
-            return True
-        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(following)
-        waiting += following
-    return False
+        for following, _ in () if node in ends else node.next_functions:
+            if following is not None:
+                if following not in users:
+                    waiting.append(following)
+                users.setdefault(following, []).append(node)
+    leading: set[Node] = set()
+    waiting = [end for end in ends if end in users]
+    while waiting:
+        node = waiting.pop()
+        if node not in leading:
+            leading.add(node)
+            waiting += users[node]
+    used_once = all(len(by) == 1 for node, by in users.items() if node not in leading)
+    return used_once and leading.issuperset(roots)
+
+
+@contextmanager
+def _added(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each."""
+    weights = [node.variable for group in groups for node in group["params"]]
+    before = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    yield
+    for weight, gradient in zip(weights, before, strict=True):
+        if gradient is None:
+            weight.grad = None if weight.grad is None else weight.grad.clone()
+        elif weight.grad is not None:
+            gradient += weight.grad
+        if gradient is not None:
+            weight.grad = gradient
 
 
 def _in_one(of: dict[str, Any]) -> dict[str, Any]:

@@ -194,20 +194,39 @@ class HandsOnItsOwn(nn.Module):
         return self.layer(x).sin(), own if handed is None else own * handed.sigmoid().mean().detach()
 
 
-def hand_on_own(schedules: list[str]) -> list[tuple[Any, Any]]:
+class UsesTwice(nn.Module):
+    """A layer in two places, one behind the other, and two parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Parameter(torch.randn(WIDTH).double())
+        self.other = nn.Parameter(torch.randn(WIDTH).double())
+
+    def forward(self, x: torch.Tensor, handed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(self.layer(x).sin()), x * (self.own + self.other)
+
+
+class AddsUp(UsesTwice):
+    """Each but once."""
+
+    def forward(self, x: torch.Tensor, handed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x).sin(), x * (self.own + self.other)
+
+
+def hand_on_own(kind: type[nn.Module], schedules: list[str]) -> list[tuple[Any, Any]]:
     """Trains four layers on two ranks by each schedule; what each hands on of its own meets the next one's input."""
     dist.init_process_group("gloo")
-    results = [pair for schedule in schedules for pair in hand_on_own_by(schedule)]
+    results = [pair for schedule in schedules for pair in hand_on_own_by(kind, schedule)]
     dist.barrier()
     dist.destroy_process_group()
     return results
 
 
-def hand_on_own_by(schedule: str) -> list[tuple[Any, Any]]:
+def hand_on_own_by(kind: type[nn.Module], schedule: str) -> list[tuple[Any, Any]]:
     torch.manual_seed(0)
-    layers, x = [HandsOnItsOwn() for _ in range(4)], torch.randn(4, ROWS, WIDTH, dtype=torch.float64)
+    layers, x = [kind() for _ in range(4)], torch.randn(4, ROWS, WIDTH, dtype=torch.float64)
 
-    def run(number: int, layers: list[HandsOnItsOwn], args: tuple[Any, ...], _: int = 0) -> Any:
+    def run(number: int, layers: list[nn.Module], args: tuple[Any, ...], _: int = 0) -> Any:
         value, *handed = args if number else (x[int(args[0])],)
         output, own = layers[number](sum(handed, value), *handed)
         return (output * own).sum() if number == 3 else (output, own)
@@ -237,8 +256,11 @@ def hand_on_own_by(schedule: str) -> list[tuple[Any, Any]]:
     return list(zip(found, expected, strict=True))
 
 
-def test_a_parameter_handed_on_has_its_gradient_where_schedules_would_split_backwards() -> None:
-    for pairs in run_world(hand_on_own, 2, [*LOOPED, *V_SHAPED]):
+@pytest.mark.parametrize("kind", [HandsOnItsOwn, UsesTwice, AddsUp])
+def test_whatever_is_handed_on_or_shared_has_its_gradient_where_schedules_would_split_backwards(
+    kind: type[nn.Module],
+) -> None:
+    for pairs in run_world(hand_on_own, 2, kind, [*LOOPED, *V_SHAPED]):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
