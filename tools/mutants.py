@@ -1333,7 +1333,7 @@ MUTANTS = [
         "dream_trainer/trainer/pipeline.py",
         "        return total / weight.masked_fill(weight == 0, 1)\n",
         "        return total / weight\n",
-        "tests/trainer/test_pipeline_user_models.py -k numbers_in_stages",
+        "tests/trainer/test_pipeline_user_models.py -k norm_0",
     ),
     Mutant(
         "loads of experts are logged of one stage",

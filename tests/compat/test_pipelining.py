@@ -195,22 +195,22 @@ class HandsOnItsOwn(nn.Module):
 
 
 class UsesTwice(nn.Module):
-    """A layer in two places, one behind the other, and two parameters whose gradients are one tensor."""
+    """A weight in two places, one behind the other, and two parameters whose gradients are one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.own = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Parameter(torch.randn(WIDTH).double())
-        self.other = nn.Parameter(torch.randn(WIDTH).double())
+        self.other, self.outer = nn.Parameter(torch.randn(WIDTH).double()), nn.Linear(WIDTH, WIDTH).double()
 
     def forward(self, x: torch.Tensor, handed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer(self.layer(x).sin()), x * (self.own + self.other)
+        return self.outer(self.layer(x).sin()) * self.layer.weight.norm(), x * (self.own + self.other)
 
 
 class AddsUp(UsesTwice):
     """Each but once."""
 
     def forward(self, x: torch.Tensor, handed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer(x).sin(), x * (self.own + self.other)
+        return self.outer(self.layer(x).sin()), x * (self.own + self.other)
 
 
 def hand_on_own(kind: type[nn.Module], schedules: list[str]) -> list[tuple[Any, Any]]:
