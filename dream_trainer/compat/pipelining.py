@@ -26,6 +26,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from dream_trainer.compat.pytorch import local_tensor
+
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LOOPED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
 V_SHAPED = {"ZBVZeroBubble": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
@@ -200,11 +202,23 @@ def _added(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     yield
     for weight, gradient in zip(weights, before, strict=True):
         if gradient is None:
-            weight.grad = None if weight.grad is None else weight.grad.clone()
+            weight.grad = None if weight.grad is None else _copied(weight.grad)
         elif weight.grad is not None:
             gradient += weight.grad
         if gradient is not None:
             weight.grad = gradient
+
+
+def _copied(gradient: Tensor) -> Tensor:
+    """The same values in memory of their own; a part of a sum stays one, which `clone` would add up over ranks."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(gradient, DTensor):
+        return gradient.clone()
+    local = local_tensor(gradient).clone()
+    return DTensor.from_local(
+        local, gradient.device_mesh, gradient.placements, shape=gradient.shape, stride=gradient.stride()
+    )
 
 
 def _in_one(of: dict[str, Any]) -> dict[str, Any]:
