@@ -30,6 +30,12 @@ _MIXING: Mapping[Callable[..., Any], int] = {
     **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin, torch.max, Tensor.max), 0),
     **dict.fromkeys((torch.min, Tensor.min, torch.median, Tensor.median), 0),
     **dict.fromkeys((torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.cummax, Tensor.cummax), 0),
+    **dict.fromkeys((torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.any, Tensor.any), 0),
+    **dict.fromkeys((torch.all, Tensor.all, torch.nansum, Tensor.nansum, torch.nanmean, Tensor.nanmean), 0),
+    **dict.fromkeys((torch.var_mean, torch.std_mean, torch.count_nonzero, Tensor.count_nonzero), 0),
+    **dict.fromkeys((torch.mode, Tensor.mode, torch.cummin, Tensor.cummin, torch.logcumsumexp), 0),
+    **dict.fromkeys((torch.quantile, Tensor.quantile, torch.kthvalue, Tensor.kthvalue, F.normalize), 1),
+    **dict.fromkeys((torch.fft.ifft, torch.fft.irfft), 1),
     **dict.fromkeys((torch.flip, Tensor.flip, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort), 0),
     **dict.fromkeys((torch.unbind, Tensor.unbind, torch.select, Tensor.select, Tensor.unfold), 0),
     **dict.fromkeys((torch.roll, Tensor.roll, torch.diff, Tensor.diff, torch.topk, Tensor.topk), 1),
@@ -182,6 +188,8 @@ class PositionChecks:
 
     def _neighbours(self, values: Tensor, index: Any) -> None:
         """Of `x[:, 1:]`, `x[:, :-1]`, `x[:, ::2]` and `x[:, -1]`; pieces such as `x[:, 4:8]` are taken by turns."""
+        if type(index) is slice:
+            self._beginning(values, 0, index)
         if type(index) is not tuple:
             return
         first = 0
@@ -193,6 +201,20 @@ class PositionChecks:
                 return
             if dim and values.shape[dim] in self._attention.lengths and (isinstance(one, int) or _is_shift(one)):
                 self._warn_of_part("a slice", values, dim, values.shape[dim])
+            elif isinstance(one, slice) and (dim == 0 or values.shape[:dim].numel() == 1):
+                self._beginning(values, dim, one)
+
+    def _beginning(self, values: Tensor, dim: int, one: slice) -> None:
+        """Of `table[:length]` and `buffer[:, :length]`, by which models take what they keep for each position."""
+        is_first = not one.start and one.step in (None, 1) and isinstance(one.stop, int)
+        if is_first and one.stop in self._attention.lengths and values.shape[dim] > one.stop:
+            self._warn(
+                "the first values under context_parallel",
+                f"the step takes the first {one.stop} of {values.shape[dim]} values of {tuple(values.shape)}, as many "
+                "as this rank has positions of a sequence. If they are of positions, as those of a table of embeddings "
+                "or rotations, they are wrong: the positions of a part are not the first. Take positions from the "
+                "batch, cut as its tokens are: table[positions].",
+            )
 
     def _warn_of_part(self, name: str, values: Tensor, dim: int, length: int) -> None:
         """Warns that `name` mixes `length` values along a dimension, if they may be this rank's positions."""
