@@ -15,7 +15,7 @@ from tests.worlds import run_world
 WORLD_4 = [
     Case(2, tp=2, plan="dtensors", loss_parallel=True, steps=3),
     Case(2, cp=2, attention="ulysses", short=True, packed=True, steps=3),
-    Case(2, dp=2, ep=2, experts=True, schedule="Interleaved1F1B", blocks=4, steps=3),
+    Case(2, dp=2, ep=2, experts=True, schedule="DualPipeV", blocks=4, steps=3),
     Case(2, tp=2, plan="dtensors", schedule="ZBVZeroBubble", accumulation=2, changing=True, blocks=4, steps=1),
     Case(2, tp=2, plan="layers", schedule="ZBVZeroBubble", accumulation=2, seldom=True, blocks=4, steps=2),
 ]
