@@ -41,9 +41,9 @@ LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 MUTANTS = [
     Mutant(
         "ranks drop the same places of their parts",
-        "dream_trainer/modules/random_parts.py",
-        'hash_seed(b"part", number, place)',
-        'hash_seed(b"part", number)',
+        "dream_trainer/modules/shared_draws.py",
+        "hash_seed(purpose, own, place)",
+        "hash_seed(purpose, own)",
         "tests/trainer/test_random_parts.py -k one_process",
     ),
     Mutant(
@@ -762,6 +762,41 @@ MUTANTS = [
         "tests/modules/test_position_checks.py -k goes_to_ours",
     ),
     Mutant(
+        "ranks of a sequence draw numbers of their own for its samples",
+        "dream_trainer/modules/shared_draws.py",
+        "        if given and self._is_of_part(given):\n",
+        "        if given:\n",
+        "tests/modules/test_shared_draws.py -k whole_sequence",
+    ),
+    Mutant(
+        "ranks of a sequence drop the same places",
+        "dream_trainer/modules/shared_draws.py",
+        "        if not self.lengths.isdisjoint(shape[1:]):\n            return True\n",
+        "",
+        "tests/modules/test_shared_draws.py -k each_ranks_own",
+    ),
+    Mutant(
+        "a block that is computed again draws other numbers of Python's",
+        "dream_trainer/modules/recompute.py",
+        "    set_python_state(python)\n    try:\n",
+        "    try:\n",
+        "tests/modules/test_shared_draws.py -k drawn_again",
+    ),
+    Mutant(
+        "ranks of a sequence prepare its batch by numbers of their own",
+        "dream_trainer/trainer/mixins/context_parallel.py",
+        "                seed_device(seed, device)\n",
+        "",
+        "tests/trainer/test_context_draws.py -k by_hand",
+    ),
+    Mutant(
+        "ranks of a sequence have Python's numbers of their own",
+        "dream_trainer/trainer/mixins/context_parallel.py",
+        '            seed_for_sequence(hash_seed(b"step", seed))\n',
+        "",
+        "tests/trainer/test_context_draws.py -k by_hand",
+    ),
+    Mutant(
         "attention inside a Function has a backward of one rank's part",
         "dream_trainer/modules/hidden_backward.py",
         '    return None if first == "ctx" else _without_context(code)\n',
@@ -794,7 +829,21 @@ MUTANTS = [
         "dream_trainer/modules/position_checks.py",
         " or right.stride(-1) != 1 == right.stride(-2):",
         ":",
-        "tests/modules/test_position_checks.py -k hear_nothing",
+        "tests/modules/test_position_checks.py -k named",
+    ),
+    Mutant(
+        "scores of a part's own pairs are not named",
+        "dream_trainer/modules/position_checks.py",
+        "        if is_of_pairs and ",
+        "        if False and ",
+        "tests/modules/test_position_checks.py -k named",
+    ),
+    Mutant(
+        "functions that are known by name alone are not named",
+        "dream_trainer/modules/spanning_functions.py",
+        "    return name in _NAMES\n",
+        "    return False\n",
+        "tests/modules/test_spanning_functions.py",
     ),
     Mutant(
         "keys of an encoder are taken for this rank's",
@@ -1394,8 +1443,8 @@ MUTANTS = [
     Mutant(
         "stages draw the same random numbers",
         "dream_trainer/trainer/pipeline.py",
-        'seed_device(hash_seed(b"stage", drawn, self._world.stage_rank), self._world.device)',
-        'seed_device(hash_seed(b"stage", drawn), self._world.device)',
+        'numbers_of_place(b"stage", self._world.stage_rank, self._world.device)',
+        'numbers_of_place(b"stage", 0, self._world.device)',
         "tests/trainer/test_pipeline_parallel.py -k goes_on",
     ),
     Mutant(
@@ -1731,8 +1780,8 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics move twice under recomputation",
         "dream_trainer/modules/recompute.py",
-        "_again(module, modes) if has_run else",
-        "_again(module, modes) if False else",
+        "_again(module, modes, python) if has_run else",
+        "_again(module, modes, python) if False else",
         "tests/trainer/test_activation_checkpointing.py -k batch_norm",
     ),
     Mutant(

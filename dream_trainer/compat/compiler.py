@@ -58,6 +58,7 @@ class Call:
         function: What is called, as a function mode would see it in Python.
         args: Values like its arguments: tensors without data.
         kwargs: As `args`.
+        result: Like what it gives.
         stack: Where the model makes it, as a traceback has it.
         is_in_function: Whether it is in the forward or backward of a `torch.autograd.Function`.
     """
@@ -70,6 +71,7 @@ class Call:
         self.args: tuple[Any, ...] = tuple(args)
         self.kwargs: dict[str, Any] = dict(kwargs)
         self.function: Any = _as_in_python(node, isinstance(next(iter(args), None), torch.Tensor))
+        self.result: Any = node.meta.get("example_value")
         self.stack = node.stack_trace or ""
 
     @property

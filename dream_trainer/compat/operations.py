@@ -1,8 +1,11 @@
-"""PyTorch's operations by name: those whose results activation checkpointing keeps, named as in this version."""
+"""PyTorch's operations by name: those whose results activation checkpointing keeps, and what a called one is called."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 EXPENSIVE_OPERATIONS = (
     "aten.mm.default",
@@ -21,7 +24,7 @@ EXPENSIVE_OPERATIONS = (
 """Matrix products, convolutions, attention and collectives: what the selective form keeps."""
 
 
-def operation(name: str) -> torch._ops.OpOverload | None:
+def operation(name: str) -> OpOverload | None:
     """The operation of a name such as `"aten.mm.default"`; None for one of ours that this PyTorch does not have.
 
     Raises:
@@ -29,7 +32,7 @@ def operation(name: str) -> torch._ops.OpOverload | None:
     """
     try:
         namespace, packet, overload = name.split(".")
-        operation_of_name: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        operation_of_name: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         return operation_of_name
     except (ValueError, AttributeError, RuntimeError):
         if name in EXPENSIVE_OPERATIONS:
@@ -37,3 +40,11 @@ def operation(name: str) -> torch._ops.OpOverload | None:
         raise ValueError(
             f'PyTorch has no operation {name!r}. Names look like "aten.mm.default": namespace, operation, overload.'
         ) from None
+
+
+def name_of_operation(function: Any) -> tuple[str, str] | None:
+    """Namespace and name of an operation of `torch.ops`, whichever overload; None of any other function."""
+    if not isinstance(function, (OpOverload, OpOverloadPacket)):
+        return None
+    namespace, name, *_ = str(function).split(".")
+    return namespace, name

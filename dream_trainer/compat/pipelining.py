@@ -107,8 +107,8 @@ class ScheduledStage(PipelineStage):
             return (), None
         is_split = (
             backward_type == "input"
-            and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
             and self._may_split(bwd_kwargs["stage_output"])
+            and _part_once(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
         )
         if backward_type == "input" and not is_split:
             gradients, _ = self.backward_maybe_with_nosync("full", _in_one(bwd_kwargs), *args, **more)
@@ -118,7 +118,7 @@ class ScheduledStage(PipelineStage):
             outputs = bwd_kwargs["stage_output"]
             bwd_kwargs["stage_output"] = tuple([part.clone() if part._is_view() else part for part in outputs])
         of = _of_those_with_gradients(bwd_kwargs) if backward_type == "input" and _ALL_HAVE_GRADIENTS else bwd_kwargs
-        with self._backward_context, _added(bwd_kwargs["param_groups"] if backward_type == "weight" else []):
+        with self._backward_context, _own_gradients(bwd_kwargs["param_groups"] if backward_type == "weight" else []):
             gradients, groups = super().backward_maybe_with_nosync(backward_type, of, *args, **more)
         if _ALL_HAVE_GRADIENTS and backward_type != "weight" and not self.is_first:
             gradients = _of_all(gradients, of["input_values"])
@@ -193,7 +193,7 @@ def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def _added(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each."""
     weights = [node.variable for group in groups for node in group["params"]]
     before = [weight.grad for weight in weights]
@@ -201,12 +201,12 @@ def _added(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         weight.grad = None
     yield
     for weight, gradient in zip(weights, before, strict=True):
-        if gradient is None:
-            weight.grad = None if weight.grad is None else _copied(weight.grad)
-        elif weight.grad is not None:
-            gradient += weight.grad
         if gradient is not None:
+            if weight.grad is not None:
+                gradient += weight.grad
             weight.grad = gradient
+        elif weight.grad is not None:
+            weight.grad = _copied(weight.grad)
 
 
 def _copied(gradient: Tensor) -> Tensor:

@@ -17,16 +17,18 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.computed_from import is_computed_from
+from dream_trainer.compat.operations import name_of_operation
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.errors import StepError
 from dream_trainer.modules.context_attention import ContextAttention
 from dream_trainer.modules.hidden_backward import refuse_hidden_backward
 from dream_trainer.modules.position_checks import PositionChecks
+from dream_trainer.modules.shared_draws import RandomFunction, is_draw
+from dream_trainer.modules.spanning_functions import is_spanning, name_in_pytorch
 
 Handler = Callable[..., Any]
 
@@ -77,6 +79,8 @@ class AttentionTakeover(TorchFunctionMode):
         self._handlers |= {function: Checked(function, check) for function, check in self.checks.items()}
         self._handlers |= {function: _with_gradients(ours) for function, ours in further(attention).items()}
         self._handlers[F.scaled_dot_product_attention] = self._attend
+        gumbel = F.gumbel_softmax
+        self._handlers[gumbel] = RandomFunction(self._handlers[gumbel], gumbel.__name__, attention.shapes)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,24 +133,39 @@ class AttentionTakeover(TorchFunctionMode):
 
     def _first_seen(self, function: Any) -> Handler:
         """What a function that has no handler is replaced by; each is looked at once."""
-        name = str(function) if isinstance(function, (OpOverload, OpOverloadPacket)) else None
-        if name is None:
-            name = function.__name__ if isinstance(function, BuiltinFunctionType) else ""
-            if _ATTENDS.search(name):
-                return Checked(function, partial(_refuse_attention, name))
-            return function  # type: ignore[no-any-return]
-        namespace, operator, *_ = name.split(".")
+        of_operation = name_of_operation(function)
+        if of_operation is None:
+            name = name_in_pytorch(function)
+            if isinstance(function, BuiltinFunctionType) and _ATTENDS.search(name):
+                return Checked(function, partial(_refuse_attention, function.__name__))
+            return self._looked_at_by_name(function, name)
+        namespace, operator = of_operation
         if namespace not in _OF_PYTORCH:
             return Checked(function, partial(self._warn_of_operator, f"{namespace}::{operator}"))
         if operator == F.scaled_dot_product_attention.__name__:
             return self._attend
         if _ATTENDS.search(operator):
-            return Checked(function, partial(_refuse_attention, name))
-        twins = [check for known, check in self.checks.items() if known.__name__.strip("_") == operator.strip("_")]
-        return Checked(function, twins[0]) if twins else function
+            return Checked(function, partial(_refuse_attention, str(function)))
+        name = operator.strip("_")
+        twins = [check for known, check in self.checks.items() if known.__name__.strip("_") == name]
+        return Checked(function, twins[0]) if twins else self._looked_at_by_name(function, name)
+
+    def _looked_at_by_name(self, function: Any, name: str) -> Handler:
+        if is_draw(name) and function is not Tensor.__rand__:  # the reversed `&`
+            return RandomFunction(function, name, self.attention.shapes)
+        return Checked(function, partial(self._warn_of_spanning, name)) if is_spanning(name) else function
+
+    def _warn_of_spanning(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if any(not self.attention.lengths.isdisjoint(one.shape[1:]) for one in _tensors(*args, *kwargs.values())):
+            self.warn(
+                f"{name} under context_parallel",
+                f"the step calls {name} with this rank's part of a sequence. If it goes over positions, it sees this "
+                "part alone, and the result is not what one rank would compute. Compute it in the loader and cut it as "
+                "the tokens are, or train with context_parallel=1.",
+            )
 
     def _warn_of_operator(self, name: str, *args: Any, **kwargs: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = list(_tensors(*args, *kwargs.values()))
         if any(_has_positions(tensor.shape, length) for tensor in tensors for length in self.attention.lengths):
             self.warn(
                 f"{name} under context_parallel",
@@ -197,6 +216,15 @@ def _with_gradients(attend: Handler) -> Handler:
         return attend(*args, **kwargs)
 
     return call
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Those given, and those of lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(*value)
 
 
 def _has_positions(shape: Sequence[int], length: int) -> bool:

@@ -34,6 +34,7 @@ from dream_trainer.errors import DreamTrainerError, StepError
 from dream_trainer.modules.attention_takeover import AttentionTakeover, Checked, Handler
 from dream_trainer.modules.class_change import Changed, change_class, own_class
 from dream_trainer.modules.hidden_backward import refuse_hidden_backward
+from dream_trainer.modules.shared_draws import RandomFunction
 
 
 class SharedBlock(CompiledInside, Changed):
@@ -163,6 +164,9 @@ def _share(in_graphs: _InGraphs, call: Call) -> None:
         StepError: It would see this rank's positions alone.
     """
     handler, attends = in_graphs.handler(call.function), in_graphs.attends(call.function)
+    if isinstance(handler, RandomFunction):
+        handler.refuse_in_graph(call.result, *call.args, **call.kwargs)
+        handler = handler.function
     if attends and call.is_in_function:
         raise StepError(
             "attention inside a torch.autograd.Function, in a compiled block under context_parallel: its backward "

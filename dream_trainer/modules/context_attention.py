@@ -20,6 +20,7 @@ from torch import Tensor
 from dream_trainer.compat.attention import CausalBias, causal_to_the_last_key
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.sequence_parts import SequenceParts
+from dream_trainer.modules.shared_draws import PartShapes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Masked = Callable[..., Tensor]
@@ -34,11 +35,13 @@ class ContextAttention(ABC):
     Attributes:
         parts: Who has which positions.
         lengths: This rank's positions of the sequences that the running batch was cut in; a batch may have several.
+        shapes: Of the running batch.
     """
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts
         self.lengths: set[int] = set()
+        self.shapes = PartShapes()
 
     def in_graphs(self) -> ContextAttention:
         """The same for the lengths of now, with collectives that the compiler knows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -39,12 +40,20 @@ _MIXING: Mapping[Callable[..., Any], int] = {
     **dict.fromkeys((torch.flip, Tensor.flip, torch.sort, Tensor.sort, torch.argsort, Tensor.argsort), 0),
     **dict.fromkeys((torch.unbind, Tensor.unbind, torch.select, Tensor.select, Tensor.unfold), 0),
     **dict.fromkeys((torch.roll, Tensor.roll, torch.diff, Tensor.diff, torch.topk, Tensor.topk), 1),
+    **dict.fromkeys((torch.gather, Tensor.gather, torch.index_select, Tensor.index_select, torch.narrow), 0),
+    **dict.fromkeys((torch.aminmax, Tensor.aminmax, torch.nanmedian, Tensor.nanmedian, Tensor.narrow), 0),
+    **dict.fromkeys((torch.gradient, torch.trapezoid, F.glu, torch.trapz, torch.special.logsumexp), 0),
+    **dict.fromkeys((torch.cumulative_trapezoid, torch.fft.fftshift, torch.fft.ifftshift), 0),
+    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim, torch.renorm, Tensor.renorm), 1),
+    **dict.fromkeys((torch.cosine_similarity, torch.nanquantile, Tensor.nanquantile), 1),
     **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), 1),
-    **dict.fromkeys((torch.fft.fft, torch.fft.rfft, torch.fft.fftn, torch.fft.rfftn), 1),
+    **dict.fromkeys((torch.fft.fft, torch.fft.rfft, torch.fft.hfft, torch.fft.ihfft), 1),
 }
 """What mixes values along a dimension, by the place of that dimension after the values."""
 _DIMENSIONS = ("dim", "dims", "axis", "dimension")
 _MASKS = "transformers.masking_utils"
+_LOOKING = __name__, "dream_trainer.modules.attention_takeover"
+_COMPILING = "dream_trainer.modules.compiled_attention"
 
 
 class PositionChecks:
@@ -62,7 +71,9 @@ class PositionChecks:
         self._attention, self._told = attention, warn
         self.of: dict[Any, Check] = {mixing: partial(self._mixing, mixing, at) for mixing, at in _MIXING.items()}
         by_check: dict[Check, Iterable[Any]] = {
-            self._own_attention: (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax),
+            self._own_attention: (
+                *(torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax, F.softmin, F.gumbel_softmax),
+            ),
             self._own_log_attention: (
                 *(torch.log_softmax, F.log_softmax, Tensor.log_softmax, torch.special.log_softmax),
             ),
@@ -77,9 +88,15 @@ class PositionChecks:
             ),
             self._recurrence: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
             self._positions: (torch.arange,),
+            self._even_positions: (torch.linspace,),
             self._padding: (F.pad,),
             self._joining: (torch.cat, torch.concat, torch.concatenate),
-            self._neighbours: (Tensor.__getitem__,),
+            self._neighbours: (Tensor.__getitem__, Tensor.__setitem__),
+            self._scattering: (
+                *(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add),
+                *(Tensor.scatter_add_, torch.index_add, Tensor.index_add, Tensor.index_add_),
+            ),
+            self._norm: (F.layer_norm, F.rms_norm),
             _refuse_multi_head_attention: (F.multi_head_attention_forward,),
         }
         self.of |= {function: check for check, functions in by_check.items() for function in functions}
@@ -102,12 +119,27 @@ class PositionChecks:
     def _product(self, name: str, first: int, *args: Any, **kwargs: Any) -> None:
         """`left[..., m, k] @ right[..., k, n]` sums over k: positions, where `right` holds values at them."""
         left, right = (*args, *kwargs.values())[first : first + 2]
-        if left.shape[-1] not in self._attention.lengths or right.ndim < 2:
+        lengths = self._attention.lengths
+        if right.ndim < 2:
+            return
+        is_of_pairs = min(left.ndim, right.ndim) > 2 and left.shape[-2] in lengths and right.shape[-1] in lengths
+        if is_of_pairs and not _is_of_weights(left) and not _is_of_weights(right):
+            self._warn_of_pairs(name, left, right, left.shape[-2])
+        if left.shape[-1] not in lengths:
             return
         is_of_matrix = right.ndim == 2 and left.ndim > 2  # without a batch: features by weights
         if is_of_matrix or _is_of_weights(right) or right.stride(-1) != 1 == right.stride(-2):
             return  # such as queries by keys: what is summed over lies together, as features do
         self._warn_of_product(name, (left, right), left.shape[-1])
+
+    def _warn_of_pairs(self, name: str, left: Tensor, right: Tensor, length: int) -> None:
+        self._warn(
+            f"{name} of pairs under context_parallel",
+            f"the step calls {name} of {tuple(left.shape)} and {tuple(right.shape)}, whose result has a value for each "
+            f"two of {length}, as many as this rank's part of a sequence has. If these are positions, as where "
+            "attention multiplies queries with keys, pairs with those of other ranks are missing. Call "
+            "scaled_dot_product_attention, or train with context_parallel=1.",
+        )
 
     def _einsum(self, equation: Any, *operands: Any, **_: Any) -> None:
         if not isinstance(equation, str):
@@ -118,15 +150,30 @@ class PositionChecks:
         terms = inputs.split(",")
         if not arrow:
             output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+        for one, other in combinations([letter for letter in output if letter != "."], 2):
+            self._look_at_einsum_pairs(equation, terms, operands, (one, other))
         for letter in set("".join(terms)) - {*output, ".", ","}:
             holding = [(term, operand) for term, operand in zip(terms, operands, strict=True) if letter in term]
-            term, operand = holding[0]
-            length = operand.shape[term.index(letter) if "." not in term.partition(letter)[0] else _end(term, letter)]
+            length = _size_of(letter, *holding[0])
             # What is last holds features; without the batch, which is first, it is a sum of all.
             is_of_features = all(term.endswith(letter) or _is_of_weights(operand) for term, operand in holding)
             is_of_all = any(term[0] != letter and term[0] not in output + "." for term, _ in holding)
             if length in self._attention.lengths and not is_of_features and not is_of_all:
                 self._warn_of_product(f"einsum({equation!r})", operands, length)
+
+    def _look_at_einsum_pairs(
+        self, equation: str, terms: Sequence[str], operands: Sequence[Tensor], letters: tuple[str, str]
+    ) -> None:
+        """Of `"bhid,bhjd->bhij"`: two letters that no operand has together."""
+        if any(all(letter in term for letter in letters) for term in terms):
+            return
+        having = [
+            next((pair for pair in zip(terms, operands, strict=True) if letter in pair[0]), None) for letter in letters
+        ]
+        one, other = (pair for pair in having if pair is not None)
+        lengths = {_size_of(letter, *pair) for letter, pair in zip(letters, (one, other), strict=True)}
+        if lengths <= self._attention.lengths and not any(_is_of_weights(operand) for _, operand in (one, other)):
+            self._warn_of_pairs(f"einsum({equation!r})", one[1], other[1], lengths.pop())
 
     def _warn_of_product(self, name: str, operands: Sequence[Tensor], length: int) -> None:
         shapes = " and ".join(str(tuple(operand.shape)) for operand in operands)
@@ -181,25 +228,30 @@ class PositionChecks:
                 self._warn_of_part("pad", values, -1 - place, values.shape[-1 - place])
 
     def _joining(self, tensors: Any, dim: int = 0, **kwargs: Any) -> None:
+        """Of pieces that are joined to a part, and of a part that something is joined to."""
         dim = kwargs.get("axis", dim)
         if len(tensors) > 1 and len({part.ndim for part in tensors}) == 1:
-            length = sum(part.shape[dim] for part in tensors)
-            self._warn_of_part("cat", tensors[0], dim, length)
+            sizes = [part.shape[dim] for part in tensors]
+            joined = next((size for size in (sum(sizes), *sizes) if size in self._attention.lengths), 0)
+            self._warn_of_part("cat", tensors[0], dim, joined)
 
-    def _neighbours(self, values: Tensor, index: Any) -> None:
+    def _neighbours(self, values: Tensor, index: Any, *_: Any) -> None:
         """Of `x[:, 1:]`, `x[:, :-1]`, `x[:, ::2]` and `x[:, -1]`; pieces such as `x[:, 4:8]` are taken by turns."""
         if type(index) is slice:
             self._beginning(values, 0, index)
-        if type(index) is not tuple:
+        if type(index) is not tuple or not index:
             return
         first = 0
         if index[0] is Ellipsis:
             index = index[1:]
             first = values.ndim - len(index)
         for dim, one in enumerate(index, first):
-            if not isinstance(one, int) and not isinstance(one, slice):
+            if isinstance(one, Tensor) and one.dtype is not torch.bool:
+                if dim:  # `x[torch.arange(batch), last]`
+                    self._warn_of_part("an index", values, dim, values.shape[dim])
+            elif not isinstance(one, (int, slice)):
                 return
-            if dim and values.shape[dim] in self._attention.lengths and (isinstance(one, int) or _is_shift(one)):
+            elif dim and values.shape[dim] in self._attention.lengths and (isinstance(one, int) or _is_shift(one)):
                 self._warn_of_part("a slice", values, dim, values.shape[dim])
             elif isinstance(one, slice) and (dim == 0 or values.shape[:dim].numel() == 1):
                 self._beginning(values, dim, one)
@@ -215,6 +267,18 @@ class PositionChecks:
                 "or rotations, they are wrong: the positions of a part are not the first. Take positions from the "
                 "batch, cut as its tokens are: table[positions].",
             )
+
+    def _scattering(self, values: Tensor, dim: int, *added: Any, **more: Any) -> None:
+        """Of values that are added up, or put, where an index says: from this rank's part, or into it."""
+        dim = dim % values.ndim
+        for each in (values, *added, *more.values()):
+            if isinstance(each, Tensor) and each.ndim == values.ndim and each.shape[dim] in self._attention.lengths:
+                self._warn_of_part("an index", each, dim, each.shape[dim])
+                return
+
+    def _norm(self, values: Tensor, over: Sequence[int], *_: Any, **__: Any) -> None:
+        for dim in range(-len(over), -1):
+            self._warn_of_part("a norm", values, dim, values.shape[dim])
 
     def _warn_of_part(self, name: str, values: Tensor, dim: int, length: int) -> None:
         """Warns that `name` mixes `length` values along a dimension, if they may be this rank's positions."""
@@ -242,18 +306,29 @@ class PositionChecks:
     def _positions(self, *args: Any, **kwargs: Any) -> None:
         names = ("start", "end", "step") if len(args) > 1 else ("end",)
         given = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
-        end = given.get("end")
-        if given["start"] == 0 and given["step"] == 1 and end in self._attention.lengths:
-            self._warn(
-                "arange under context_parallel",
-                f"the step calls torch.arange({end}), as many numbers as this rank has positions of a sequence. If "
-                "these are positions, they are wrong: those of a part are not the first. Give the model positions from "
-                "the batch, cut as its tokens are.",
-            )
+        if given["step"] == 1 and given["start"] in (0, 1):  # from elsewhere, as where a rank counts its own
+            count = given.get("end", 0) - given["start"]
+            if count in self._attention.lengths:
+                self._warn_of_counting("arange", count)
+
+    def _even_positions(self, *args: Any, **kwargs: Any) -> None:
+        steps = kwargs.get("steps", args[-1] if len(args) > 2 else 0)
+        if steps in self._attention.lengths:
+            self._warn_of_counting("linspace", steps)
+
+    def _warn_of_counting(self, name: str, count: int) -> None:
+        self._warn(
+            f"{name} under context_parallel",
+            f"the step calls torch.{name} for {count} numbers, as many as this rank has positions of a sequence. If "
+            "these are positions, they are wrong: those of a part are not the first. Give the model positions from "
+            "the batch, cut as its tokens are.",
+        )
 
 
-def _end(term: str, letter: str) -> int:
-    return term.index(letter) - len(term)
+def _size_of(letter: str, term: str, operand: Tensor) -> int:
+    """How many values `operand` has along the dimension of a letter of its term in an einsum."""
+    at = term.index(letter)
+    return operand.shape[at if "." not in term[:at] else at - len(term)]
 
 
 def _is_of_weights(tensor: Tensor) -> bool:
@@ -269,9 +344,13 @@ def _is_shift(one: slice) -> bool:
 
 
 def _is_of_no_model() -> bool:
-    """Whether PyTorch calls what is looked at to send parts of tensors, as sequence parallelism does, or transformers
-    to make a mask, which is refused where it is of this part alone."""
+    """Whether what is looked at is called by code of ours; by PyTorch to send parts of tensors, as sequence parallelism
+    does; or by transformers to make a mask, which is refused where it is of this part alone."""
     frame: FrameType | None = sys._getframe()
+    while frame is not None and _module_of(frame) in _LOOKING:
+        frame = frame.f_back
+    if frame is not None and _module_of(frame).startswith("dream_trainer.") and _module_of(frame) != _COMPILING:
+        return True
     while frame is not None and _module_of(frame).startswith("dream_trainer."):
         frame = frame.f_back
     while frame is not None and _module_of(frame).startswith(("torch.", _MASKS)):

@@ -7,17 +7,16 @@ is given is a plain tensor in both cases, so whoever splits the model says which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.compat.pytorch import shard_dim
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.class_change import Changed, change_class, own_class
+from dream_trainer.modules.shared_draws import numbers_of_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,17 +94,8 @@ class DrawsForItsPart(Declared):
     def _drawn(self, *args: Any, **kwargs: Any) -> Any:
         devices = (value.device for value in args if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
-        with _own_generators(self._place, device):
+        with numbers_of_place(b"part", self._place, device):
             return super().forward(*args, **kwargs)
-
-
-@contextmanager
-def _own_generators(place: int, device: torch.device) -> Iterator[None]:
-    """The number is of the CPU's generator, which checkpoints and recomputation keep for any device, without a wait."""
-    number = int(torch.randint(2**62, (), device="cpu"))
-    with preserved_random_state(device):
-        seed_device(hash_seed(b"part", number, place), device)
-        yield
 
 
 def undeclared_dropouts(models: Mapping[str, nn.Module]) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from dream_trainer.compat.generator_bytes import PythonState, python_state, set_python_state
 from dream_trainer.compat.operations import operation
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.modules.class_change import Changed, change_class
@@ -46,6 +47,7 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
     """
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     modes = function_modes()  # backward runs without
+    python = python_state()  # of torch's it is kept already
     has_run = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +55,7 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
         changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
         for parameter, required in changed:
             parameter.requires_grad_(required)
-        again = _again(module, modes) if has_run else nullcontext()
+        again = _again(module, modes, python) if has_run else nullcontext()
         has_run = True
         try:
             with again:
@@ -66,12 +68,19 @@ def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable
 
 
 @contextmanager
-def _again(module: nn.Module, modes: Sequence[Any]) -> Iterator[None]:
-    """What the second run is in: the modes of the first that are not on, as in a backward, where none are."""
-    with counts_at_rest(module), ExitStack() as stack:
-        for mode in modes[len(function_modes()) :]:
-            stack.enter_context(mode)
-        yield
+def _again(module: nn.Module, modes: Sequence[Any], python: PythonState) -> Iterator[None]:
+    """What the second run is in: the modes of the first that are not on, as in a backward, where none are; and Python's
+    random numbers of the first, such as skip whole layers.
+    """
+    before = python_state()
+    set_python_state(python)
+    try:
+        with counts_at_rest(module), ExitStack() as stack:
+            for mode in modes[len(function_modes()) :]:
+                stack.enter_context(mode)
+            yield
+    finally:
+        set_python_state(before)
 
 
 @contextmanager

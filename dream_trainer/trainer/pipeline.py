@@ -21,12 +21,13 @@ from dream_trainer.compat.loss_graph import trained_by
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import write_count
 from dream_trainer.data.nested import concatenated, map_tensors
-from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
+from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import without_exchange
 from dream_trainer.modules.pipeline_stages import as_before, view_of
 from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
+from dream_trainer.modules.shared_draws import numbers_of_place
 from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
@@ -409,9 +410,7 @@ class Pipeline:
 
         What steps draw themselves has to be equal on all ranks of a pipeline, so it is as if each batch drew once.
         """
-        drawn = int(torch.empty((), dtype=torch.int64).random_())
-        with preserved_random_state(self._world.device):
-            seed_device(hash_seed(b"stage", drawn, self._world.stage_rank), self._world.device)
+        with numbers_of_place(b"stage", self._world.stage_rank, self._world.device):
             for module in self._gathered_first:
                 module.unshard()
             for copied, original in self._copies:

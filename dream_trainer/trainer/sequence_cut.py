@@ -35,6 +35,7 @@ class SequenceCut:
         """`batch` is to be cut."""
         self._batch, self._digest = batch, 0
         self._attention.lengths = set()
+        self._attention.shapes.begin()
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's positions of `tensor`, whose dimension `dim` is the sequence.
@@ -64,6 +65,8 @@ class SequenceCut:
             self._digest = zlib.crc32(values.numpy().tobytes(), self._digest)
         part = parts.cut(tensor, dim)
         self._attention.lengths.add(part.shape[dim])
+        rows = tensor.shape[0] if dim % tensor.ndim else 1
+        self._attention.shapes.add(rows, part.shape[dim], part.shape[dim] // self._world.mesh_shape.tp or 1)
         return part
 
     def end(self, *, is_training: bool) -> None:

@@ -54,6 +54,7 @@ def compiled(run: Callable[..., Any], backend: str = "eager") -> nn.Module:
 def step(*lengths: int, warn: Callable[[str, str], None] = print) -> AttentionTakeover:
     attention = GatheredAttention(SequenceParts(0, 2, None, is_balanced=True))
     attention.lengths = set(lengths)
+    attention.shapes.add(len(HEADS), *lengths)
     return AttentionTakeover(attention, handlers, warn)
 
 
@@ -95,6 +96,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     ),
     "convolution": (lambda _, x: F.conv1d(x[0], torch.ones(8, 8, 3)), (torch.zeros(8, 8, 8),), "conv1d of width 3"),
     "layer in evaluation": (lambda block, x: block.encoder(x[0]), (), "nn.MultiheadAttention, which .* attends within"),
+    "a draw for all positions": (lambda _, x: x * torch.rand(()), (), "rand of the shape .* draw before the block"),
+    "a draw of samples": (lambda _, x: x * F.dropout(x[:, :1, :1, :1]), (), "dropout of the shape .* draw before"),
     "own, by aten": (lambda _, x: torch.ops.aten.softmax(x @ x.mT, -1) @ x, (), "computes attention by itself"),
     "own, by name": (lambda _, x: torch.softmax(input=x @ x.mT, dim=-1) @ x, (), "computes attention by itself"),
     "own, opaque": (lambda _, x: own_attention(x), (), "the model computes attention by itself"),
@@ -206,4 +209,12 @@ def test_what_mixes_positions_is_named() -> None:
     told.clear()
     with step(LENGTH, warn=lambda key, _: told.append(key)):
         compiled(lambda _, x: hidden(input=x) + (x @ x.mT).exp() @ x + x[:, :, 1:].sum())(HEADS)
-    assert [key.split()[0] for key in told] == ["compiled_attention_tests::hidden", "matmul", "a"]
+    assert [key.split()[0] for key in told] == ["compiled_attention_tests::hidden", "matmul", "matmul", "a"]
+
+
+def test_dropout_of_positions_stays_in_the_graph() -> None:
+    def drop(_: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(x) + torch.rand_like(x)
+
+    with step(LENGTH):
+        assert compiled(drop)(HEADS).shape == HEADS.shape

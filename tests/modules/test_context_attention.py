@@ -214,4 +214,4 @@ def test_positions_counted_from_a_part_are_named_once_and_other_numbers_are_not(
         for numbers in (torch.arange(8), torch.arange(0, 8), torch.arange(end=8)):
             assert numbers.tolist() == list(range(8))
     assert len(told) == 3
-    assert "as many numbers as this rank has positions" in told[0][1]
+    assert "as many as this rank has positions" in told[0][1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from dream_trainer.data.nested import concatenated
 from dream_trainer.data.packing.attention_mask import packed_attention, packed_attention_mask
 from dream_trainer.data.packing.shared_rows import handlers
 from dream_trainer.errors import StepError
@@ -138,6 +139,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "softmax by keywords": (lambda: torch.softmax(dim=-1, input=torch.zeros(8, PART, PART)), "softmax over scores"),
     "special": (lambda: torch.special.softmax(torch.zeros(2, 4, PART, PART), -1), "softmax over scores of the shape"),
+    "minimum": (lambda: F.softmin(torch.zeros(2, 4, PART, PART), -1), "softmax over scores of the shape"),
+    "drawn": (lambda: F.gumbel_softmax(torch.zeros(8, PART, PART), dim=-1), "softmax over scores of the shape"),
     "logarithm": (lambda: torch.zeros(2, 4, PART, PART).log_softmax(-1), "softmax over scores of the shape"),
     "operator": (lambda: torch.ops.aten._softmax(torch.zeros(8, PART, PART), -1, False), "softmax over scores"),
     "LSTM": (lambda: nn.LSTM(WIDTH, 4, batch_first=True)(values()), "a recurrent layer .* over 12 positions"),
@@ -196,6 +199,26 @@ def with_a_class_token(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*projected(torch.cat([torch.zeros(2, 1, WIDTH), x], 1)))
 
 
+def to_memories(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    memories = torch.ones(2, HEADS, 3, HEAD)
+    weights = torch.cat([q @ memories.mT, q @ k.mT], -1).softmax(-1)
+    return weights[..., :3] @ memories
+
+
+def to_joined_memories(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ torch.cat([torch.ones(2, HEADS, 3, HEAD), k], 2).mT).softmax(-1)
+
+
+def in_segments(x: Tensor) -> Tensor:
+    segments = torch.zeros(PART, dtype=torch.long)
+    sums = torch.zeros(2, 5, WIDTH).index_add(1, segments, x)
+    return sums.scatter_add(1, segments[None, :, None].expand_as(x), x)
+
+
+def in_a_text(x: Tensor) -> Tensor:
+    return x.masked_scatter(torch.ones(2, PART, 1, dtype=torch.bool), torch.zeros(100, WIDTH))
+
+
 def of_pooled_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, *(one.unflatten(-2, (-1, 2)).mean(-2) for one in (k, v)))
 
@@ -208,15 +231,21 @@ def in_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 NAMED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "operator": (lambda: doubled(values()), ["dream_trainer_tests::doubled"]),
     "packet": (lambda: torch.ops.dream_trainer_tests.doubled(values()), ["dream_trainer_tests::doubled"]),
-    "exponentials": (lambda: by_hand(*projected(values())), ["matmul"]),
+    "exponentials": (lambda: by_hand(*projected(values())), ["matmul of pairs", "matmul"]),
     "chunks": (lambda: in_chunks(*projected(values())), ["matmul"] * 3 + ["cat"]),
-    "baddbmm": (lambda: by_bmm(*projected(values())), ["baddbmm"]),
-    "einsum": (lambda: by_einsum(*projected(values())), ["einsum('... i j, ... j d -> ... i d')"]),
+    "baddbmm": (lambda: by_bmm(*projected(values())), ["matmul of pairs", "baddbmm"]),
+    "einsum": (
+        lambda: by_einsum(*projected(values())),
+        ["einsum('bhid,bhjd->bhij') of pairs", "einsum('... i j, ... j d -> ... i d')"],
+    ),
     "linear attention": (lambda: (lambda q, k, v: q @ (k.mT @ v))(*projected(values())), ["matmul"]),
     "a matrix over positions": (lambda: nn.Parameter(torch.zeros(PART, PART)) @ values(), ["matmul"]),
     "a sum": (lambda: torch.einsum("btd,td->bd", values(), torch.ones(PART, WIDTH)), ["einsum('btd,td->bd')"]),
-    "sinks": (lambda: with_sinks(*projected(values())), ["keys of another length"]),
-    "a class token": (lambda: with_a_class_token(values()), ["keys of another length"]),
+    "sinks": (lambda: with_sinks(*projected(values())), ["cat"] * 2 + ["keys of another length"]),
+    "a class token": (lambda: with_a_class_token(values()), ["cat", "keys of another length"]),
+    "pairs by as many features": (lambda: values(width=PART) @ values(width=PART).mT, ["matmul of pairs"]),
+    "own attention to memories": (lambda: to_memories(*projected(values())), ["matmul of pairs"]),
+    "own attention to joined memories": (lambda: to_joined_memories(*projected(values())), ["cat"]),
     "pooled keys": (lambda: of_pooled_keys(*projected(values())), ["keys of another length"]),
     "windows": (lambda: in_windows(*projected(values())), ["keys of another length"]),
     "neighbours": (lambda: values()[:, 1:] - values()[:, :-1], ["a slice"] * 2),
@@ -235,6 +264,17 @@ NAMED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "fourier": (lambda: torch.fft.fft(torch.fft.fft(values()), dim=1), ["fft_fft"]),
     "pooling": (lambda: F.avg_pool1d(values().mT, 2), ["a pooling, norm or interpolation"]),
     "norm of groups": (lambda: F.group_norm(values().mT, 2), ["a pooling, norm or interpolation"]),
+    "the last token of each": (lambda: values()[torch.arange(2), torch.tensor([3, 5])], ["an index"]),
+    "masked positions": (lambda: values().gather(1, torch.zeros(2, 3, WIDTH, dtype=torch.long)), ["gather"]),
+    "a narrow piece": (lambda: values().narrow(1, 1, PART - 1).index_select(0, torch.tensor([1])), ["narrow"]),
+    "segments": (lambda: in_segments(values()), ["an index"] * 2),
+    "a token put first": (lambda: values().detach().__setitem__((slice(None), 0), 0.0), ["a slice"]),
+    "an image in a text": (lambda: in_a_text(values()), ["masked_scatter"]),
+    "a norm of both": (lambda: F.layer_norm(values(), (PART, WIDTH)), ["a norm"]),
+    "counting from one": (lambda: (torch.arange(1, PART + 1), torch.linspace(0, 1, PART)), ["arange", "linspace"]),
+    "batch norm": (lambda: nn.BatchNorm1d(WIDTH)(values().mT), ["batch_norm"]),
+    "images": (lambda: F.conv2d(values()[:, None], torch.zeros(1, 1, 3, 3), padding=1), ["conv2d"]),
+    "distances": (lambda: torch.cdist(values(), values()), ["cdist"]),
     "operators of aten": (lambda: torch.ops.aten.cumsum(values(), 1), ["cumsum"]),
 }  # fmt: skip
 
@@ -284,8 +324,9 @@ def packed() -> None:
 
 def experts() -> None:
     torch.manual_seed(0)
-    moe = MoE(WIDTH, 32, n_experts=4, top_k=2)
-    moe(values()).sum().backward()
+    for count in (4, PART):
+        MoE(WIDTH, 32, n_experts=count, top_k=2)(values()).sum().backward()
+    concatenated([values()[:1] for _ in range(PART)], lambda *_: pytest.fail("alike"))
 
 
 def one_hot_experts() -> None:
@@ -325,8 +366,8 @@ def by_features_as_many() -> None:
     """Products over as many features as there are positions."""
     x, weight = values(width=PART), nn.Parameter(torch.zeros(PART, PART))
     x @ weight, x @ weight.T, F.linear(x, weight), torch.einsum("btd,de->bte", x, weight)
-    q, k = x.unflatten(-1, (1, -1)).transpose(1, 2), x.unflatten(-1, (1, -1)).transpose(1, 2)
-    torch.einsum("bhid,bhjd->bhij", q, k), q @ k.mT, torch.bmm(x, x.mT), torch.einsum("btd,btd->", x, x)
+    experts = nn.Parameter(torch.zeros(2, PART, PART))
+    torch.einsum("btd,btd->", x, x), x @ experts, torch.einsum("btd,bde->bte", x, experts), x[()], x[x > 0]
 
 
 def of_operators() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dream_trainer as dt
+from dream_trainer.config.device_parameters import MeshShape
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError
 from dream_trainer.modules.class_change import own_class
@@ -23,6 +24,8 @@ from tests.trainer.small import run_ranks
 
 class RanksOfTwo(Ranks):
     """Two ranks that share sequences, the other of which has another batch."""
+
+    mesh_shape = MeshShape(pp=1, dp_replicate=1, dp_shard=1, cp=2, tp=1)
 
     def all_gather(self, values: Tensor) -> Tensor:
         return torch.stack((values, values + 1))

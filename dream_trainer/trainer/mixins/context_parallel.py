@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch import Tensor
 
 from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import HookError
+from dream_trainer.modules.shared_draws import seed_for_sequence
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.sequence_cut import SequenceCut
@@ -73,18 +75,30 @@ class ContextParallelMixin(AbstractTrainer):
 
         if self.world.mesh_shape.cp == 1:
             return with_whole_batch
-        cut, takeover = self._sequence_cut, self._takeover
+        cut, takeover, device = self._sequence_cut, self._takeover, self.world.device
 
         def with_part(batch: Any, batch_idx: int) -> Any:
             if not self.training and self._validation.buffer is None:  # a prediction
                 return with_whole_batch(batch, batch_idx)
+            seed = _step_seed(self, batch_idx)
             cut.begin(batch)
-            part = _checked(self, self.cut_batch(batch, cut.cut))
+            with preserved_random_state(device):
+                seed_device(seed, device)
+                part = _checked(self, self.cut_batch(batch, cut.cut))
             cut.end(is_training=self.training)
+            seed_for_sequence(hash_seed(b"step", seed))
             with takeover:
                 return step(part, batch_idx)
 
         return with_part
+
+
+def _step_seed(trainer: ContextParallelMixin, batch_idx: int) -> int:
+    """Of what ranks that share sequences draw alike: the same for a step whenever it runs, and where it is resumed."""
+    seed, progress, dp_rank = trainer.config.seed, trainer.progress, trainer.world.dp_rank
+    if not trainer.training:
+        return hash_seed(b"val" + trainer.val_name.encode(), seed, batch_idx, dp_rank)
+    return hash_seed(b"train", seed, progress.current_epoch, progress.global_step, batch_idx, dp_rank)
 
 
 def _attention(trainer: ContextParallelMixin) -> ContextAttention:

@@ -1,0 +1,168 @@
+"""Random numbers in a step whose sequences are shared by ranks: alike on these ranks, unless they are of positions.
+
+A number that is drawn for a batch, a sample or a layer, such as a diffusion time or whether a layer is left out, is of
+the whole sequence, and every rank that has a part of it has to draw the same. One for each position, as dropout's, is
+of a part, and is drawn anew on each rank. Which it is, is told by the shape of what is drawn.
+
+Python's global generator is alike on these ranks (`seed_for_sequence`), and torch's are not. So an operation of torch's
+that is to be alike begins at a number from Python's.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import checkpoint
+
+from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_cpu, seed_device
+from dream_trainer.errors import StepError
+from dream_trainer.modules import recompute
+
+_NAMES = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
+    "uniform exponential random cauchy geometric log_normal dropout alpha_dropout native_dropout rrelu "
+    "rrelu_with_noise gumbel_softmax standard_gamma sample_dirichlet".split()
+)
+"""PyTorch's functions that draw from the default generators, without the underscores around their names."""
+
+
+def seed_for_sequence(seed: int) -> None:
+    """Seeds what ranks that share sequences draw alike from: Python's and numpy's global generators (8 us)."""
+    seed_cpu(seed, ("python", "numpy"))
+
+
+@contextmanager
+def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterator[None]:
+    """Inside, ranks at different places of a mesh's dimension draw different numbers; outside, they stay alike.
+
+    They begin at numbers of the CPU's generators, which checkpoints and recomputation keep for any device, without a
+    wait. Those of ranks that share a sequence differ for torch, and are the same for Python and numpy.
+    """
+    own = int(torch.randint(2**62, (), device="cpu", generator=torch.default_generator))
+    shared = random.getrandbits(62)
+    with preserved_random_state(device):
+        seed_device(hash_seed(purpose, own, place), device)
+        seed_for_sequence(hash_seed(purpose, shared, place))
+        yield
+
+
+def is_draw(name: str) -> bool:
+    """Whether a function of PyTorch's of this name draws random numbers."""
+    return name in _NAMES
+
+
+class PartShapes:
+    """Tells by their shapes which tensors of a step have positions.
+
+    Attributes:
+        rows: Samples in the running batch.
+        lengths: This rank's positions, and those of pieces that sequence parallelism makes of them.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 1
+        self.lengths: set[int] = set()
+
+    def begin(self) -> None:
+        """A batch is to be cut."""
+        self.rows, self.lengths = 1, set()
+
+    def add(self, rows: int, *lengths: int) -> None:
+        """A tensor of it was."""
+        self.rows = max(self.rows, rows)
+        self.lengths.update(lengths)
+
+    def have_positions(self, shape: torch.Size) -> bool:
+        """Whether there is a dimension of positions, by itself or along with the batch."""
+        if not self.lengths.isdisjoint(shape[1:]):
+            return True
+        if not shape or shape[0] == 0 or self.rows % shape[0] == 0:  # samples of a batch, or of a micro-batch
+            return False
+        counts = (divmod(shape[0], length) for length in self.lengths)
+        return any(rest == 0 and self.rows % samples == 0 for samples, rest in counts)
+
+
+class RandomFunction:
+    """A function that draws, alike on ranks that share sequences where it draws nothing for positions.
+
+    Args:
+        function: Called with its arguments, among which may be a generator; then nothing is done.
+        name: Of the function, without underscores around it.
+        shapes: Of the running batch.
+
+    Attributes:
+        function: As given.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, shapes: PartShapes) -> None:
+        self.function, self._name, self._shapes = function, name, shapes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("generator") is not None:
+            return self.function(*args, **kwargs)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if given and self._is_of_part(given):
+            return self.function(*args, **kwargs)
+        if not given:  # what is made anew tells its shape, and may be made again
+            given = [self.function(*args, **kwargs)]
+            if self._is_of_part(given):
+                return given[0]
+        _refuse_foreign_checkpoint(self._name)
+        device = torch.device("cpu") if given[0].is_meta else given[0].device
+        seed = random.getrandbits(64)
+        with preserved_random_state(device):
+            seed_device(seed, device)
+            return self.function(*args, **kwargs)
+
+    def refuse_in_graph(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses a call in a compiled block, where each rank draws for its part.
+
+        Args:
+            drawn: What the call gives.
+            *args: Of the call.
+            **kwargs: Of the call.
+
+        Raises:
+            StepError: It draws nothing for positions.
+        """
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)] or [drawn]
+        if kwargs.get("generator") is None and not self._is_of_part(given):
+            raise StepError(_IN_GRAPH.format(self._name, tuple(given[0].shape)))
+
+    def _is_of_part(self, given: list[Tensor]) -> bool:
+        """Whether each rank has other numbers."""
+        shapes = (value.shape for value in given if not isinstance(value, Parameter))
+        of_classes = self._name == "multinomial"  # whose last dimension holds what is drawn from
+        return any(self._shapes.have_positions(shape[:-1] if of_classes else shape) for shape in shapes)
+
+
+def _refuse_foreign_checkpoint(name: str) -> None:
+    """What is computed again in backward is outside of the step there, and would draw other numbers."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module == recompute.__name__:
+            return
+        if module == checkpoint.__name__:
+            raise StepError(_IN_CHECKPOINT.format(name))
+        frame = frame.f_back
+
+
+_IN_CHECKPOINT = (
+    "{} draws random numbers that are of no positions, and so alike on ranks that share sequences, inside "
+    "torch.utils.checkpoint: in backward each rank would draw others. Under context_parallel set "
+    'device_parameters.activation_checkpointing to "full" or "selective" instead, or draw outside of it.'
+)
+_IN_GRAPH = (
+    "{} of the shape {} within a compiled block draws random numbers that are of no positions, and have to be alike on "
+    "ranks that share sequences; in a graph they are not. Under context_parallel draw before the block and hand the "
+    "numbers to it, or use compile=False."
+)

@@ -1,0 +1,20 @@
+"""Operations of PyTorch are known by name, whichever overload is called."""
+
+from __future__ import annotations
+
+import torch
+
+from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS, name_of_operation, operation
+
+
+def test_an_operation_has_a_namespace_and_a_name_and_nothing_else_has() -> None:
+    assert name_of_operation(torch.ops.aten.mm) == name_of_operation(torch.ops.aten.mm.default) == ("aten", "mm")
+    assert name_of_operation(torch.ops.aten.sum.dim_IntList) == ("aten", "sum")
+    assert name_of_operation(torch.mm) is None
+    assert name_of_operation(torch.nn.functional.linear) is None
+
+
+def test_operations_are_found_by_the_names_that_they_have() -> None:
+    for name in EXPENSIVE_OPERATIONS:
+        found = operation(name)
+        assert found is None or str(found) == name

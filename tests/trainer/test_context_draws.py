@@ -1,0 +1,220 @@
+"""Ranks that share a sequence draw alike what is of the whole of it; a loop by hand with it trains the same."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.compat.pytorch import in_backward
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer import meshes
+from tests.trainer.arithmetic import fill
+from tests.trainer.sequences import LENGTH, Block, Case, Model, Rows, Trained, config_of
+from tests.worlds import run_world
+
+STEPS = 4
+CASES = [Case(2), Case(2, attention="ulysses", recompute="full", shard="auto"), Case(2, accumulation=2)]
+
+
+class Draws:
+    """What a run draws, noted in turn; in the loop by hand, what it drew."""
+
+    def __init__(self, drawn: list[Any] | None = None) -> None:
+        self.noted: list[Any] = []
+        self._again: Iterator[Any] | None = None if drawn is None else iter(drawn)
+
+    def __call__(self, draw: Any) -> Any:
+        if self._again is not None:
+            return next(self._again)
+        value = draw()
+        if not in_backward():  # where a block is computed again
+            self.noted.append(value)
+        return value
+
+
+class SkippedBlock(Block):
+    """Layer dropout, by torch's numbers and by Python's; and one chance for each sample."""
+
+    draws: Draws
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if not self.training:
+            return super().forward(x, mask)
+        if self.draws(lambda: float(torch.rand(())) < 0.3) or self.draws(lambda: random.random() < 0.3):
+            return x
+        kept = self.draws(lambda: torch.empty(len(x), 1, 1, dtype=x.dtype).bernoulli_(0.7))
+        return x + (super().forward(x, mask) - x) * kept
+
+
+class Diffused(Model):
+    """Has noise of a level for each sample."""
+
+    def __init__(self, case: Case, draws: Draws) -> None:
+        super().__init__(case)
+        self.blocks = torch.nn.ModuleList(SkippedBlock(case) for _ in range(2))
+        self.double()
+        for block in self.blocks:
+            block.draws = draws
+
+    def forward(self, tokens: Tensor, level: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens) * level[:, None, None] + self.position(positions)
+        for block in self.blocks:
+            x = block(x, None)
+        return self.head(x)
+
+
+def prepared(batch: dict[str, Tensor], draws: Draws) -> dict[str, Tensor]:
+    """With tokens hidden at positions that are drawn for whole sequences."""
+    tokens = batch["tokens"]
+    hidden = draws(lambda: torch.rand(tokens.shape) < 0.2 + 0.1 * random.random())
+    return {
+        "tokens": tokens.masked_fill(hidden, 0),
+        "labels": tokens,
+        "positions": torch.arange(LENGTH).expand_as(tokens),
+    }
+
+
+def loss_of(model: Diffused, batch: dict[str, Tensor], draws: Draws) -> Tensor:
+    level = draws(lambda: torch.rand(len(batch["tokens"]), dtype=torch.double))
+    scores = model(batch["tokens"], level, batch["positions"])
+    return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
+
+
+class Drawing(Trained):
+    def configure_models(self) -> None:
+        self.draws, self.drawn_in_validation = Draws(), Draws()
+        self.model = Diffused(self.config.case, self.draws)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        rows = 8 // self.config.case.accumulation
+        return DistributedDataLoader(Rows(8 * STEPS), rows), DistributedDataLoader(Rows(8), 4)
+
+    def cut_batch(self, batch: dict[str, Tensor], cut: Any) -> dict[str, Tensor]:
+        whole = prepared(batch, self.draws if self.training else self.drawn_in_validation)
+        return {name: cut(tensor) for name, tensor in whole.items()}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = loss_of(self.model, batch, self.draws)
+        self.backward(loss, weight=batch["labels"].numel())
+        if not self.is_accumulating_gradients:
+            self.norms.append(float(self.step(self.model, self.optimizer)))
+        return {"loss": loss}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return {"loss": loss_of(self.model, batch, self.drawn_in_validation)}, batch["labels"].numel()
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        with Drawing(config_of(replace(case, clip=None))) as trainer:
+            trainer.fit()
+            results.append(
+                {
+                    "drawn": trainer.draws.noted,
+                    "norms": trainer.norms,
+                    "metrics": [trainer.evaluate() for _ in range(2)],
+                    "validated": trainer.drawn_in_validation.noted[:4],
+                }
+            )
+    return results
+
+
+def by_hand(case: Case, drawn: list[Any], validated: list[Any]) -> tuple[list[float], float]:
+    """Norms and the loss of validation of one process with whole sequences, and these numbers."""
+    draws = Draws(drawn)
+    model = Diffused(case, draws)
+    fill(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = torch.stack([row["tokens"] for row in Rows(8 * STEPS).rows])
+    norms = []
+    for step in rows.split(8):
+        for tokens in step.chunk(case.accumulation):
+            loss = loss_of(model, prepared({"tokens": tokens}, draws), draws)
+            (loss / case.accumulation).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.sqrt(sum(gradient.square().sum() for gradient in gradients))))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert next(draws._again, None) is None
+    model.eval()
+    draws = Draws(validated)
+    with torch.no_grad():
+        losses = [loss_of(model, prepared({"tokens": tokens}, draws), draws) for tokens in rows[:8].split(4)]
+    return norms, float(sum(losses) / 2)
+
+
+def test_a_loop_by_hand_that_draws_the_same_trains_the_same(tmp_path: Path) -> None:
+    for case, first, second in zip(CASES, *run_world(train, 2, CASES, str(tmp_path)), strict=True):
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(first["drawn"], second["drawn"], strict=True)
+        )
+        assert {True, False} <= {one for one in first["drawn"] if isinstance(one, bool)}
+        norms, loss = by_hand(case, first["drawn"], first["validated"])
+        assert first["norms"] == pytest.approx(norms, rel=1e-10)
+        assert second["norms"] == pytest.approx(norms, rel=1e-10)
+        for metrics in first["metrics"]:  # the same numbers at each validation
+            assert metrics["val/loss"] == pytest.approx(loss, rel=1e-10)
+
+
+# -- pipelines
+
+
+class Noting(meshes.Trained):
+    """Its blocks draw one number of torch's and one of Python's for each micro-batch."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.noted: list[tuple[int, float, float]] = []
+        for block in self.model.blocks:
+            block.register_forward_pre_hook(lambda *_: self.note())
+
+    def note(self) -> None:
+        if self.training:
+            self.noted.append((self.global_step, float(torch.rand(())), random.random()))
+
+
+def note(case: meshes.Case, experiment: str, directory: str, *steps: int) -> list[Any]:
+    """What blocks draw up to each of `steps`, in a trainer of its own that goes on from the last one's checkpoint."""
+    os.chdir(directory)
+    found = []
+    for max_steps in steps:
+        config = replace(
+            meshes.config_of(case, experiment, max_steps=max_steps),
+            checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None),
+        )
+        with Noting(config) as trainer:
+            trainer.fit()
+            found.append((trainer.world.stage_rank, trainer.noted))
+    return found
+
+
+def stop_and_go_on(case: meshes.Case, directory: str) -> list[Any]:
+    return note(case, "unbroken", directory, 3) + note(case, "broken", directory, 2, 3)
+
+
+def test_stages_draw_their_own_numbers_and_ranks_of_a_sequence_the_same_also_in_a_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    case = meshes.Case(2, cp=2, schedule="ZBVZeroBubble", blocks=4)
+    ranks = run_world(stop_and_go_on, 4, case, str(tmp_path))
+    by_stage = {stage: [notes for (place, notes), *_ in ranks if place == stage] for stage in (0, 1)}
+    for first, second in by_stage.values():
+        assert first == second
+    assert not set(by_stage[0][0]) & set(by_stage[1][0])
+    for (_, unbroken), _, (_, resumed) in ranks:
+        # A run's first batch is sent ahead once more, to know its shapes.
+        last = [one for one in unbroken if one[0] == 2]
+        assert last == [one for one in resumed if one[0] == 2][-len(last) :]
