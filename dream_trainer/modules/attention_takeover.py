@@ -151,9 +151,10 @@ class AttentionTakeover(TorchFunctionMode):
         return Checked(function, twins[0]) if twins else self._looked_at_by_name(function, name)
 
     def _looked_at_by_name(self, function: Any, name: str) -> Handler:
+        handler = Checked(function, partial(self._warn_of_spanning, name)) if is_spanning(name) else function
         if is_draw(name) and function is not Tensor.__rand__:  # the reversed `&`
-            return RandomFunction(function, name, self.attention.shapes)
-        return Checked(function, partial(self._warn_of_spanning, name)) if is_spanning(name) else function
+            return RandomFunction(handler, name, self.attention.shapes)
+        return handler
 
     def _warn_of_spanning(self, name: str, *args: Any, **kwargs: Any) -> None:
         if any(not self.attention.lengths.isdisjoint(one.shape[1:]) for one in _tensors(*args, *kwargs.values())):

@@ -29,9 +29,13 @@ from dream_trainer.modules import recompute
 _NAMES = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
     "uniform exponential random cauchy geometric log_normal dropout alpha_dropout native_dropout rrelu "
-    "rrelu_with_noise gumbel_softmax standard_gamma sample_dirichlet".split()
+    "rrelu_with_noise gumbel_softmax standard_gamma sample_dirichlet kaiming_uniform "
+    "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
+    "fractional_max_pool3d_with_indices".split()
 )
 """PyTorch's functions that draw from the default generators, without the underscores around their names."""
+_OF_CHANNELS = frozenset("dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout".split())
+"""Those that draw for each pair of the first two dimensions: a sample and a channel."""
 
 
 def seed_for_sequence(seed: int) -> None:
@@ -56,7 +60,7 @@ def numbers_of_place(purpose: bytes, place: int, device: torch.device) -> Iterat
 
 def is_draw(name: str) -> bool:
     """Whether a function of PyTorch's of this name draws random numbers."""
-    return name in _NAMES
+    return name in _NAMES or name in _OF_CHANNELS
 
 
 class PartShapes:
@@ -139,9 +143,11 @@ class RandomFunction:
 
     def _is_of_part(self, given: list[Tensor]) -> bool:
         """Whether each rank has other numbers."""
-        shapes = (value.shape for value in given if not isinstance(value, Parameter))
-        of_classes = self._name == "multinomial"  # whose last dimension holds what is drawn from
-        return any(self._shapes.have_positions(shape[:-1] if of_classes else shape) for shape in shapes)
+        drawn_for = slice(2) if self._name in _OF_CHANNELS else slice(None)
+        if self._name == "multinomial":  # whose last dimension holds what is drawn from
+            drawn_for = slice(-1)
+        shapes = (value.shape[drawn_for] for value in given if not isinstance(value, Parameter))
+        return any(map(self._shapes.have_positions, shapes))
 
 
 def _refuse_foreign_checkpoint(name: str) -> None:

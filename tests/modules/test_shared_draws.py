@@ -28,6 +28,11 @@ from dream_trainer.modules.spanning_functions import is_spanning
 ROWS, PART, WIDTH = 8, 4, 6
 ops = torch.ops.aten
 
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
 OF_SEQUENCES: dict[str, Callable[[], Any]] = {
     "one number": lambda: torch.rand(()),
     "one integer": lambda: torch.randint(1000, (1,)),
@@ -52,6 +57,12 @@ OF_SEQUENCES: dict[str, Callable[[], Any]] = {
     "a distribution's": lambda: torch.distributions.Gamma(torch.ones(ROWS), torch.ones(ROWS)).sample(),
     "a weight's": lambda: torch.randn_like(nn.Parameter(torch.zeros(PART, PART))),
     "choices": lambda: F.gumbel_softmax(torch.zeros(ROWS, WIDTH)),
+    "channels of positions": lambda: F.dropout1d(torch.ones(ROWS, WIDTH, PART)),
+    "channels of images": lambda: nn.Dropout2d(0.5)(torch.ones(ROWS, WIDTH, PART, PART)),
+    "channels of images, to zero mean": lambda: F.feature_alpha_dropout(torch.ones(ROWS, WIDTH, PART), training=True),
+    "windows of images": lambda: F.fractional_max_pool2d(torch.rand(1, 1, 9, 9, generator=seeded()), 2, output_size=3),
+    "a low rank": lambda: torch.svd_lowrank(torch.rand(9, 9, generator=seeded()), 3, niter=0)[1],
+    "weights": lambda: nn.init.kaiming_uniform_(nn.Parameter(torch.zeros(PART, PART))),
     "Python's": random.random,
     "numpy's": np.random.rand,
 }
@@ -66,6 +77,7 @@ OF_POSITIONS: dict[str, Callable[[], Any]] = {
     "dropout of pieces": lambda: F.dropout(torch.ones(ROWS, PART // 2, WIDTH)),
     "one of each": lambda: torch.multinomial(torch.ones(ROWS * PART, WIDTH), 1),
     "choices": lambda: F.gumbel_softmax(torch.zeros(ROWS, PART, WIDTH)),
+    "positions whole": lambda: F.dropout1d(torch.ones(ROWS, PART, WIDTH)),
     "to hide some": lambda: torch.empty(ROWS, PART).bernoulli_(0.5),
 }
 
