@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -191,6 +192,21 @@ class PipelineParallelMixin(AbstractTrainer):
             return loss
 
         return accumulation.run_pipeline(run, total, model)
+
+    @contextmanager
+    def gathered(self, *models: nn.Module) -> Iterator[None]:
+        """As without a pipeline; of a model that was cut it has the layers of this rank's stages."""
+        with super().gathered(*models), ExitStack() as stack:
+            for model in filter(is_cut, models):
+                stack.callback(model.register_state_dict_pre_hook(self._say_what_is_whole).remove)
+            yield
+
+    def _say_what_is_whole(self, *_: Any) -> None:
+        self.warn_once(
+            "weights of a stage",
+            "state_dict() within gathered() has the weights of this rank's stages alone, where one process has the "
+            "whole model's. export() writes the whole model, and so do checkpoints.",
+        )
 
 
 def _may_split(devices: DeviceParameters) -> bool:
