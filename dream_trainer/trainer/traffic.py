@@ -42,22 +42,25 @@ class Traffic:
 
 
 def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
-    """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, with split layers or
-    sequences, or shared experts, where it depends on the tokens. Of stages it is known from the first batch on."""
+    """Of a trainer that is set up; None where it cannot be told: before launch, on one rank, or with shared experts.
+
+    Of split layers and sequences what activations cost depends on the tokens, and only weights and gradients are told.
+    Of stages it is known from the first batch on.
+    """
     world = trainer._world
-    if world is None or world.mesh is None or world.sample_copies > 1 or not trainer.named_models():
+    if world is None or world.mesh is None or not trainer.named_models():
         return None
     if trainer.config.device_parameters.expert_parallel > 1:
         return None
     by_dimension: dict[str, float] = {}
     sent = {True: 0.0, False: 0.0}
-    shape = world.mesh_shape
+    shape, of_parameters = world.mesh_shape, world.parameter_shape  # ranks that share sequences are among the latter's
     if shape.dp_shard > 1:
-        by_dimension["dp_shard"] = n_bytes = _of_shards(trainer)
+        by_dimension["dp_shard"] = n_bytes = _of_shards(trainer, of_parameters.dp_shard)
         _add(sent, trainer, "dp_shard", shape.dp_shard, 1, n_bytes)
     if shape.dp_replicate > 1:
         workers = world.workers
-        inside, trained = shape.dp_replicate // workers, _trained(trainer)
+        inside, trained = of_parameters.dp_replicate // workers, _trained(trainer)
         within = _all_reduced(inside, sum(_size(p, reduce_dtype(trainer.config.device_parameters)) for p in trained))
         across = _all_reduced(workers, sum(_size(p, None) for p in trained)) / trainer._rounds.steps
         _add(sent, trainer, "dp_replicate", inside, 1, within)
@@ -70,7 +73,8 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
         known = [n_bytes for n_bytes in of_models if n_bytes is not None]
         if len(known) == len(of_models):  # each as if its forward_backward ran once for each batch
             by_dimension["pp"] = trainer.accumulation_steps * sum(known)
-        return Traffic(by_dimension, inside=None, between=None)  # other stages send other numbers
+    if world.stages * world.sample_copies > 1:  # other stages send other numbers, and activations any
+        return Traffic(by_dimension, inside=None, between=None)
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
 
 
@@ -91,11 +95,10 @@ def exchanged_for_a_token(trainer: AbstractTrainer) -> float | None:
     return sent * elsewhere / devices.tensor_parallel  # ranks that share layers send a part of the rows each
 
 
-def _of_shards(trainer: AbstractTrainer) -> float:
+def _of_shards(trainer: AbstractTrainer, n: int) -> float:
     from dream_trainer.compat.fully_shard import gathered_dtype, gathers_of, is_shared, parameters_of
 
     devices, accumulation = trainer.config.device_parameters, trainer.accumulation_steps
-    n = trainer.world.mesh_shape.dp_shard
     reductions = 1 if trainer.config.training_parameters.sync_policy == "no_sync" else accumulation
     gathered = reduced = 0.0
     reduced_in = reduce_dtype(devices) or (torch.float32 if half_dtype(devices) is not None else None)
