@@ -40,6 +40,41 @@ LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
+        "hooks on gradients do not follow a parameter that is made real",
+        "dream_trainer/meta/realize.py",
+        "        keep_hooks(old)\n",
+        "",
+        "tests/trainer/test_gradient_hooks.py -k by_hand",
+    ),
+    Mutant(
+        "hooks are not called for gradients of weights that are computed apart",
+        "dream_trainer/compat/pipelining.py",
+        "    after_accumulation(weights)\n",
+        "",
+        "tests/trainer/test_gradient_hooks.py -k micro_batch",
+    ),
+    Mutant(
+        "hooks are not called for gradients of split layers",
+        "dream_trainer/compat/fully_shard.py",
+        "        after_accumulation([sharded])\n",
+        "",
+        "tests/trainer/test_gradient_hooks.py -k by_hand",
+    ),
+    Mutant(
+        "hooks that were lost are passed over",
+        "dream_trainer/modules/lost_hooks.py",
+        "    if lost:\n",
+        "    if lost and False:\n",
+        "tests/trainer/test_gradient_hooks.py -k refused",
+    ),
+    Mutant(
+        "hooks that are never called are passed over",
+        "dream_trainer/compat/fully_shard.py",
+        "    if changes_gradients(parameter.sharded_param):\n",
+        "    if False:\n",
+        "tests/trainer/test_gradient_hooks.py -k refused",
+    ),
+    Mutant(
         "ranks drop the same places of their parts",
         "dream_trainer/modules/shared_draws.py",
         "hash_seed(purpose, own, place)",

@@ -27,7 +27,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
 from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
@@ -166,6 +168,7 @@ class SharedGroup(DifferentiableGroup):
         # Under mixed precision accumulated sums have another dtype than gradients; a reduction needs one dtype.
         has_sums = any(p.unsharded_accumulated_grad is not None for p in self.fsdp_params)
         for parameter in self.fsdp_params:
+            _refuse_hooks(parameter)
             gathered = vars(parameter).get("_unsharded_param")
             if gathered is None:
                 continue
@@ -211,12 +214,24 @@ class WholeGroup(DifferentiableGroup):
         gathered, sharded = vars(parameter).get("_unsharded_param"), parameter.sharded_param
         if gathered is None or gathered.grad is None:
             return
+        _refuse_hooks(parameter)
         grad = parameter.unsharded_grad_data.detach().to(sharded.device, sharded.dtype)
         gathered.grad = None
         if sharded.grad is None:
             sharded.grad = parameter.to_sharded_dtensor(grad)
         else:
             local_tensor(sharded.grad).add_(grad)
+        after_accumulation([sharded])
+
+
+def _refuse_hooks(parameter: Any) -> None:
+    """Refuses what is never called: backwards go to the gathered parameter, which users do not have."""
+    if changes_gradients(parameter.sharded_param):
+        raise StepError(
+            f"{parameter._param_fqn} has a hook on its gradient, by register_hook. The parameters that fully_shard "
+            "manages, sharded ones and those of models with tensor_parallel, never call it. Change its grad, which is "
+            "this rank's part, in pre_optimizer_step, or by register_post_accumulate_grad_hook in configure_optimizers."
+        )
 
 
 def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None:

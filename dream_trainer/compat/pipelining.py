@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from dream_trainer.compat.gradient_hooks import after_accumulation
 from dream_trainer.compat.pytorch import local_tensor
 
 ONE_STAGE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -194,7 +195,10 @@ def _part_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each."""
+    """Has the gradients of weights be their own: PyTorch gives some the same tensor, to which it would add for each.
+
+    It sets `grad` by itself, so hooks on it are called here.
+    """
     weights = [node.variable for group in groups for node in group["params"]]
     before = [weight.grad for weight in weights]
     for weight in weights:
@@ -207,6 +211,7 @@ def _own_gradients(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
             weight.grad = gradient
         elif weight.grad is not None:
             weight.grad = _copied(weight.grad)
+    after_accumulation(weights)
 
 
 def _copied(gradient: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dream_trainer.compat.gradient_hooks import keep_hooks
 from dream_trainer.compat.pytorch import local_tensor, second_lists
 from dream_trainer.errors import InitError
 from dream_trainer.meta.recorded_calls import Ref
@@ -228,6 +229,7 @@ def _put(place: _Place, real: Tensor) -> None:
     vars(real).update(vars(old))
     try:
         torch.utils.swap_tensors(old, real)
+        keep_hooks(old)
     except RuntimeError:
         if not place.slots:
             raise InitError(

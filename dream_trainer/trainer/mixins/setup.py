@@ -26,6 +26,7 @@ from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
+from dream_trainer.modules.lost_hooks import hooked_parameters, refuse_lost_hooks
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
 from dream_trainer.modules.precision import half_dtype, sharding_policy
@@ -61,12 +62,14 @@ class _Build:
         built_early: Models that were there before `configure_models`.
         plan: How the models become real; made when they are complete.
         frozen_draws: Frozen parameters that get random values.
+        hooked: Parameters on whose gradients there are hooks before the models are parallelised.
     """
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
+    hooked: list[str] = field(default_factory=list)
 
 
 class SetupMixin(AbstractTrainer):
@@ -190,6 +193,7 @@ def _init_weights(trainer: SetupMixin) -> None:
     else:
         with torch.no_grad(), tape.recording():
             trainer.init_weights()
+    trainer._build.hooked = hooked_parameters(trainer.named_models())
 
 
 def _make_real_weights_equal(trainer: SetupMixin) -> None:
@@ -332,6 +336,7 @@ def _materialise(trainer: SetupMixin) -> None:
             move_what_is_whole(model, world.device)
         enter_by_parts(model, trainer.forward_methods)
     trainer._parallel.watch(models.values(), world, trainer.config.training_parameters.sync_policy)
+    refuse_lost_hooks(build.hooked, models)
 
 
 def _load_pretrained(trainer: SetupMixin) -> None:

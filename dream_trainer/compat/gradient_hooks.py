@@ -1,0 +1,37 @@
+"""Hooks on the gradients of parameters: what `register_hook` and `register_post_accumulate_grad_hook` have set.
+
+PyTorch keeps both in private names of the tensor, and once more in what `swap_tensors` gives to another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.nn as nn
+from torch import Tensor
+
+
+def keep_hooks(tensor: Tensor) -> None:
+    """After a swap: calls the hooks that were set before it, and those to come."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether either kind is set on it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def changes_gradients(parameter: nn.Parameter) -> bool:
+    """Whether a hook is set that is given gradients before they are added up (`register_hook`)."""
+    return bool(parameter._backward_hooks)
+
+
+def after_accumulation(parameters: Iterable[nn.Parameter]) -> None:
+    """Calls what autograd calls when it has added to `grad`, for those whose `grad` something else has added to."""
+    for parameter in parameters:
+        if parameter._post_accumulate_grad_hooks and parameter.grad is not None:
+            for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)

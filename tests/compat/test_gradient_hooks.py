@@ -1,0 +1,49 @@
+"""Hooks on gradients are kept where PyTorch keeps them, and follow a parameter that gets other values by a swap."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients, has_hooks, keep_hooks
+
+
+def test_hooks_set_before_a_swap_and_after_it_are_called_until_they_are_removed() -> None:
+    parameter, calls = nn.Parameter(torch.zeros(2, device="meta")), list[str]()
+
+    def note(name: str) -> None:
+        calls.append(name)
+
+    def set_both(name: str) -> list[torch.utils.hooks.RemovableHandle]:
+        return [
+            parameter.register_hook(lambda _: note(name)),
+            parameter.register_post_accumulate_grad_hook(lambda _: note(f"{name}, accumulated")),
+        ]
+
+    handles = set_both("before")
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(2)))
+    keep_hooks(parameter)
+    handles += set_both("after")
+    parameter.sum().backward()
+    assert calls == ["before", "after", "before, accumulated", "after, accumulated"]
+    assert has_hooks(parameter)
+    for handle in handles:
+        handle.remove()
+    parameter.sum().backward()
+    assert len(calls) == 4
+    assert not has_hooks(parameter)
+
+
+def test_kinds_are_told_apart_and_those_after_accumulation_are_called_where_there_is_a_gradient() -> None:
+    called: list[Tensor] = []
+    changed, accumulated, neither = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    changed.register_hook(lambda gradient: gradient)
+    accumulated.register_post_accumulate_grad_hook(called.append)
+    assert [changes_gradients(one) for one in (changed, accumulated, neither)] == [True, False, False]
+    assert [has_hooks(one) for one in (changed, accumulated, neither)] == [True, True, False]
+    after_accumulation([changed, accumulated, neither])
+    assert called == []
+    accumulated.grad = torch.ones(1)
+    after_accumulation([changed, accumulated, neither])
+    assert called == [accumulated]

@@ -1,0 +1,149 @@
+"""Hooks on the gradients of parameters act as if gradients were changed between backward and step, or are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from tests.trainer.arithmetic import full
+from tests.trainer.meshes import Case, Trained, config_of
+from tests.trainer.small import run_ranks
+from tests.trainer.stages import united, weights_of
+from tests.worlds import run_world
+
+FACTORS = {"embedding.weight": 0.0, "blocks.0.up.weight": 3.0, "head.bias": 0.5}
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+STEPS = 3
+
+
+def case(**options: Any) -> Case:
+    return Case(**({"steps": STEPS, "blocks": 4} | options))
+
+
+class Scaled(Trained):
+    """Scales gradients, where and as `way` says."""
+
+    way = ""
+
+    def set_hooks(self, where: str) -> None:
+        if not self.way.startswith(where):
+            return
+        for name, parameter in self.model.named_parameters():
+            if name in FACTORS:
+                set_hook(parameter, self.way.split()[1], FACTORS[name])
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.set_hooks("configure_models")
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        self.set_hooks("configure_optimizers")
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        loss = super().loss(batch)
+        if self.way == "by hand" and self.training:
+            for name, parameter in self.model.named_parameters():
+                if name in FACTORS:
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(FACTORS[name])
+        return loss
+
+
+def set_hook(parameter: nn.Parameter, kind: str, factor: float) -> None:
+    if kind == "register_hook":
+        parameter.register_hook(lambda gradient: gradient * factor)
+    else:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: scale(parameter, factor))
+
+
+def scale(parameter: Tensor, factor: float) -> None:
+    with torch.no_grad():
+        parameter.grad *= factor  # one batch in a window, and of a pipeline with one micro-batch on its way
+
+
+def train(items: list[tuple[str, Case]], directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    os.chdir(directory)
+    results = []
+    for way, case in items:
+        Scaled.way = way
+        with Scaled(config_of(case)) as trainer:
+            trainer.fit()
+            results.append(({name: full(value) for name, value in weights_of(trainer).items()}, trainer.norms))
+    return results
+
+
+def test_they_act_on_every_mesh_as_changes_by_hand(tmp_path: Path) -> None:
+    before, after = "configure_models register_hook", "configure_optimizers register_hook"
+    accumulated = "configure_optimizers register_post_accumulate_grad_hook"
+    early = "configure_models register_post_accumulate_grad_hook"
+    alone = [("by hand", case()), *((way, case()) for way in (before, after, accumulated, early))]
+    ((expected, norms), *others) = run_world(train, 1, alone, str(tmp_path))[0]
+    for weights, found in others:
+        assert found == norms
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    items = [(way, case(**mesh)) for way in (before, after) for mesh in ({"dp": 2}, {"cp": 2}, {"pp": 2})]
+    items += [(before, case(pp=2, schedule=schedule)) for schedule in SPLIT]
+    items += [(early, case(cp=2)), (early, case(dp=2)), (accumulated, case(dp=2, shard=2)), (accumulated, case(tp=2))]
+    for (way, of), *ranks in zip(items, *run_world(train, 2, items, str(tmp_path)), strict=True):
+        weights = united([weights for weights, _ in ranks]) if of.pp > 1 else ranks[0][0]
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=f"{way}, {of}: {name}")
+        assert ranks[0][1] == pytest.approx(norms, rel=1e-10)
+
+
+def counted(cases: list[Case], directory: str) -> list[dict[str, int]]:
+    """Calls of hooks on what a stage has, after the last addition to `grad`."""
+    os.chdir(directory)
+    results = []
+    for case in cases:
+        calls: dict[str, int] = {}
+        with Counting(config_of(case)) as trainer:
+            trainer.calls = calls
+            trainer.fit()
+        results.append(calls)
+    return results
+
+
+class Counting(Trained):
+    calls: dict[str, int]
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        for name, parameter in self.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.count(name))
+
+    def count(self, name: str) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def test_stages_that_compute_gradients_of_weights_apart_call_them_once_for_each_micro_batch(tmp_path: Path) -> None:
+    cases = [case(pp=2, schedule=schedule, steps=1) for schedule in SPLIT]
+    for ranks in zip(*run_world(counted, 2, cases, str(tmp_path)), strict=True):
+        calls = ranks[0] | ranks[1]
+        assert set(calls.values()) == {4}
+        assert len(calls) == sum(len(rank) for rank in ranks) == 70
+
+
+REFUSED = [
+    ("configure_models register_hook", {"tp": 2}, r"self\.model\.\S+ has a hook .* configure_models, and was replaced"),
+    ("configure_models register_hook", {"dp": 2, "shard": 2}, r"self\.model\.\S+ has a hook .* was replaced"),
+    ("configure_optimizers register_hook", {"tp": 2}, r"\.\S+ has a hook on its gradient, by register_hook\."),
+    ("configure_optimizers register_hook", {"dp": 2, "shard": 2}, r"\.\S+ has a hook .* by register_hook\."),
+]
+
+
+@pytest.mark.parametrize(("way", "mesh", "says"), REFUSED)
+def test_those_that_would_not_be_called_are_refused(way: str, mesh: dict[str, int], says: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_gradient_hooks import case, train; train([({way!r}, case(**{mesh}))], '.')"
+    for status, error in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert re.search(says, error), error
