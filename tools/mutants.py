@@ -62,10 +62,17 @@ MUTANTS = [
     ),
     Mutant(
         "hooks that were lost are passed over",
-        "dream_trainer/modules/lost_hooks.py",
-        "    if lost:\n",
-        "    if lost and False:\n",
+        "dream_trainer/modules/parameter_marks.py",
+        "        if lost is not None:\n",
+        "        if lost is None:\n",
         "tests/trainer/test_gradient_hooks.py -k refused",
+    ),
+    Mutant(
+        "attributes of parameters are lost where these are sharded",
+        "dream_trainer/trainer/mixins/setup.py",
+        "    build.marks.put_back(models)\n",
+        "",
+        "tests/trainer/test_parameter_marks.py",
     ),
     Mutant(
         "hooks that are never called are passed over",

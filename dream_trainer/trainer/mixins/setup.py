@@ -26,9 +26,9 @@ from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
-from dream_trainer.modules.lost_hooks import hooked_parameters, refuse_lost_hooks
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
+from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, sharding_policy
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (
@@ -62,14 +62,14 @@ class _Build:
         built_early: Models that were there before `configure_models`.
         plan: How the models become real; made when they are complete.
         frozen_draws: Frozen parameters that get random values.
-        hooked: Parameters on whose gradients there are hooks before the models are parallelised.
+        marks: What is put on parameters before the models are parallelised.
     """
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
-    hooked: list[str] = field(default_factory=list)
+    marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
 
 
 class SetupMixin(AbstractTrainer):
@@ -193,7 +193,7 @@ def _init_weights(trainer: SetupMixin) -> None:
     else:
         with torch.no_grad(), tape.recording():
             trainer.init_weights()
-    trainer._build.hooked = hooked_parameters(trainer.named_models())
+    trainer._build.marks = ParameterMarks(trainer.named_models())
 
 
 def _make_real_weights_equal(trainer: SetupMixin) -> None:
@@ -226,6 +226,7 @@ def _apply_tensor_parallel(trainer: SetupMixin) -> None:
 
     with keeping_tied_and_frozen(models):
         trainer.apply_tensor_parallel(_mesh(trainer)["tp"])
+    trainer._build.marks.put_back(models)
     if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
         names = " or ".join(f"self.{name}" for name in models)
         raise HookError(
@@ -245,6 +246,7 @@ def _apply_expert_parallel(trainer: SetupMixin) -> None:
     mesh = lay_expert_mesh(trainer.world, ranks)
     with keeping_tied_and_frozen(models):
         trainer.apply_expert_parallel(mesh["ep"])
+    trainer._build.marks.put_back(models)
     if not any(trainer.world.all_gather_object(bool(modules_of_experts(models.values())))):
         raise HookError(
             f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
@@ -324,6 +326,7 @@ def _materialise(trainer: SetupMixin) -> None:
     build, models, world = trainer._build, trainer.named_models(), trainer.world
     assert build.plan is not None  # made before the stages that change modules
     materialize(models, build.plan, world.parameter_device)
+    build.marks.put_back(models)
     build.tape = None  # it keeps what the constructors computed
     trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
     is_logged = type(trainer).log is not Cooperation.log
@@ -336,7 +339,7 @@ def _materialise(trainer: SetupMixin) -> None:
             move_what_is_whole(model, world.device)
         enter_by_parts(model, trainer.forward_methods)
     trainer._parallel.watch(models.values(), world, trainer.config.training_parameters.sync_policy)
-    refuse_lost_hooks(build.hooked, models)
+    build.marks.refuse_lost_hooks(models)
 
 
 def _load_pretrained(trainer: SetupMixin) -> None:
