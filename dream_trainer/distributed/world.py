@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 import torch
 
+from dream_trainer.compat.dtensor_generators import keep_own_generators
 from dream_trainer.compat.pytorch import forget_meshes, set_group_timeout
 from dream_trainer.distributed import job_store
 from dream_trainer.distributed.equality import refuse_differences
@@ -262,6 +263,7 @@ class World(Ranks):
         mesh = {**self.mesh_shape._asdict(), "ep": self._parameters.expert_parallel}  # laid in two ways, it would hang
         refuse_differences(self, {"mesh": mesh}, "Use the same device_parameters on every rank.")
         self.mesh = init_device_mesh(self.device.type, tuple(self.mesh_shape), mesh_dim_names=MESH_DIMS)
+        keep_own_generators(self.mesh)
         self.parameter_mesh = (
             self.mesh
             if self.parameter_shape == self.mesh_shape

@@ -89,6 +89,10 @@ class AttentionTakeover(TorchFunctionMode):
             raise StepError(_COMPILED)
         return self._handlers[func](*args, **(kwargs or {}))
 
+    def is_on(self) -> bool:
+        """Whether a step is running, and nobody is `aside`."""
+        return self in function_modes()
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, nothing is replaced, for what calls no attention and very many functions."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import dream_trainer as dt
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensors, set_group_timeout
@@ -85,3 +86,32 @@ def test_a_cuda_device_is_chosen_where_there_is_one(cuda: torch.device) -> None:
     with Fits(settings) as trainer:
         trainer.fit()
         assert trainer.world.device == cuda
+
+
+def one_rank_draws(device: torch.device) -> dict[str, list[float]]:
+    """What dropout of a DTensor gives after the trainer's own mesh was laid, and of a plain tensor."""
+    from dream_trainer.compat.dtensor_generators import keep_own_generators
+
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    mesh = init_device_mesh(device.type, (1,))
+    torch.manual_seed(5)
+    keep_own_generators(mesh)
+    told: list[int] = []
+    broadcast, dist.broadcast = dist.broadcast, lambda *_, **__: told.append(1)
+    try:
+        ones = distribute_tensor(torch.ones(256, device=device), mesh, [Replicate()], src_data_rank=None)
+        by_dtensor = nn.functional.dropout(ones).to_local().tolist()
+    finally:
+        dist.broadcast = broadcast
+    torch.manual_seed(5)
+    plain = nn.functional.dropout(torch.ones(256, device=device)).tolist()
+    dist.destroy_process_group()
+    return {"by a DTensor": by_dtensor, "plain": plain, "broadcasts": [float(len(told))]}
+
+
+def test_dtensors_draw_from_their_ranks_own_generator_and_ask_no_other_rank(device: torch.device) -> None:
+    (found,) = run_world(one_rank_draws, 1, device)
+    assert found["by a DTensor"] == found["plain"]
+    assert found["broadcasts"] == [0.0]
