@@ -1,15 +1,18 @@
 """A small language model in the way of DeepSeek: each byte uses 2 of 8 experts and a shared one; a minute on one core.
 
     python examples/sparse_language.py
-    torchrun --nproc-per-node=2 examples/sparse_language.py
+    torchrun --nproc-per-node=2 examples/sparse_language.py --device-parameters.expert-parallel 2
 
-The text is the source of Python's own standard library. Loads of the experts are kept even by biases, without a loss
-for it, and at the end a picture shows the loss and how uneven each layer is.
+Ranks may also share its sequences (`--device-parameters.context-parallel 2`) or have some of its layers each
+(`--device-parameters.pipeline-parallel 2`). The text is the source of Python's own standard library. Loads of the
+experts are kept even by biases, without a loss for it, and at the end a picture shows the loss and how uneven each
+layer is.
 """
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from dream_trainer.config.command_line import parse
 from dream_trainer.modules import MoE, SharedExperts
 
 WINDOW = 64
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -79,19 +83,25 @@ class Block(nn.Module):
 
 
 class SparseLanguage(nn.Module):
-    """Logits [batch, time, 256] of the next byte."""
+    """Logits [batch, time, 256] of the next byte; of a pipeline's stages, what the next one takes."""
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, config.width), nn.Embedding(WINDOW, config.width)
+        self.bytes, self.places = nn.Embedding(256, config.width), nn.Embedding(WINDOW, config.width)
         self.layers = nn.ModuleList(Block(config, is_dense=number == 0) for number in range(config.depth))
         self.norm, self.head = nn.RMSNorm(config.width), nn.Linear(config.width, 256)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.bytes(text) + self.positions.weight[: text.shape[1]]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        if self.bytes is not None:
+            x = self.bytes(x) + self.places(positions)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [batch, time, 256] and bytes [batch, time]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class SparseTrainer(dt.DreamTrainer):
@@ -110,18 +120,25 @@ class SparseTrainer(dt.DreamTrainer):
     def configure_optimizers(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.config.learning_rate, fused=True)
 
-    def loss(self, text: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    def cut_batch(self, batch: Tensor, cut: Callable[[Tensor], Tensor]) -> Batch:
+        """Bytes, those that follow, and positions, of as much of each window as this rank has."""
+        text, targets = batch[:, :-1], batch[:, 1:]
+        positions = torch.arange(text.shape[1], device=text.device).expand_as(text)
+        return cut(text), cut(targets), cut(positions)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss = self.loss(batch)
-        self.backward(loss)
         if not self.is_accumulating_gradients:
             self.step(self.model, self.optimizer)
         return {"loss": loss}
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        return {"loss": self.loss(batch)}
+    def validation_step(self, batch: Batch, batch_idx: int) -> tuple[dict[str, Tensor], int]:
+        return {"loss": self.loss(batch)}, batch[1].numel()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean nats per byte; in training its gradients too."""
+        text, targets, positions = batch
+        return self.forward_backward(self.model, (text, positions), targets, mean_loss, weight=Tensor.numel)
 
     def picture(self) -> Figure:
         """The loss, and the largest load over the mean of each layer."""

@@ -83,7 +83,7 @@ def to_hf(
     """Writes weights and `config.json` that `AutoModelForCausalLM.from_pretrained(out)` reads.
 
     Args:
-        model: Sharded or not.
+        model: Sharded or not; of a pipeline this rank's stage, and the whole model is written.
         out: A directory.
         world: The ranks, such as `trainer.world`. Default: this process alone.
         dtype: Cast weights to this, such as `torch.bfloat16`; None leaves them as they are.
@@ -96,7 +96,7 @@ def to_hf(
     Raises:
         CheckpointError: The export cannot be written there; the same on every rank.
     """
-    config = config_to_hf(model.config, dtype or model.norm.weight.dtype) | dict(more_config or {})
+    config = config_to_hf(model.config, dtype or next(model.parameters()).dtype) | dict(more_config or {})
     return export_model(
         model, out, world=world or Ranks.alone(), dtype=dtype, config=config, renames=TO_HF, overwrite=overwrite
     )

@@ -133,7 +133,7 @@ def test_a_split_model_writes_text_and_exports_what_it_learned(tmp_path: Path) -
     for name, n_processes, more in (
         ("one", 1, export),
         ("two", 2, [*split, *export]),
-        ("stages", 2, stages),
+        ("stages", 2, [*stages, *export]),
         ("four", 4, [*split, *stages]),
     ):
         (tmp_path / name).mkdir()
@@ -150,7 +150,8 @@ def test_a_split_model_writes_text_and_exports_what_it_learned(tmp_path: Path) -
 
     from safetensors.torch import load_file
 
-    alone, together = (load_file(tmp_path / name / "learned/model.safetensors") for name in ("one", "two"))
-    assert alone.keys() == together.keys()
-    for key, weight in alone.items():
-        torch.testing.assert_close(together[key], weight, rtol=1e-9, atol=1e-9)
+    alone, *others = (load_file(tmp_path / name / "learned/model.safetensors") for name in ("one", "two", "stages"))
+    for together in others:
+        assert alone.keys() == together.keys()
+        for key, weight in alone.items():
+            torch.testing.assert_close(together[key], weight, rtol=1e-9, atol=1e-9)
