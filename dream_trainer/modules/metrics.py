@@ -6,8 +6,9 @@ that is a list is shorter on it, which hangs, or empty and of another dtype, whi
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,43 @@ def parts(metric: Any) -> list[Any]:
 def updates(metric: Any) -> int:
     """How often this rank has updated a metric, or the members of a collection, since their reset."""
     return sum(part.update_count for part in parts(metric))
+
+
+def copied(tree: Any, metrics: Iterable[Any]) -> Any:
+    """A deep copy of `tree`, in which `metrics` or their states are; process groups are the same, as they must be."""
+    groups = (part.process_group for metric in metrics for part in parts(metric))
+    return copy.deepcopy(tree, {id(group): group for group in groups if group is not None})
+
+
+class MetricStates:
+    """What metrics and collections have counted by now, to be put back into the same objects.
+
+    Args:
+        metrics: Of torchmetrics, single ones and collections.
+    """
+
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        self._metrics = metrics
+        self._owners = [module for metric in metrics for module in _with_states(metric)]
+        self._states = copied([_attributes(module) for module in self._owners], metrics)
+
+    def put_back(self) -> None:
+        """Restores everything; may be called several times."""
+        for module, attributes in zip(self._owners, copied(self._states, self._metrics), strict=True):
+            vars(module).update(attributes)
+
+
+def _with_states(metric: Any) -> list[Any]:
+    torchmetrics = sys.modules["torchmetrics"]
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    return [module for module in metric.modules() if isinstance(module, kinds)]
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """All but modules within it, and but `update` and `compute`, which torchmetrics binds to each object."""
+    of_object = dict(module.__getstate__() or {})
+    of_object.pop("_modules", None)
+    return of_object
 
 
 def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """ValidationMetrics: torchmetrics' objects in a validation, and those of training left as they are.
 
-Whose a metric is shows in how often it was updated: what some rank has updated since the last validation is training's,
-and is neither reset nor computed here. All others are reset before each loader and computed after it.
+Whose a metric is shows in how often it was updated: what some rank has once updated between two validations is
+training's from then on, and is neither reset nor computed here. All others are reset before each loader and computed
+after it.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import HookError
-from dream_trainer.modules.metrics import computed, updates
+from dream_trainer.modules.metrics import computed, copied, updates
 from dream_trainer.trainer.registry import is_metric
 
 
@@ -44,7 +44,8 @@ class ValidationMetrics:
         self._say_once = say_once
         # How often this rank has updated each metric by the end of the last validation.
         self._updates: dict[str, int] = {}
-        # Those that some rank has updated since, so that they are training's; as they were when this validation began.
+        # Those that some rank has ever updated between, so that they are training's; as they were when this validation
+        # began. For good, since one that is reset in post_epoch may be updated as often again.
         self._of_training: dict[str, int] = {}
 
     def _counts(self) -> dict[str, int]:
@@ -56,6 +57,7 @@ class ValidationMetrics:
         counts = self._counts()
         updated_here = {name for name, count in counts.items() if count not in (0, self._updates.get(name, 0))}
         updated = set().union(*self._world.all_gather_object(updated_here)) if counts else set()
+        updated |= self._of_training.keys() & counts.keys()
         self._of_training = {name: counts[name] for name in updated}
         try:
             yield
@@ -82,7 +84,7 @@ class ValidationMetrics:
         """Metrics see copies of themselves inside, so that a padding batch counts for nothing."""
         originals = {name: value for name, value in self._attributes.items() if _holds_metric(value)}
         try:
-            self._attributes.update(copy.deepcopy(originals))
+            self._attributes.update(copied(originals, self._metrics().values()))
             yield
         finally:
             self._attributes.update(originals)

@@ -300,6 +300,31 @@ def test_a_metric_that_training_updates_is_as_it_was_after_a_validation_and_in_n
     assert trainer.metrics == [{"val/validated": 3.0}] * 4
 
 
+def test_a_metric_of_training_that_is_reset_in_each_epoch_is_none_of_validations() -> None:
+    from torchmetrics import SumMetric
+
+    class Counting(Checked):
+        def setup(self) -> None:
+            super().setup()
+            self.of_epoch = SumMetric()
+            self.of_epochs: list[float] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.of_epoch.update(1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            return {}
+
+        def post_epoch(self) -> None:
+            self.of_epochs.append(float(self.of_epoch.compute()))
+            self.of_epoch.reset()
+
+    trainer = fit(Counting(make_config(n_epochs=3), batches(4), batches(3)))
+    assert trainer.of_epochs == [4, 4, 4]
+    assert trainer.metrics == [{}] * 3
+
+
 def test_a_metric_that_training_and_validation_both_update_is_an_error() -> None:
     from torchmetrics import SumMetric
 

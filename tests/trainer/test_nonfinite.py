@@ -388,7 +388,7 @@ def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
 
 @pytest.mark.pitfall(70)
 def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_statistics() -> None:
-    from torchmetrics import SumMetric
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
     class Counts(Alone):
         poison = 1
@@ -396,11 +396,15 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
         def setup(self) -> None:
             self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.seen_samples = SumMetric()
+            self.seen_samples, self.validated = SumMetric(), SumMetric()
+            self.both = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+            self.mean = self.both["mean"]
+            self.by_epoch: list[tuple[float, ...]] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
             loss = self.model(batch[0]).square().mean()
             self.seen_samples.update(len(batch[0]))
+            self.both.update(float(batch_idx))
             if batch_idx == 1 and self.poison:
                 self.poison -= 1
                 loss = loss * float("nan")
@@ -408,12 +412,28 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
             self.step(self.model, self.optimizer)
             return {}
 
+        def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            self.validated.update(len(batch[0]))
+            return {}
+
+        def post_val_epoch(self, metrics: dict[str, float]) -> None:
+            of_both = self.both.compute()
+            self.by_epoch.append((float(self.validated.compute()), float(of_both["mean"]), float(of_both["sum"])))
+            self.both.reset()
+            self.validated.reset()
+
     found = []
     for poison in (0, 1):
-        with Counts(make_config(n_epochs=1, nonfinite="retry"), batches(4)) as trainer:
+        with Counts(make_config(n_epochs=3, nonfinite="retry"), batches(4), batches(2)) as trainer:
             trainer.poison = poison
             trainer.fit()
-        assert float(trainer.seen_samples.compute()) == 8
+        seen_samples = trainer.seen_samples
+        assert trainer.both["mean"] is trainer.mean
+        assert float(seen_samples.compute()) == 24
+        assert trainer.by_epoch == [(4, 1.5, 6), (4, 1.5, 6), (4, 1.5, 6)]
+        seen_samples.reset()
+        seen_samples.update(1)
+        assert float(seen_samples.compute()) == 1
         found.append(trainer.model.state_dict())
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
+
+from dream_trainer.modules.metrics import MetricStates
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -22,12 +23,11 @@ class MovedByForward:
         self._buffers = [
             (buffer, buffer.detach().clone()) for model in trainer.named_models().values() for buffer in model.buffers()
         ]
-        self._metrics = [(metric, copy.deepcopy(metric)) for metric in trainer.named_metrics().values()]
+        self._metrics = MetricStates(list(trainer.named_metrics().values()))
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restores everything; may be called several times."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        for metric, then in self._metrics:
-            vars(metric).update(vars(copy.deepcopy(then)))
+        self._metrics.put_back()

@@ -1,0 +1,129 @@
+"""Everything that surrounds a step on every kind of mesh: averages, metrics, best values, counters, exports, retries."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.arithmetic import full
+from tests.trainer.meshes import BATCH, VOCABULARY, Case, Rows, Trained, config_of, count, mean_loss
+from tests.worlds import run_world
+
+ON_TWO = [Case(cp=2, shard="auto"), Case(tp=2, plan="layers"), Case(pp=2), Case(dp=2, shard=2, ep=2, experts=True)]
+ON_FOUR = [Case(tp=2, dp=2, shard=2), Case(pp=2, dp=2, shard="auto", schedule="ZBVZeroBubble", blocks=4)]
+STEPS = 3
+
+
+class Whole(Trained):
+    """Two epochs; the first window of the second is not finite at first, and runs again."""
+
+    has_retried = False
+
+    def configure_metrics(self) -> None:
+        from torchmetrics import MeanMetric, SumMetric
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.accuracy = MulticlassAccuracy(num_classes=VOCABULARY, ignore_index=-100, average="micro")
+        self.mean, self.trained = MeanMetric(), SumMetric()  # both in float32
+        self.totals: list[float] = []
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train, _ = super().configure_dataloaders()
+        return train, DistributedDataLoader(Rows(11), 5, drop_last=False)  # ranks have unequal numbers of batches
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        is_bad = self.training and self.global_step == STEPS and not self.has_retried
+        self.has_retried |= is_bad
+        scale = float("nan") if is_bad else 1.0
+        return self.forward_backward(
+            self.model, self.inputs(batch), batch[1], lambda scores, of: mean_loss(scores, of) * scale, weight=count
+        )
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> dict[str, Any]:
+        self.log("largest", batch[1].max(), reduce="max")
+        self.log("labels", count(batch[1]), reduce="sum")
+        self.trained.update(count(batch[1]))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
+        loss, scores = self.loss(batch), full(self.model(*self.inputs(batch)))
+        self.accuracy.update(scores.flatten(0, 1), batch[1].flatten())
+        self.mean.update(full(loss.detach()), weight=count(batch[1]))
+        return {"loss": loss}, count(batch[1])
+
+    def post_val_epoch(self, metrics: dict[str, float]) -> None:
+        self.totals.append(float(self.trained.compute()))
+        self.trained.reset()
+
+
+def train(cases: list[Case], directory: str) -> list[dict[str, Any]]:
+    results = []
+    for number, case in enumerate(cases):
+        here = Path(directory, str(number))
+        os.makedirs(here, exist_ok=True)
+        os.chdir(here)
+        config = config_of(replace(case, steps=STEPS), n_epochs=2, nonfinite="retry")
+        config = replace(
+            config,
+            callbacks=dt.CallbackCollection([dt.EMA(0.5)]),
+            checkpoint_parameters=dt.CheckpointParameters(
+                save_every_n_epochs=None, save_at_end=False, best_metric="val/loss", save_on_best=True
+            ),
+        )
+        with Whole(config) as trainer:
+            trainer.fit()
+            trainer.export("weights.safetensors", overwrite=True)
+            trainer.export("ema.safetensors", weights="ema", overwrite=True)
+            results.append(
+                {
+                    "norms": trainer.norms,
+                    "logged": [{k: v for k, v in line.items() if k != "time"} for line in trainer.history],
+                    "evaluated": trainer.evaluate(),
+                    "best": dict(trainer.best),
+                    "counters": (trainer.samples_seen, trainer.global_step, trainer.skipped_steps),
+                    "totals": trainer.totals,
+                    "checkpoints": [(c.step, c.metrics) for c in trainer.checkpoints()],
+                    "predicted": torch.cat(trainer.predict(DistributedDataLoader(Rows(5), 3, drop_last=False))),
+                }
+            )
+    return results
+
+
+def numbers(value: Any) -> Any:
+    """With tolerance for rounding."""
+    if isinstance(value, dict):
+        return {
+            key: numbers(item) if key != "val/mean" else pytest.approx(item, rel=1e-6) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(numbers(item) for item in value)
+    return pytest.approx(value, rel=1e-9, abs=1e-9) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(("n_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2 ranks", "4 ranks"])
+def test_what_surrounds_a_step_is_one_processs_on_every_mesh(n_ranks: int, cases: list[Case], tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    from safetensors.torch import load_file
+
+    (alone,) = run_world(train, 1, [case.alone for case in cases], str(tmp_path / "alone"))
+    by_rank = run_world(train, n_ranks, cases, str(tmp_path / "ranks"))
+    for number, (case, expected) in enumerate(zip(cases, alone, strict=True)):
+        assert expected["counters"] == (2 * STEPS * BATCH, 2 * STEPS, 0)
+        for rank in by_rank:
+            found = rank[number]
+            torch.testing.assert_close(found.pop("predicted"), expected["predicted"], rtol=1e-9, atol=1e-9)
+            for name, value in found.items():
+                assert value == numbers(expected[name]), (case, name)
+        for file in ("weights", "ema"):
+            ours, theirs = (load_file(tmp_path / way / f"{number}/{file}.safetensors") for way in ("ranks", "alone"))
+            assert ours.keys() == theirs.keys()
+            for name, weight in theirs.items():
+                torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-9, msg=f"{case}: {name}")
