@@ -35,9 +35,11 @@ class PipelineParallelParameters:
         if self.stages_per_rank is not None:
             check_integer("stages_per_rank", self.stages_per_rank, minimum=1)
             if self.stages_per_rank != self.stages_of_each_rank or self.stages_per_rank == 1 != self._usual_stages:
+                wanted = "2 or more" if self.schedule in _INTERLEAVED else str(self._usual_stages)
                 raise ConfigError(
-                    f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}: "
-                    + ("it has 2 or more." if self.schedule in _INTERLEAVED else f"it has {self._usual_stages}.")
+                    f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}: it has {wanted}. Leave "
+                    f"stages_per_rank out, or choose {' or '.join(map(repr, _INTERLEAVED))}, which may have any number "
+                    "of stages from 2 on."
                 )
         if self.microbatches is not None:
             check_integer("microbatches", self.microbatches, minimum=1)

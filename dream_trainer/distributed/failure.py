@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, NoReturn
 
 from dream_trainer.distributed.lost_ranks import dead_ranks, is_lost_connection
@@ -124,7 +125,7 @@ def tell_failure(exc: BaseException, report: str, *, rank: int, first: int) -> N
         first: The rank that `first_to_fail` named.
     """
     global _told
-    reason = f"{type(exc).__name__}: {exc}".split("\n")[0][:200]
+    reason = shorten(f"{type(exc).__name__}: {exc}".split("\n")[0], 200, placeholder=" ...")
     if first == rank:
         sys.stderr.write(f"[rank {rank}] failed, the job ends:\n{report.rstrip()}\n")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:

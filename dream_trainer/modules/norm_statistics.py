@@ -32,6 +32,12 @@ def norms_with_statistics(models: Iterable[nn.Module]) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, _KEEP_STATISTICS) and part.running_mean is not None]
 
 
+def batch_norms(model: nn.Module) -> list[str]:
+    """The names of the layers that normalise over samples in training."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return [name for name, part in model.named_modules() if isinstance(part, kinds)]
+
+
 def average_statistics(norms: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
     """Averages the statistics of `norms` over the ranks of `group` (None: all) on which they train, in one collective.
 

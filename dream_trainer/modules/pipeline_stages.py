@@ -41,11 +41,15 @@ def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) 
     is_short = len(places) < n_stages
     _refuse_repeated(model, lambda entry: is_short or entry in blocks)
     if is_short:
+        found = f"{len(places)} repeated block{'s' if len(places) > 1 else ''}" if places else _where_looked(model)
+        fewer = (
+            f"Use at most {len(places)} stages, which are pipeline_parallel times the stages of each rank (1 under "
+            "1F1B and GPipe, else 2 or more)"
+        )
         raise ConfigError(
-            f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {len(places)} "
-            f"repeated blocks{'' if places else _where_looked(model)}. Use {max(1, len(places))} stages or less, which "
-            "are pipeline_parallel times the stages of each rank (1 under 1F1B and GPipe, else 2 or more), name the "
-            "blocks in model_blocks, or say in pipeline_stages what each stage holds."
+            f"pipeline_parallel needs {n_stages} stages of a block each, and {type(model).__name__} has {found}. "
+            f"{fewer if len(places) > 1 else 'Use pipeline_parallel=1'}, name the blocks in model_blocks, or say in "
+            "pipeline_stages what each stage holds."
         )
     first_blocks = [places[len(places) * stage // n_stages] for stage in range(n_stages)]
     ends = [*first_blocks[1:], len(parts)]
@@ -123,9 +127,15 @@ def _refuse_repeated(model: nn.Module, counts: Callable[[nn.Module], bool]) -> N
 
 def _where_looked(model: nn.Module) -> str:
     """Which lists a model has, and why their modules do not count."""
-    found = [f"{name} has {len(parts)} of {len(set(map(own_class, parts)))} classes" for name, parts in _lists(model)]
+    found = [f"{name} has {_counted(parts)}" for name, parts in _lists(model)]
     lists = "; ".join(found[:3]) or "it has neither"
-    return f", which are two or more modules of one class in a ModuleList or Sequential ({lists})"
+    return f"no repeated blocks, which are two or more modules of one class in a ModuleList or Sequential ({lists})"
+
+
+def _counted(parts: Sequence[nn.Module]) -> str:
+    if len(parts) < 2:
+        return f"{len(parts)} module"
+    return f"{len(parts)} modules of {len(set(map(own_class, parts)))} classes"
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:

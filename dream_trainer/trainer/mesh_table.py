@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.world import MESH_DIMS
+from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.trainer.traffic import exchanged_for_a_token, step_traffic
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
         if size > 1:
             ranks = world.mesh[name].mesh.tolist()
             links, crossing = world.links(ranks), _crossing(trainer, name)
-            sent = _size(traffic.by_dimension[name]) if traffic is not None and name in traffic.by_dimension else "-"
+            told = {} if traffic is None else traffic.by_dimension
+            sent = format_bytes(told[name]) if name in told else "-"
             rows.append(f"| {name} | {size} | {_spelled(ranks)} | {links} | {crossing} | {sent} |")
     experts = trainer.config.device_parameters.expert_parallel
     if experts > 1:
@@ -43,9 +45,10 @@ def mesh_lines(trainer: AbstractTrainer) -> list[str]:
         sent = "-" if n_bytes is None else f"{n_bytes / 2**10:.2f} KiB for each of its tokens, if loads are even"
         rows.append(f"| ep, of these | {experts} | {_spelled(ranks)} | {world.links(ranks)} | {_EXPERTS} | {sent} |")
     if traffic is not None and traffic.inside is not None and traffic.between is not None:
-        rows += ["", f"In a step the ranks of this host send one another {_size(traffic.inside)}"]
-        rows[-1] += f", and other hosts {_size(traffic.between)}." if world.n_hosts > 1 else "."
-    return [*rows, "", *_places(trainer, world), *_stages(trainer)]
+        rows += ["", f"In a step the ranks of this host send one another {format_bytes(traffic.inside)}"]
+        rows[-1] += f", and other hosts {format_bytes(traffic.between)}." if world.n_hosts > 1 else "."
+    speaker = f"This is rank {world.rank} of {world.world_size}."
+    return [speaker, "", *rows, "", *_places(trainer, world), *_stages(trainer)]
 
 
 def _places(trainer: AbstractTrainer, world: World) -> list[str]:
@@ -87,26 +90,26 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
     parameters = [parameter for model in trainer.named_models().values() for parameter in model.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     shards, workers = trainer.world.parameter_shape.dp_shard, trainer.world.workers
+    of_trained = format_bytes(_here(trained))
     match dimension:
         case "dp_replicate" if workers > 1:
             inside = trainer.world.mesh_shape.dp_replicate // workers
-            within = f"gradients of {_size(_here(trained))} within each, once per step; " if inside > 1 else ""
-            return f"{workers} workers: {within}parameters of {_size(_here(trained))} between them, once per round"
+            within = f"gradients of {of_trained} within each, once per step; " if inside > 1 else ""
+            return f"{workers} workers: {within}parameters of {of_trained} between them, once per round"
         case "dp_replicate":
-            return f"gradients of {_size(_here(trained))}, once per step" if trained else "gradients"
+            return f"gradients of {of_trained}, once per step" if trained else "gradients"
         case "dp_shard":
-            whole, gradients = _here(parameters) * shards, _here(trained) * shards
+            whole, gradients = (format_bytes(_here(ones) * shards) for ones in (parameters, trained))
             often = (
                 "once per step" if trainer.config.training_parameters.sync_policy == "no_sync" else "per micro-batch"
             )
             if not parameters:
                 return "weights and gradients"
-            return (
-                f"weights of {_size(whole)}, gathered for forward and again for backward of each micro-batch; "
-                f"gradients of {_size(gradients)}, {often}"
-            )
+            stays = trainer.world.stages > 1  # shards of a stage are there through all micro-batches of a pipeline
+            gathered = "once for each batch" if stays else "for forward and again for backward of each micro-batch"
+            return f"weights of {whole}, gathered {gathered}; gradients of {gradients}, {often}"
         case "cp":
-            of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {_size(_here(trained))}"
+            of_parameters = "weights and gradients of shards" if shards > 1 else f"gradients of {of_trained}"
             return f"keys and values of each attention, and their gradients; {of_parameters}, as between other ranks"
         case "pp":
             return "what each stage gives of each micro-batch, and its gradients; the loss"
@@ -117,10 +120,6 @@ def _crossing(trainer: AbstractTrainer, dimension: str) -> str:
 def _here(parameters: Sequence[nn.Parameter]) -> int:
     """Bytes of this rank's parts."""
     return sum(local.numel() * local.element_size() for local in map(local_tensor, parameters))
-
-
-def _size(n_bytes: float) -> str:
-    return f"{n_bytes / 2**20:.2f} MiB"
 
 
 def _spelled(ranks: list[int]) -> str:

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from dream_trainer.compat.pipelining import asked_for_what_is_not_there
 from dream_trainer.data.nested import leaves
 from dream_trainer.errors import RanksDifferError, StepError
 from dream_trainer.trainer.micro_batches import digest
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
+
+
+UNWEIGHTED = (
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches "
+    "with unequal numbers of labels count alike, which is no mean over labels as one process's is. Pass "
+    "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
+)
+
+
+def leaves_labels_out(targets: Any) -> bool:
+    """Whether there is -100 among integers, the label that PyTorch's losses ignore; waits for the device."""
+    integers = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
+    return any(bool((leaf == -100).any()) for leaf in integers)
+
+
+def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Callable[[Any, int], Any]:
+    """`step`, which says why where it asks a part of a model for something that other stages hold."""
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        try:
+            return step(batch, batch_idx)
+        except AttributeError as error:
+            if not asked_for_what_is_not_there(error):
+                raise
+            raise StepError(
+                f"the step asked for {error.name!r} of None ({error}) under pipeline_parallel={stages}, where each "
+                "rank has the layers of its own stages, and None in place of others. Ask `is not None` first, or leave "
+                "it to the model's forward."
+            ) from error
+
+    return run
 
 
 def refuse_graphs(batch: Any, name: str, stages: int) -> None:

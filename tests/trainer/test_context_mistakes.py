@@ -147,6 +147,7 @@ def test_a_batch_is_prepared_in_one_process_too_and_what_is_no_batch_is_named() 
 
 
 MISTAKES = {
+    "own backward": "step() found gradients that self.backward() has not made, under context_parallel=2, where ranks",
     "no weight": "backward() was called without weight= under context_parallel=2",
     "no weight in validation": "validation_step returned values without their weight, under context_parallel",
     "no weight in log": "log('loss') without weight= in a validation under context_parallel",
@@ -160,6 +161,9 @@ class Unweighted(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         if self.mistake == "no weight":
             self.backward(self.model(batch["tokens"], batch["positions"], None).mean())
+        if self.mistake == "own backward":
+            self.model(batch["tokens"], batch["positions"], None).mean().backward()
+            self.step(self.model, self.optimizer)
         if self.mistake == "rows of samples":
             self.world.all_gather_with_gradient(batch["tokens"])
         return super().training_step(batch, batch_idx)

@@ -23,6 +23,7 @@ import dream_trainer as dt
 from dream_trainer.callbacks import EMA
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
+from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.modules import MoE
 from dream_trainer.modules.class_change import own_class
 from dream_trainer.modules.sharding import gathered
@@ -369,7 +370,7 @@ def test_shards_cross_ranks_in_float8_where_that_is_asked_for(ranks: list[dict[s
         assert rank["gathered in float8"]["kind"] == "WeightWithDynamicFloat8CastTensor"
         for name, n_bytes in expected.items():
             assert rank[name]["sent"] == n_bytes, name
-            assert f"| {n_bytes / 2**20:.2f} MiB |" in rank[name]["mesh"], rank[name]["mesh"]
+            assert f"| {format_bytes(n_bytes)} |" in rank[name]["mesh"], rank[name]["mesh"]
 
 
 def test_a_stopped_run_goes_on_to_the_bit_and_without_float8_and_with_it_again(ranks: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.trainer.traffic import step_traffic
 from tests.trainer.meshes import Case, Trained, config_of
 from tests.worlds import run_world
@@ -74,4 +75,4 @@ def test_bytes_of_weights_and_gradients_are_told_beside_split_layers_and_sequenc
             assert (told == sent) if case.shard == 2 else (0 <= sent - told < 2 * 8 * BESIDE), case
             assert told > 2**14
             (row,) = (line for line in found["said"].splitlines() if line.startswith(f"| {dimension} |"))
-            assert row.endswith(f"| {told / 2**20:.2f} MiB |")
+            assert row.endswith(f"| {format_bytes(told)} |")

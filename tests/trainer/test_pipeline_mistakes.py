@@ -20,7 +20,7 @@ from dream_trainer.modules.pipeline_stages import as_before, check_stages, even_
 from dream_trainer.trainer.micro_batches import cut
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks
-from tests.trainer.stages import BLOCKS, Case, Model, Trained, config_of, count, mean_loss
+from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Trained, config_of, count, mean_loss
 from tests.worlds import run_world
 
 
@@ -48,7 +48,7 @@ def test_blocks_are_dealt_evenly_with_what_comes_before_and_after_them() -> None
 
 def test_a_model_that_cannot_be_cut_is_named_with_what_to_do() -> None:
     model = Model(Case())
-    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use {BLOCKS} stages or less, w"):
+    with pytest.raises(ConfigError, match=f"Model has {BLOCKS} repeated blocks. Use at most {BLOCKS} stages, w"):
         stages_of(model, 6)
     first, last = stages_of(model)
     with pytest.raises(HookError, match=r"gave 2 stages \(4, 5 names\), and 3 are needed"):
@@ -218,7 +218,7 @@ def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
         resolve_mesh(replace(devices, dp_shard=3), 8, shard_by_default=True)
     with pytest.raises(ConfigError, match="schedule='zigzag' is not known"):
         dt.PipelineParallelParameters(schedule="zigzag")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="stages_per_rank=2 with schedule='1F1B': it has 1"):
+    with pytest.raises(ConfigError, match="stages_per_rank=2 with schedule='1F1B': it has 1. Leave stages_per_rank"):
         dt.PipelineParallelParameters(stages_per_rank=2)
     with pytest.raises(ConfigError, match="stages_per_rank=1 with schedule='Interleaved1F1B': it has 2 or more"):
         dt.PipelineParallelParameters(schedule="Interleaved1F1B", stages_per_rank=1)
@@ -285,6 +285,51 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path)
         assert "of pipeline_parallel=2 only the last stages compute a loss" in told["rows"]
 
 
+class Normed(Model):
+    """Its head normalises over samples."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.head = nn.Sequential(self.head, nn.Flatten(0, 1), nn.BatchNorm1d(VOCABULARY).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output if self.head is None else output.unflatten(0, x.shape[:2])
+
+
+class Unweighted(Trained):
+    """Learns what depends on how many micro-batches there are, and notes what is said of it."""
+
+    def configure_models(self) -> None:
+        self.model, self.told = Normed(self.config.case), []
+
+    def warn_once(self, key: str, message: str) -> None:
+        self.told.append(message)
+        super().warn_once(key, message)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, labels = batch
+        ignored = labels.masked_fill(torch.arange(len(labels))[:, None] == 0, -100)
+        self.forward_backward(self.model, (tokens,), ignored, mean_loss)
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def be_unweighted(directory: str) -> list[str]:
+    os.chdir(directory)
+    with Unweighted(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
+        trainer.fit()
+        return trainer.told
+
+
+def test_means_that_depend_on_the_number_of_micro_batches_are_named(tmp_path: Path) -> None:
+    for told in run_world(be_unweighted, 2, str(tmp_path)):
+        (norms,) = (message for message in told if "normalise each micro-batch" in message)
+        assert norms.startswith("head.2 of Normed normalise each micro-batch of a pipeline by itself")
+        (labels,) = (message for message in told if "targets hold -100" in message)
+        assert "forward_backward() was given no weight=" in labels
+
+
 class Other(Trained):
     """With a mistake that ends the setup, or the first step."""
 
@@ -305,6 +350,8 @@ class Other(Trained):
             self.optimizer = torch.optim.AdamW([{"params": group} for group in groups])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.mistake == "elsewhere":
+            self.log("norm", self.model.head.weight.norm())
         if self.mistake == "loss":
             self.forward_backward(self.model, (batch[0],), batch[1], no_such_labels)
         if self.mistake == "unfrozen":
@@ -319,6 +366,7 @@ def no_such_labels(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MISTAKES = {
+    "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
     "unaware": "stage 0 of 2 of Unaware",
     "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
     "of nothing": "configure_optimizers failed (optimizer got an empty parameter list): each rank has the layers of",

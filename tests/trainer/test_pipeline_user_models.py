@@ -192,9 +192,9 @@ def test_layers_of_one_set_of_weights_and_single_ones_are_named_as_such() -> Non
     assert even_stages(in_turn, [one, other], 2) == [["layers.0"], ["layers.1", "end"]]
     check_stages(model, HALVES, 2)
     StageCheck(model, HALVES).run(((torch.zeros(2, 6),), {}), pytest.fail)
-    with pytest.raises(ConfigError, match=r"0 repeated blocks, which are two or more .*\(layers has 1 of 1 classes\)"):
+    with pytest.raises(ConfigError, match=r"no repeated blocks, which are two or more .*\(layers has 1 module\)"):
         even_stages(Shared(1), [], 2)
-    with pytest.raises(ConfigError, match=r"has 0 repeated blocks, .*Sequential \(it has neither\)"):
+    with pytest.raises(ConfigError, match=r"has no repeated blocks, .*Sequential \(it has neither\)"):
         even_stages(nn.Linear(2, 2), [], 2)
 
 

@@ -1,4 +1,4 @@
-"""Everything that surrounds a step on every kind of mesh: averages, metrics, best values, counters, exports, retries."""
+"""What surrounds a step, on every kind of mesh: averages, metrics, best values, counters, exports, retries."""
 
 from __future__ import annotations
 

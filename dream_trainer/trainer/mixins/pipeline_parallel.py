@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.pipeline import Pipeline, Stages
 
 
+_NORMS = (
+    "normalise each micro-batch of a pipeline by itself, where one process normalises its whole batch: what is learned "
+    "depends on microbatches. Use norms that act on each sample, such as nn.GroupNorm or nn.LayerNorm."
+)
+
+
 class PipelineParallelMixin(AbstractTrainer):
     """Pipeline-parallel training. Override `pipeline_stages` to choose what each stage holds.
 
@@ -82,6 +88,7 @@ class PipelineParallelMixin(AbstractTrainer):
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.cut_models import remember_ties, ties_of
+        from dream_trainer.modules.norm_statistics import batch_norms
         from dream_trainer.modules.pipeline_stages import keep_only, stages_of_models
         from dream_trainer.modules.stage_lists import number_lists
         from dream_trainer.optim.whole_parameters import remember_whole
@@ -94,6 +101,8 @@ class PipelineParallelMixin(AbstractTrainer):
         here, self._stages = self.world.stage_rank, {}
         cuts = stages_of_models(self.named_models(), self.pipeline_stages, self.model_blocks, len(ranks))
         for model, stages in cuts.items():
+            if norms := batch_norms(model):
+                self.warn_once("batch norms in stages", f"{', '.join(norms[:3])} of {type(model).__name__} {_NORMS}")
             number_lists(model, stages)
             check, blocks = StageCheck(model, stages), self.model_blocks(model)
             remember_ties(model, ties_of(model, stages, ranks, here))
@@ -147,12 +156,20 @@ class PipelineParallelMixin(AbstractTrainer):
                     backward_context=without_autocast(self.config.device_parameters, self.world.device),
                     output_dtype=torch.float32 if is_cast else None,
                     aside=lambda: self._outside_forward(),
-                    warn=lambda message: self.warn_once("stages", message),
+                    warn=lambda message: self.warn_once(message, message),
                     beside=pipelines,
                     splits_backwards=_may_split(self.config.device_parameters),
                     whole=whole if parameters.computes_weights_apart else [],
                 )
         self._pipelines = pipelines
+
+    def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        step = super()._wrap_step(step)
+        if self.world.stages == 1:
+            return step
+        from dream_trainer.trainer.stage_refusals import naming_what_is_elsewhere
+
+        return naming_what_is_elsewhere(step, self.world.stages)
 
     def forward_backward(
         self,

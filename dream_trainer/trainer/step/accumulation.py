@@ -287,6 +287,27 @@ class Accumulation:
                 "Call backward for every batch; weight=0 where there is nothing to learn."
             )
 
+    def look_at_own_backward(self) -> None:
+        """A step found gradients; looks whether `backward` made any of them. Called until a step has some.
+
+        Raises:
+            StepError: Some other call did, on ranks that share sequences.
+        """
+        if self._backwards or self._world.data_size == 1:
+            return
+        if self._context_ranks > 1:
+            raise StepError(
+                f"step() found gradients that self.{self._call}() has not made, under context_parallel="
+                f"{self._context_ranks}, where ranks have different numbers of labels in their parts of a sequence. In "
+                f"place of loss.backward() call self.{self._call}() with weight=the number of labels of this part."
+            )
+        self._trainer.warn_once(
+            "own backward",
+            f"step() found gradients that self.{self._call}() has not made, as loss.backward() does. They are averaged "
+            f"over {self._world.data_size} ranks that all count alike, with however many tokens or samples. Call "
+            f"self.{self._call}(loss, weight=their number) in its place; without unequal numbers nothing is wrong.",
+        )
+
     def begin_step(self) -> bool:
         """A step of the window's gradients begins; returns whether it is the first of the window."""
         is_first = not self.stepped

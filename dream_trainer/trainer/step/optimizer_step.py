@@ -206,6 +206,8 @@ class OptimizerStep:
             norm = norm * scale.to(norm.dtype)
         if not self.had_gradients:  # by whatever means: `backward`, autograd's own, or by hand
             self.had_gradients = any(grads)
+            if self.had_gradients:
+                self._accumulation.look_at_own_backward()
         factor = scale
         if self._clip_norm is not None and not self._is_below(self._clip_norm, norm):
             # fmin ignores NaN: so a norm that is NaN does not spoil the finite gradients for those who look at them.
