@@ -57,5 +57,15 @@ def digest(batch: Any) -> int:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What of a batch decides what its micro-batches look like on their way."""
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves(batch))
+    """What of a batch decides what its micro-batches look like on their way; equal on all ranks that have the batch.
+
+    Numbers that are counted with may decide it, and words. Of all else the type has to do: a rate changes in each step,
+    and an object of a user's looks like another one, or not, by its address.
+    """
+    return tuple(_look_of(leaf) for leaf in leaves(batch))
+
+
+def _look_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if leaf is None or isinstance(leaf, int | str) else type(leaf)

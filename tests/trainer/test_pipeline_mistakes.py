@@ -17,7 +17,7 @@ from dream_trainer.callbacks import WeightStats
 from dream_trainer.config import resolve_mesh
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.pipeline_stages import as_before, check_stages, even_stages, keep_only
-from dream_trainer.trainer.micro_batches import cut
+from dream_trainer.trainer.micro_batches import cut, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks
 from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Trained, config_of, count, mean_loss
@@ -204,6 +204,19 @@ def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
     assert all(part["n"] == 3 and part["name"] == "a" for part in parts)
     with pytest.raises(DataError, match=r"5 samples and a tensor of shape \[7, 5\], and cuts each"):
         cut((torch.zeros(5, 2), torch.zeros(7, 5)), 2, 5)
+
+
+def test_batches_look_alike_by_shapes_counts_and_words_and_not_by_rates_or_addresses() -> None:
+    class Options:
+        pass
+
+    x, kept = torch.zeros(2, 3), [Options() for _ in range(3)]
+    like = shapes_of({"x": x, "rate": 0.5, "length": 3, "mode": "a", "options": kept[0], "mask": None})
+    assert like == shapes_of({"x": x + 1, "rate": 0.6, "length": 3, "mode": "a", "options": Options(), "mask": None})
+    assert len({like, like}) == 1
+    for other in ({"x": x[:1]}, {"x": x.double()}, {"length": 4}, {"mode": "b"}, {"options": 1}, {"mask": x}):
+        changed = {"x": x, "rate": 0.5, "length": 3, "mode": "a", "options": kept[1], "mask": None} | other
+        assert shapes_of(changed) != like
 
 
 def test_what_does_not_go_together_is_named_when_the_config_is_built() -> None:
