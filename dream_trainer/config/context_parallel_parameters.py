@@ -20,10 +20,6 @@ class ContextParallelParameters:
     work is equal (Llama 3, 2024, arXiv:2407.21783); lengths are multiples of twice `context_parallel`. "ulysses": each
     rank attends with its share of the heads over all positions (Jacobs et al., 2023, arXiv:2309.14509);
     `context_parallel` divides lengths and both numbers of heads."""
-    compare_first_forward: bool = False
-    """Whether each model's first forward in training runs once more, in evaluation and without gradients, on whole
-    sequences, and every block has to give what it gives of parts. For a new model: it finds what cannot be told from
-    outside. It needs the memory of that forward."""
 
     def __post_init__(self) -> None:
         check_choice("attention", self.attention, get_args(ContextAttention))

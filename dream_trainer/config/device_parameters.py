@@ -68,6 +68,11 @@ class DeviceParameters:
     activation_checkpointing: Recomputation = "none"
     """What blocks compute again in backward instead of keeping it (ActivationCheckpointingMixin): nothing, everything,
     all but what is dear to compute, or each block what keeps them within a budget of memory."""
+    compare_first_forward: bool = False
+    """Whether, where ranks share layers, sequences or experts, each model's first forward in training is run in one
+    piece as well, in evaluation and without gradients, and its blocks have to give the same. For a new model or plan:
+    it finds what cannot be told from outside. Each rank needs the memory of a forward of whole sequences, and with
+    split layers or experts that of the whole model."""
     start_timeout_seconds: float = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: float = 600.0
@@ -109,6 +114,8 @@ class DeviceParameters:
                 "expert_parallel, or dp_shard beside it, which leave each rank less; or expert_parallel=1."
             )
         check_boolean("compile", self.compile)
+        check_boolean("compare_first_forward", self.compare_first_forward)
+        self._refuse_beside_a_comparison()
         check_choice("activation_checkpointing", self.activation_checkpointing, get_args(Recomputation))
         if self.compile and self.activation_checkpointing == "budget":
             raise ConfigError(
@@ -131,6 +138,18 @@ class DeviceParameters:
             check_positive("host_timeout_seconds", self.host_timeout_seconds)
         if self.hang_timeout_seconds is not None and self.hang_timeout_seconds != "auto":
             check_positive("hang_timeout_seconds", self.hang_timeout_seconds)
+
+    def _refuse_beside_a_comparison(self) -> None:
+        beside = {
+            f"pipeline_parallel={self.pipeline_parallel}": self.pipeline_parallel > 1,  # no rank runs a whole forward
+            f'float8="{self.float8}"': self.float8 != "none",  # parts are scaled by their own values
+        }
+        for what, is_asked_for in beside.items():
+            if self.compare_first_forward and is_asked_for:
+                raise ConfigError(
+                    f"compare_first_forward=True with {what}, where a forward cannot be compared with one in one "
+                    "piece. Compare once without it, and train with it."
+                )
 
     def _refuse_beside_a_pipeline(self) -> None:
         if self.pipeline_parallel == 1:

@@ -112,13 +112,10 @@ class ContextAttention(ABC):
             raise StepError("attention was called with is_causal=True and attn_mask. Use one of them.")
         columns = keys * self.parts.size
         if mask.shape[-1] != columns or mask.shape[-2] not in (1, queries):
-            is_of_pieces = mask.shape[-1] == keys and self.parts.n_chunks > self.parts.size
-            hint = ' A model of transformers makes one where position_ids jump: give it attention="ulysses".'
             raise StepError(
                 f"attn_mask has the shape {tuple(mask.shape)}, and this rank's {queries} queries see the keys of all "
                 f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Cut a whole mask "
                 "along its queries alone, cut(mask, dim=-2), or make it with packed_attention_mask."
-                f"{hint if is_of_pieces else ''}"
             )
 
 

@@ -309,6 +309,7 @@ class PositionChecks:
         if given["step"] == 1 and given["start"] in (0, 1):  # from elsewhere, as where a rank counts its own
             count = given.get("end", 0) - given["start"]
             if count in self._attention.lengths:
+                _refuse_mask_of_transformers(count)
                 self._warn_of_counting("arange", count)
 
     def _even_positions(self, *args: Any, **kwargs: Any) -> None:
@@ -358,6 +359,21 @@ def _is_of_no_model() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _refuse_mask_of_transformers(count: int) -> None:
+    """Raises StepError where transformers makes a mask, for which it counts a part's positions from 0."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _module_of(frame) in _LOOKING:
+        frame = frame.f_back
+    if frame is not None and _module_of(frame) == _MASKS and not frame.f_code.co_name.startswith("_"):
+        raise StepError(
+            f"a model of transformers makes a mask for {count} positions, which are this rank's part of a sequence, as "
+            "if they were the first: it was given attention_mask of two dimensions, or position_ids that jump, as with "
+            'attention="gathered". Under context_parallel give it attention="ulysses" and position_ids of the batch '
+            "and no attention_mask (for padding at the end labels that do not count are enough), or one of four "
+            "dimensions, cut(mask, dim=-2)."
+        )
 
 
 def _module_of(frame: FrameType) -> str:

@@ -21,6 +21,7 @@ from dream_trainer.trainer.no_rounds import NoRounds
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.buffer import Reduction
+    from dream_trainer.modules.attention_takeover import AttentionTakeover
     from dream_trainer.trainer.validation_metrics import ValidationMetrics
 
 
@@ -41,6 +42,8 @@ class Cooperation:
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()
+    # On while a step runs whose sequences ranks share; ContextParallelMixin puts it here.
+    _takeover: AttentionTakeover | None = None
     # What `step` runs inside: ContextParallelMixin leaves its mode there, where nobody calls attention.
     _outside_forward: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 

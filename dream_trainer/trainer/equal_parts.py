@@ -97,11 +97,21 @@ class EqualParts:
             f"that are multiples of {self._size}.{cause}"
         )
 
+    def _split_around(self, error: RuntimeError) -> nn.Module | None:
+        """The innermost split module in whose forward `error` came up, be it in a generator there."""
+        found = failing_frame(error)
+        frame = None if found is None else found[0]
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in self._split:
+                return owner
+            frame = frame.f_back
+        return None
+
     def _say_what_is_split(self, error: RuntimeError) -> None:
         """Where a part is taken for the whole, as by a view into as many heads as the config says."""
-        found = failing_frame(error)
-        owner = None if found is None else next(iter(found[0].f_locals.values()), None)  # the first argument
-        if not isinstance(owner, nn.Module) or owner not in self._split:
+        owner = self._split_around(error)
+        if owner is None:
             return
         parts = [
             f"{name} ({p.shape[dim] // self._size} of {p.shape[dim]} in dimension {dim})"

@@ -27,6 +27,7 @@ from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
 from dream_trainer.modules.cut_models import is_held
 from dream_trainer.modules.pipeline_stages import keep_only
+from dream_trainer.modules.whole_copies import copied_without_values
 from dream_trainer.users_code import failing_frame, line_of, running_line
 
 _CROSS = (
@@ -46,11 +47,8 @@ class StageCheck:
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         self._stages = stages
         self._name = type(model).__name__
-        without_values: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            without_values[id(tensor)] = _without_values(tensor)
         try:
-            self._model: nn.Module | None = copy.deepcopy(model, without_values)
+            self._model: nn.Module | None = copied_without_values(model)
         except (RuntimeError, TypeError):  # something in it cannot be copied
             self._model = None
 
@@ -191,8 +189,3 @@ def _around(stage: nn.Module, held: Sequence[str]) -> dict[str, Any]:
         found |= {f"{dot}{n}": (id(b), write_count(b)) for n, b in module.named_buffers(recurse=False)}
         found |= {f"{dot}{n}": value for n, value in vars(module).items() if isinstance(value, int | float)}
     return found
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "mask of own keys": (
         lambda: attend(attn_mask=torch.ones(8, 8, dtype=torch.bool)),
-        r"the shape \(8, 8\), and this rank's 8 queries .* \(8, 24\), or \(1, 24\). Cut a whole .* attention=.ulysses",
+        r"has the shape \(8, 8\), and this rank's 8 queries .* must end in \(8, 24\), or \(1, 24\). Cut a whole mask",
     ),
     "causal and mask": (
         lambda: attend(attn_mask=torch.ones(8, 24, dtype=torch.bool), is_causal=True),

@@ -386,6 +386,26 @@ def test_masks_of_transformers_are_looked_at_where_attention_has_them() -> None:
     assert told_in_a_step(differences) == ["diff"]
 
 
+def test_masks_that_transformers_makes_for_a_part_are_refused() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    from transformers import LlamaConfig
+
+    config, x = LlamaConfig(attn_implementation="sdpa"), torch.zeros(2, PART, 4)
+    positions = torch.arange(PART, 2 * PART).expand(2, -1)
+
+    def mask(columns: int | None, of: Tensor) -> Any:
+        given = None if columns is None else (torch.arange(columns) > 0).expand(2, -1)
+        return masks.create_causal_mask(
+            config=config, inputs_embeds=x, attention_mask=given, past_key_values=None, position_ids=of
+        )
+
+    assert told_in_a_step(lambda: mask(None, positions)) == []
+    jumping = torch.cat((positions[:, :3] - PART, positions[:, 3:]), 1)
+    for columns, of in ((3 * PART, positions), (PART, positions), (None, jumping)):
+        with pytest.raises(StepError, match="of transformers makes a mask for .* as if they were the first: it was"):
+            told_in_a_step(lambda columns=columns, of=of: mask(columns, of))
+
+
 RIGHT = (llama, language_model, grouped, packed, experts, one_hot_experts, cross_attention, among_each_positions_own)
 
 

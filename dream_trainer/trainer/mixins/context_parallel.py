@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
 
-from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin, ContextParallelParameters
-from dream_trainer.config.trainer_config import BaseTrainerConfig
+from dream_trainer.config.context_parallel_parameters import ContextParallelConfigMixin
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import HookError
 from dream_trainer.modules.shared_draws import seed_for_sequence
@@ -54,18 +53,6 @@ class ContextParallelMixin(AbstractTrainer):
     if TYPE_CHECKING:
         config = cast(Any, ...)  # see AbstractTrainer
 
-    def __init__(self, config: BaseTrainerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if config.device_parameters.context_parallel > 1 and self._compares:
-            from dream_trainer.trainer.sequence_comparison import refuse_beside
-
-            refuse_beside(config.device_parameters)
-
-    @property
-    def _compares(self) -> bool:
-        parameters: ContextParallelParameters = self.config.context_parallel_parameters
-        return parameters.compare_first_forward
-
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.mesh_shape.cp == 1:
@@ -75,12 +62,8 @@ class ContextParallelMixin(AbstractTrainer):
 
         attention = _attention(self)
         self._sequence_cut = SequenceCut(attention, self.world)
-        self._takeover = AttentionTakeover(attention, handlers, self.warn_once)
-        self._outside_forward = self._takeover.aside
-        if self._compares:
-            from dream_trainer.trainer.sequence_comparison import SequenceComparison
-
-            SequenceComparison(self, self._takeover)
+        self._takeover = takeover = AttentionTakeover(attention, handlers, self.warn_once)
+        self._outside_forward = takeover.aside
 
     def _wrap_step(self, step: Step) -> Step:
         step = super()._wrap_step(step)
@@ -93,6 +76,7 @@ class ContextParallelMixin(AbstractTrainer):
         if self.world.mesh_shape.cp == 1:
             return with_whole_batch
         cut, takeover, device = self._sequence_cut, self._takeover, self.world.device
+        assert takeover is not None  # since `_finish_setup`
 
         def with_part(batch: Any, batch_idx: int) -> Any:
             if not self.training and self._validation.buffer is None:  # a prediction

@@ -52,6 +52,8 @@ from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dream_trainer.trainer.forward_comparison import ForwardComparison
+
 
 @dataclass
 class _Build:
@@ -63,6 +65,7 @@ class _Build:
         plan: How the models become real; made when they are complete.
         frozen_draws: Frozen parameters that get random values.
         marks: What is put on parameters before the models are parallelised.
+        comparison: Of the models with what they were in one piece, if that is asked for.
     """
 
     tape: Tape | None
@@ -70,6 +73,7 @@ class _Build:
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
+    comparison: ForwardComparison | None = None
 
 
 class SetupMixin(AbstractTrainer):
@@ -106,8 +110,11 @@ class SetupMixin(AbstractTrainer):
         assert self._build.tape is not None  # recorded by `configure`
         self._build.plan = remember(models, self._build.tape)
         self._build.frozen_draws = frozen_draws(models, self._build.tape)
+        self._build.comparison = _comparison(self)
         for stage in SETUP:
             stage.run(self)
+        if self._build.comparison is not None:
+            self._build.comparison.begin()
         del self._build
 
     @property
@@ -211,6 +218,14 @@ def _make_real_weights_equal(trainer: SetupMixin) -> None:
         trainer.warn_once(
             "real weights", f"weights that configure_models made real are not the same on all ranks.{taken}"
         )
+
+
+def _comparison(trainer: SetupMixin) -> ForwardComparison | None:
+    if not trainer.config.device_parameters.compare_first_forward:
+        return None
+    from dream_trainer.trainer.forward_comparison import ForwardComparison, shares_forwards
+
+    return ForwardComparison(trainer) if shares_forwards(trainer.config.device_parameters) else None
 
 
 def _apply_pipeline_parallel(trainer: SetupMixin) -> None:

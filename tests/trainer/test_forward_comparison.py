@@ -1,0 +1,172 @@
+"""`compare_first_forward` finds what ranks compute otherwise than one model in one piece, and changes nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dream_trainer as dt
+from dream_trainer.errors import ConfigError
+from tests.trainer import meshes
+from tests.trainer.sequences import WIDTH, Case, Config, Trained, config_of
+from tests.trainer.small import run_ranks
+from tests.worlds import run_world
+
+SAID = r"self\.model computes on 2 ranks what it does in one piece, within \d\.\de-1\d of the largest value"
+SEQUENCES = [
+    Case(2, shard="auto", packed=True, accumulation=2),
+    Case(2, attention="ulysses", packed=True, dropout=0.1, recompute="full"),
+    Case(2, backend="aot_eager", recompute="selective", causal=False),
+]
+LAYERS = [meshes.Case(tp=2, steps=2), meshes.Case(tp=2, steps=2, plan="dtensors", loss_parallel=True, dropout=0.1)]
+EXPERTS = [meshes.Case(dp=2, shard=2, ep=2, experts=True, steps=2)]
+ON_FOUR = [
+    meshes.Case(tp=2, cp=2, shard="auto", steps=2),
+    meshes.Case(tp=2, dp=2, shard=2, ep=2, experts=True, plan="layers", steps=2),
+]
+
+
+def comparing(config: Any, *, compares: bool = True) -> Any:
+    return replace(config, device_parameters=replace(config.device_parameters, compare_first_forward=compares))
+
+
+def of_sequences(case: Case) -> Config:
+    return config_of(case, max_steps=2, val_every_n_epochs=None)
+
+
+def train(of: list[tuple[type[Any], Any]], directory: str) -> list[list[float]]:
+    os.chdir(directory)
+    results = []
+    for trainer_class, config in of:
+        for compares in (False, True):
+            with trainer_class(comparing(config, compares=compares)) as trainer:
+                trainer.fit()
+                results.append(trainer.norms)
+    return results
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, tmp_path: Path) -> None:
+    cases = [*LAYERS, *EXPERTS] if n_ranks == 2 else ON_FOUR
+    of: list[tuple[type[Any], Any]] = [
+        (meshes.Trained, meshes.config_of(case, val_every_n_epochs=None)) for case in cases
+    ]
+    if n_ranks == 2:
+        of += [(Trained, of_sequences(case)) for case in SEQUENCES]
+    for norms in run_world(train, n_ranks, of, str(tmp_path)):
+        assert norms[::2] == norms[1::2]
+        assert all(len(of_case) == 2 for of_case in norms)
+
+
+# -- what it finds
+
+
+class WithSink(nn.Module):
+    """Attention by hand beside a key of its own, of which nobody can tell from outside that it is attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT
+        weights = torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)
+        return x + self.out(weights[..., :-1] @ x)
+
+
+class SeesItsPartAlone(Trained):
+    """In the third block."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.blocks.append(WithSink())
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.model.blocks)
+
+
+class OfHeads(nn.Module):
+    """Attention that counts heads by the config, so that on a part of them they are narrower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = (nn.Linear(WIDTH, n * WIDTH, dtype=torch.float64) for n in (3, 1))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class CountsHeads(Trained):
+    """In its only block."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.blocks = nn.ModuleList([OfHeads()])
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.model.blocks)
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        parallelize_module(self.model.blocks[0], mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+
+
+class LeavesASumOut(Trained):
+    """By a plan that takes each rank's products for the whole."""
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        from torch.distributed.tensor import DTensor, Partial
+
+        for block in self.model.blocks:
+            plan: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+            parallelize_module(block, mesh, plan | {"out": RowwiseParallel(output_layouts=Partial())})
+            assert isinstance(block.out.weight, DTensor)
+
+
+FOUND: dict[str, tuple[type[Trained], Case, str]] = {
+    "a part of a sequence": (
+        SeesItsPartAlone,
+        Case(2, shard="auto"),
+        r"context_parallel=2 .*first self\.model\.blocks\.2,",
+    ),
+    "a part of the heads": (CountsHeads, Case(tp=2), r"tensor_parallel=2 .*: first self\.model\.blocks\.0,"),
+    "a part of a sum": (LeavesASumOut, Case(tp=2), r"tensor_parallel=2 .*: first self\.model\.blocks\.0,"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_first_block_that_is_wrong_is_named_on_all_ranks(name: str, tmp_path: Path) -> None:
+    code = f"from tests.trainer.test_forward_comparison import *; compare(*FOUND[{name!r}][:2])"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert re.search(
+            FOUND[name][2] + r" by [\d.e+-]+ of its largest value, where rounding makes up to 1.5e-08", text
+        )
+
+
+def compare(trainer: Callable[[Any], Any], case: Case) -> None:
+    trainer(comparing(of_sequences(case))).fit()
+
+
+def test_what_it_has_found_equal_is_said_once(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_forward_comparison import *; compare(Trained, Case(2))"
+    (first, second) = run_ranks(code, 2, tmp_path)
+    assert (first[0], second[0]) == (0, 0)
+    assert len(re.findall(SAID, first[1])) == 1
+    assert not re.search(SAID, second[1])
+
+
+@pytest.mark.parametrize("beside", [{"pipeline_parallel": 2}, {"float8": "rowwise"}])
+def test_it_is_refused_where_there_is_nothing_to_compare_with(beside: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"compare_first_forward=True with .*, where a forward cannot be compared"):
+        dt.DeviceParameters(device="cpu", compare_first_forward=True, **beside)
