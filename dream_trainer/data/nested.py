@@ -48,7 +48,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """
     if isinstance(tree, Tensor):
         return fn(tree)
-    return _map_container(lambda child: map_tensors(fn, child), tree)
+    return map_children(lambda child: map_tensors(fn, child), tree)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -82,7 +82,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
         return tree.to(device, non_blocking=tree.is_pinned())
     if isinstance(tree, Movable) and not isinstance(tree, (dict, UserDict)):
         return tree.to(device)
-    return _map_container(lambda child: to_device(child, device), tree)
+    return map_children(lambda child: to_device(child, device), tree)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -171,7 +171,7 @@ def _average_column(key: str, values: list[Any]) -> Any:
     return sum(values) / len(values)
 
 
-def _map_container(visit: Callable[[Any], Any], tree: Any) -> Any:
+def map_children(visit: Callable[[Any], Any], tree: Any) -> Any:
     """Rebuilds one container from its visited children; anything that is not a container is returned as it is."""
     if isinstance(tree, Mapping):
         changed = {key: new for key, old in tree.items() if (new := visit(old)) is not old}

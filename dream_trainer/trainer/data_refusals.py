@@ -25,6 +25,28 @@ def refuse_unlike_turns(loader: Any) -> None:
             )
 
 
+def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
+    """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    from dream_trainer.data.loader import ShardReader
+
+    assert trainer._data.stream is not None  # connected before
+    for part in trainer._data.stream.parts.values():
+        if not isinstance(part.reader, ShardReader):
+            continue
+        loader, sharding = part.reader.loader, part.reader.sampler.sharding
+        n_windows = len(loader.dataset) // (sharding.chunk_size * trainer.accumulation_steps)
+        ends_before = trainer.total_steps is not None and trainer.total_steps <= n_windows
+        if loader.drop_last or ends_before or sharding.batch_size % microbatches:
+            continue
+        last, extra = divmod(len(loader.dataset) % sharding.chunk_size, sharding.dp_size)
+        if last % microbatches or extra:
+            raise DataError(
+                f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
+                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, or a number of "
+                f"samples that is a multiple of {microbatches * sharding.dp_size}."
+            )
+
+
 def refuse_one_order_for_both(trainer: AbstractTrainer) -> None:
     """Raises where training and validation read one OrderedDataset: each validation would begin it anew."""
     assert trainer._data.stream is not None  # just opened

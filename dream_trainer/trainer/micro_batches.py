@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dream_trainer.data.nested import leaves, map_tensors
+from dream_trainer.data.nested import leaves, map_children
 from dream_trainer.errors import DataError
 
 
@@ -18,7 +18,10 @@ def rows_of(batch: Any) -> int:
 
 
 def cut(batch: Any, parts: int, rows: int) -> list[Any]:
-    """`batch` in `parts` micro-batches, the first of which may have a sample more. Numbers go along whole.
+    """`batch` in `parts` micro-batches, the first of which may have a sample more.
+
+    Lists of as many numbers, words or other objects as there are samples are cut, too, as PyTorch collates what is no
+    tensor; all else goes along whole.
 
     Args:
         batch: Any nested structure.
@@ -40,10 +43,22 @@ def cut(batch: Any, parts: int, rows: int) -> list[Any]:
                 )
             split[id(leaf)] = torch.split(leaf, sizes)
 
-    def part(number: int) -> Any:
-        return map_tensors(lambda leaf: split[id(leaf)][number] if leaf.ndim else leaf, batch)
+    def part(tree: Any, number: int) -> Any:
+        if isinstance(tree, Tensor):
+            return split[id(tree)][number] if tree.ndim else tree
+        if is_of_samples(tree, rows):
+            first = sum(sizes[:number])
+            return tree[first : first + sizes[number]]
+        return map_children(lambda child: part(child, number), tree)
 
-    return [part(number) for number in range(parts)]
+    return [part(batch, number) for number in range(parts)]
+
+
+def is_of_samples(tree: Any, rows: int) -> bool:
+    """Whether it is a list with one entry, that is no tensor and no container, for each of `rows` samples."""
+    if not isinstance(tree, list) or len(tree) != rows:
+        return False
+    return not any(isinstance(entry, Tensor) or next(leaves(entry), None) is not entry for entry in tree)
 
 
 def digest(batch: Any) -> int:
@@ -62,7 +77,12 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
     Numbers that are counted with may decide it, and words. Of all else the type has to do: a rate changes in each step,
     and an object of a user's looks like another one, or not, by its address.
     """
-    return tuple(_look_of(leaf) for leaf in leaves(batch))
+    rows = rows_of(batch)
+
+    def without_samples(tree: Any) -> Any:
+        return "samples" if is_of_samples(tree, rows) else map_children(without_samples, tree)
+
+    return tuple(_look_of(leaf) for leaf in leaves(without_samples(batch)))
 
 
 def _look_of(leaf: Any) -> Any:

@@ -74,7 +74,7 @@ class LlamaConfig:
         if self.dim % (2 * self.n_heads) != 0:
             raise ValueError(
                 f"dim={self.dim} cannot be split into n_heads={self.n_heads} heads of even width, which rotary "
-                f"positions need. Use a multiple of {2 * self.n_heads}."
+                f"positions need. Use a dim that is a multiple of {2 * self.n_heads}."
             )
         if self.n_heads % self.n_kv_heads != 0:
             raise ValueError(

@@ -132,6 +132,24 @@ def test_fractional_weights_normalise_by_their_sum() -> None:
         torch.testing.assert_close(found.detach(), start - 0.1 * parameter.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_weight_counts_as_it_was_when_it_was_given() -> None:
+    """A counter that is filled again for each micro-batch has one tensor for all of them."""
+    norms: dict[bool, list[float]] = {}
+    for is_one_tensor in (True, False):
+        counter = torch.zeros(())
+
+        def step(
+            trainer: Alone, batch: Batch, batch_idx: int, *, counter: Any = counter, one: bool = is_one_tensor
+        ) -> None:
+            count = counter.fill_(1 + batch_idx % 3) if one else torch.tensor(1.0 + batch_idx % 3)
+            trainer.backward(loss_of(trainer, batch), weight=count)
+            finish(trainer)
+
+        trainer = train(step, batches(6), gradient_accumulation_steps=2)
+        norms[is_one_tensor] = [p.detach().double().norm().item() for p in trainer.model.parameters()]
+    assert norms[True] == norms[False]
+
+
 def filled() -> list[torch.Tensor]:
     model = network()
     fill(model)

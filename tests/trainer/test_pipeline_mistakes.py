@@ -20,7 +20,7 @@ from dream_trainer.modules.pipeline_stages import as_before, check_stages, even_
 from dream_trainer.trainer.micro_batches import cut, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks
-from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Trained, config_of, count, mean_loss
+from tests.trainer.stages import BLOCKS, VOCABULARY, Case, Model, Rows, Trained, config_of, count, mean_loss
 from tests.worlds import run_world
 
 
@@ -202,6 +202,12 @@ def test_a_batch_is_cut_along_first_dimensions_alone() -> None:
     parts = cut({"x": torch.arange(5), "n": torch.tensor(3), "name": "a"}, 2, 5)
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
     assert all(part["n"] == 3 and part["name"] == "a" for part in parts)
+    words, sizes = list("abcde"), (3, 3)
+    parts = cut((torch.zeros(5), {"words": words, "n": [1, 2, 3, 4, 5], "sizes": sizes, "few": [1, 2]}), 2, 5)
+    assert [part[1]["words"] for part in parts] == [["a", "b", "c"], ["d", "e"]]
+    assert [part[1]["n"] for part in parts] == [[1, 2, 3], [4, 5]]
+    assert all(part[1]["sizes"] == sizes and part[1]["few"] == [1, 2] for part in parts)
+    assert shapes_of((torch.zeros(5), words)) == shapes_of((torch.zeros(5), list("fghij")))
     with pytest.raises(DataError, match=r"5 samples and a tensor of shape \[7, 5\], and cuts each"):
         cut((torch.zeros(5, 2), torch.zeros(7, 5)), 2, 5)
 
@@ -351,6 +357,12 @@ class Other(Trained):
     def configure_models(self) -> None:
         self.model = {"unaware": Unaware}.get(self.mistake, Model)(self.config.case)
 
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        train, val = super().configure_dataloaders()
+        if self.mistake == "last batch":
+            train = torch.utils.data.DataLoader(Rows(22), 8)
+        return train, val
+
     def configure_optimizers(self) -> None:
         super().configure_optimizers()
         if self.mistake == "of nothing":
@@ -379,6 +391,7 @@ def no_such_labels(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MISTAKES = {
+    "last batch": "the last batch of an epoch, of 6 samples, cannot be cut into microbatches=4 of one size, as training",
     "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
     "unaware": "stage 0 of 2 of Unaware",
     "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
@@ -407,5 +420,5 @@ def make_mistake(mistake: str) -> None:
     microbatches = 1 if mistake == "microbatches" else None
     case = Case(2, microbatches=microbatches, tied=mistake == "groups")
     callbacks = dt.CallbackCollection([WeightStats()] if mistake == "callback" else [])
-    config = replace(config_of(case, max_steps=2), callbacks=callbacks)
+    config = replace(config_of(case, max_steps=3 if mistake == "last batch" else 2), callbacks=callbacks)
     Other(config).fit()

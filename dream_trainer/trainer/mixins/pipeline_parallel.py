@@ -113,18 +113,23 @@ class PipelineParallelMixin(AbstractTrainer):
 
     def _refuse_beside_a_pipeline(self, count: int) -> None:
         training = self.config.training_parameters
-        beside = {
-            f'sync_policy="{training.sync_policy}"': training.sync_policy != "no_sync",
-        }
-        beside |= {type(callback).__name__: callback.needs_whole_models for callback in self.callbacks}
-        for what, is_asked_for in beside.items():
-            if is_asked_for:
-                raise ConfigError(f"{what} with pipeline_parallel={count} is not there yet. Use one of the two.")
+        if training.sync_policy != "no_sync":
+            raise ConfigError(
+                f'sync_policy="{training.sync_policy}" with pipeline_parallel={count} is not there yet. Use '
+                'sync_policy="no_sync", or pipeline_parallel=1.'
+            )
+        for callback in self.callbacks:
+            if callback.needs_whole_models:
+                raise ConfigError(
+                    f"{type(callback).__name__} with pipeline_parallel={count} is not there yet, since it needs whole "
+                    "models. Leave it out, or use pipeline_parallel=1."
+                )
 
     def _finish_setup(self) -> None:
         super()._finish_setup()
         if self.world.stages == 1:
             return
+        from dream_trainer.trainer.data_refusals import refuse_short_batches
         from dream_trainer.trainer.pipeline import Pipeline
         from dream_trainer.trainer.step.tied_gradients import connect_copies
 
@@ -135,6 +140,8 @@ class PipelineParallelMixin(AbstractTrainer):
                 f"microbatches={microbatches} is less than pipeline_parallel={self.world.stages}, and stages would "
                 "never work at once. Use as many or more."
             )
+        refuse_short_batches(self, microbatches)
+        self._say_whose_numbers_are_a_stages()
         connect_copies(self)
         models, (last, *_) = self.named_models(), [stages.ranks[-1] for stages in self._stages.values()]
         whole = [model for model in models.values() if not is_cut(model)]
@@ -162,6 +169,17 @@ class PipelineParallelMixin(AbstractTrainer):
                     whole=whole if parameters.computes_weights_apart else [],
                 )
         self._pipelines = pipelines
+
+    def _say_whose_numbers_are_a_stages(self) -> None:
+        for name, optimizer in self.named_optimizers().items():
+            if not type(optimizer).__module__.startswith(("torch.optim.", "dream_trainer.optim.")):
+                self.warn_once(
+                    f"optimizer {name} in stages",
+                    f"self.{name} is a {type(optimizer).__name__}, which has the parameters of this rank's stages of "
+                    f"the pipeline (pipeline_parallel={self.world.stages}). If it takes a number over all its "
+                    "parameters, such as a norm or a distance, each stage has one of its own, and trains otherwise "
+                    "than one process does; what is taken of each parameter is right.",
+                )
 
     def _wrap_step(self, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         step = super()._wrap_step(step)

@@ -187,6 +187,8 @@ class Accumulation:
             if self._weighted is False:
                 self._refuse_mixture()
             self._weighted = True
+            if isinstance(weight, Tensor):
+                weight = weight.detach().clone()  # the user may count on in the same tensor
             key = self._total_key(model)
             if key in self._totals and key not in self._spent:
                 self._totals[key] = self._totals[key] + weight
