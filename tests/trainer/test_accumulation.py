@@ -138,10 +138,8 @@ def test_a_weight_counts_as_it_was_when_it_was_given() -> None:
     for is_one_tensor in (True, False):
         counter = torch.zeros(())
 
-        def step(
-            trainer: Alone, batch: Batch, batch_idx: int, *, counter: Any = counter, one: bool = is_one_tensor
-        ) -> None:
-            count = counter.fill_(1 + batch_idx % 3) if one else torch.tensor(1.0 + batch_idx % 3)
+        def step(trainer: Alone, batch: Batch, batch_idx: int, *, of: Any = (is_one_tensor, counter)) -> None:
+            count = of[1].fill_(1 + batch_idx % 3) if of[0] else torch.tensor(1.0 + batch_idx % 3)
             trainer.backward(loss_of(trainer, batch), weight=count)
             finish(trainer)
 

@@ -391,7 +391,7 @@ def no_such_labels(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MISTAKES = {
-    "last batch": "the last batch of an epoch, of 6 samples, cannot be cut into microbatches=4 of one size, as training",
+    "last batch": "the last batch of an epoch, of 6 samples, cannot be cut into microbatches=4 of one size",
     "elsewhere": "the step asked for 'weight' of None ('NoneType' object has no attribute 'weight') under pipeline_par",
     "unaware": "stage 0 of 2 of Unaware",
     "groups": "one parameter, of which stages of the pipeline have copies, and embedding.weight is in group 0 of optim",
