@@ -141,6 +141,7 @@ def all_cells() -> list[Cell]:
     replicas = [mesh for mesh in meshes if mesh[0] > 1 and mesh[1:] == (1, 1)]
     cells += [Cell(*mesh, 2, how, overlap_reduce=True, odd_parts=True) for mesh in replicas for how in ("none", "full")]
     cells += [*pipelines(), *tied_pipelines(), *sparse_pipelines(), *backwards_in_one()]
+    cells += [*odd_pipelines(), *sparse_parts_of_sequences()]
     return [*cells, Cell(tied=True), Cell(1, 2, 1, 2, "selective", tied=True)]
 
 
@@ -164,6 +165,55 @@ def tied_pipelines() -> list[Cell]:
         pipeline._replace(dp_shard=2, schedule="DualPipeV", layers=4),
         pipeline._replace(tp=2, schedule="ZBVZeroBubble", layers=4, loss_parallel=True),
         compiled._replace(tp=2, schedule="Interleaved1F1B", layers=4),
+    ]
+
+
+def odd_pipelines() -> list[Cell]:
+    """Pipelines of 3, 5, 6 and 7 stages, which do not divide the layers, and tied ends by every schedule."""
+    three = Cell(pp=3, layers=4, microbatches=4)
+    looped = Cell(pp=2, layers=4, tied=True)
+    return [
+        *(three, three._replace(tied=True, recompute="full"), three._replace(schedule="GPipe", packed=True)),
+        three._replace(schedule="Interleaved1F1B", layers=7, weighted=False),
+        *(
+            three._replace(schedule="ZBVZeroBubble", layers=7),
+            three._replace(schedule="DualPipeV", layers=6, microbatches=8),
+        ),
+        *(
+            three._replace(dp_shard=2),
+            three._replace(dp_replicate=2, ep=2, experts=True),
+            three._replace(tp=2, layers=5),
+        ),
+        *(
+            three._replace(cp=2, packed=True),
+            three._replace(cp=2, attention="ulysses", schedule="ZBVZeroBubble", layers=6),
+        ),
+        *(
+            Cell(pp=5, layers=6, microbatches=8),
+            Cell(pp=5, layers=11, microbatches=8, schedule="InterleavedZeroBubble"),
+        ),
+        *(
+            Cell(pp=6, layers=8, microbatches=8, tied=True),
+            Cell(pp=6, layers=12, microbatches=16, schedule="DualPipeV"),
+        ),
+        *(Cell(pp=7, layers=8, microbatches=8), Cell(pp=7, layers=14, microbatches=8, schedule="ZBVZeroBubble")),
+        looped._replace(layers=2, schedule="GPipe", microbatches=2, packed=True),
+        looped._replace(schedule="Interleaved1F1B", microbatches=8, weighted=False),
+        looped._replace(schedule="InterleavedZeroBubble", microbatches=2, experts=True),
+        looped._replace(schedule="ZBVZeroBubble", microbatches=2, packed=True, accumulation=2),
+        looped._replace(schedule="DualPipeV", microbatches=4, dp_shard=2),
+    ]
+
+
+def sparse_parts_of_sequences() -> list[Cell]:
+    """Ranks that share sequences, the layers around mixtures, and experts."""
+    three = Cell(cp=2, tp=2, experts=True)
+    return [
+        *(three, three._replace(ep=2), three._replace(ep=2, accumulation=2, recompute="full", attention="ulysses")),
+        *(three._replace(dp_shard=2, ep=2), three._replace(dp_shard=2, ep=4, recompute="selective", tied=True)),
+        three._replace(dp_replicate=2, ep=4, sequence_parallel=False, accumulation=2),
+        three._replace(dp_replicate=2, ep=2, attention="ulysses", loss_parallel=True),
+        *(three._replace(cp=4, ep=4), three._replace(cp=2, tp=4, ep=2), three._replace(pp=2, ep=2, accumulation=2)),
     ]
 
 

@@ -62,6 +62,8 @@ def test_the_matrix_has_every_mesh_of_up_to_eight_processes_and_every_option(par
     shared = {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == cell.pp == 1}
     assert len(shared) == 3 + 3 * 2 + 6  # cp 2, 4 and 8 with what is left for the other three
     assert {cell.mesh for cell in cells if cell.cp > 1 and cell.ep == cell.pp == 1 and cell.packed} == shared
+    three = {cell.mesh[2:] for cell in cells if min(cell.cp, cell.tp, cell.ep) > 1 and cell.pp == 1}
+    assert len(three) >= 4  # ranks that share sequences, layers and experts
     assert {(1, *mesh, 1, 1, ep) for mesh, ep in (((8, 1), 8), ((1, 8), 4), ((2, 4), 2))} <= {c.mesh for c in cells}
 
 
@@ -69,18 +71,21 @@ def test_pipelines_are_on_every_mesh_that_they_go_with_and_any_two_options_meet(
     cells = [cell for cell in parity.all_cells() if cell.pp > 1]
     data = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
     meshes = {(pp, *two) for pp in (2, 4, 8) for n in (1, 2, 4) if pp * n <= 8 for two in data[n]}
-    assert {cell.mesh[:3] for cell in cells} == meshes
+    assert {cell.mesh[:3] for cell in cells if cell.pp in (2, 4, 8)} == meshes
+    assert {cell.pp for cell in cells} == set(range(2, 9))
     schedules = get_args(PipelineSchedule)
     assert {(cell.mesh[:3], cell.schedule) for cell in cells} >= {
         (mesh, schedule) for mesh in meshes for schedule in schedules if mesh[2] == 1 or schedule in ("1F1B", "GPipe")
     }
     options = {"packed": (False, True), "weighted": (False, True), "experts": (False, True), "accumulation": (1, 2)}
-    options |= {"schedule": schedules}
+    options |= {"schedule": schedules, "tied": (False, True), "recompute": ("none", "full", "selective")}
     for (one, a), (other, b) in itertools.combinations([(n, value) for n in options for value in options[n]], 2):
         assert one == other or any(getattr(cell, one) == a and getattr(cell, other) == b for cell in cells), (a, b)
     assert {tuple(size > 1 for size in cell.mesh) for cell in cells if cell.tied} >= {
         (True, False, shards, False, tensors, False) for shards in (False, True) for tensors in (False, True)
     }
+    many = {(cell.schedule, (cell.microbatches or 2 * cell.pp) > cell.pp) for cell in cells}
+    assert many == {*itertools.product(schedules, (False, True))} - {("DualPipeV", False)}
     for recompute in ("full", "selective"):
         assert {c.schedule for c in cells if c.recompute == recompute} == set(schedules)
 
