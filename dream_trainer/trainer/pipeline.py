@@ -32,10 +32,8 @@ from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of
 from dream_trainer.trainer.stage_refusals import (
-    UNWEIGHTED,
-    leaves_labels_out,
+    look_at_first,
     refuse_calls_with_gradients,
-    refuse_different_batches,
     refuse_graphs,
     refuse_inside,
     refuse_unfrozen,
@@ -201,12 +199,9 @@ class Pipeline:
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
         """Refuses a first batch that ranks of the pipeline differ in, with RanksDifferError; a collective then. And
         warns of labels that weights have to count."""
-        if self._is_compared:
-            return
-        refuse_different_batches((inputs, targets), weights, self._world)
-        self._is_compared = True
-        if weights is None and leaves_labels_out(targets):
-            self._warn(UNWEIGHTED)
+        if not self._is_compared:
+            look_at_first((inputs, targets), targets, weights, self._world, self._warn)
+            self._is_compared = True
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:
         """Of each micro-batch in training, by its targets."""

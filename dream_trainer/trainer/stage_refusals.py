@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from dream_trainer.distributed.world import World
 
 
-UNWEIGHTED = (
+_UNWEIGHTED = (
     "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches "
     "with unequal numbers of labels count alike, which is no mean over labels as one process's is. Pass "
     "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
 )
 
 
-def leaves_labels_out(targets: Any) -> bool:
+def _leaves_labels_out(targets: Any) -> bool:
     """Whether there is -100 among integers, the label that PyTorch's losses ignore; waits for the device."""
     integers = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
     return any(bool((leaf == -100).any()) for leaf in integers)
@@ -64,7 +64,16 @@ def refuse_graphs(batch: Any, name: str, stages: int) -> None:
         )
 
 
-def refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
+def look_at_first(
+    batch: Any, targets: Any, weights: Sequence[Tensor | float] | None, world: World, warn: Callable[[str], None]
+) -> None:
+    """Refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights."""
+    _refuse_different_batches(batch, weights, world)
+    if weights is None and _leaves_labels_out(targets):
+        warn(_UNWEIGHTED)
+
+
+def _refuse_different_batches(batch: Any, weights: Sequence[Tensor | float] | None, world: World) -> None:
     """Raises RanksDifferError if ranks of a pipeline have other batches, or other weights of the same; a collective."""
     numbers = None if weights is None else [torch.tensor(float(weight)) for weight in weights]
     of_stages = world.all_gather(torch.tensor([digest(batch), digest(numbers)])).view(world.stages, -1, 2)

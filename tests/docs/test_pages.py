@@ -60,6 +60,7 @@ def test_the_page_on_extending_lists_every_hook_that_mixins_share() -> None:
         "_another_run",
         "_workers",
         "_rounds",
+        "_takeover",
     }
     listed = set(re.findall(r"`(_[a-z_]+)\(", text.partition("## The hooks")[2]))
     assert listed == hooks - {"_say_that_nothing_is_logged"}

@@ -32,7 +32,6 @@ from dream_trainer.modules.parameter_marks import ParameterMarks
 from dream_trainer.modules.precision import half_dtype, sharding_policy
 from dream_trainer.modules.recurrent import keep_recurrent_weights_in_place
 from dream_trainer.modules.sharding import (
-    keeping_tied_and_frozen,
     move_what_is_whole,
     refuse_unsupported,
     shard_by_blocks,
@@ -46,6 +45,16 @@ from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.rank_differences import refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
+from dream_trainer.trainer.split_models import (
+    compared_with_now,
+    compile_blocks,
+    cut_into_stages,
+    multiply_in_float8,
+    parameter_mesh,
+    recompute_blocks,
+    split_layers,
+    split_mixtures,
+)
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 
@@ -110,7 +119,7 @@ class SetupMixin(AbstractTrainer):
         assert self._build.tape is not None  # recorded by `configure`
         self._build.plan = remember(models, self._build.tape)
         self._build.frozen_draws = frozen_draws(models, self._build.tape)
-        self._build.comparison = _comparison(self)
+        self._build.comparison = compared_with_now(self)
         for stage in SETUP:
             stage.run(self)
         if self._build.comparison is not None:
@@ -220,82 +229,11 @@ def _make_real_weights_equal(trainer: SetupMixin) -> None:
         )
 
 
-def _comparison(trainer: SetupMixin) -> ForwardComparison | None:
-    if not trainer.config.device_parameters.compare_first_forward:
-        return None
-    from dream_trainer.trainer.forward_comparison import ForwardComparison, shares_forwards
-
-    return ForwardComparison(trainer) if shares_forwards(trainer.config.device_parameters) else None
-
-
-def _apply_pipeline_parallel(trainer: SetupMixin) -> None:
-    if trainer.world.stages > 1:
-        trainer.apply_pipeline_parallel(_mesh(trainer)["pp"])
-
-
-def _apply_tensor_parallel(trainer: SetupMixin) -> None:
-    ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
-    if ranks == 1:
-        return
-    from torch.distributed.tensor import DTensor
-
-    with keeping_tied_and_frozen(models):
-        trainer.apply_tensor_parallel(_mesh(trainer)["tp"])
-    trainer._build.marks.put_back(models)
-    if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
-        names = " or ".join(f"self.{name}" for name in models)
-        raise HookError(
-            f"{type(trainer).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} ranks "
-            "would do the whole work. Split layers there with parallelize_module(model, mesh, plan), whose plan names "
-            "them as the model does, or set tensor_parallel=1."
-        )
-
-
-def _apply_expert_parallel(trainer: SetupMixin) -> None:
-    ranks, models = trainer.config.device_parameters.expert_parallel, trainer.named_models()
-    if ranks == 1:
-        return
-    from dream_trainer.distributed.expert_mesh import lay_expert_mesh
-    from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
-
-    mesh = lay_expert_mesh(trainer.world, ranks)
-    with keeping_tied_and_frozen(models):
-        trainer.apply_expert_parallel(mesh["ep"])
-    trainer._build.marks.put_back(models)
-    if not any(trainer.world.all_gather_object(bool(modules_of_experts(models.values())))):
-        raise HookError(
-            f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
-            "all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
-        )
-    if trainer.world.data_copies > 1:
-        divide_rows(models.values(), _mesh(trainer)["tp"])
-    if trainer.config.device_parameters.compile:
-        keep_out_of_graphs(models.values())
-    shard_experts(models, mesh, trainer._sharding_policies())
-    gradients, copies = trainer._parallel.gradients, mesh["dp_replicate"]
-    gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None
-
-
-def _apply_float8(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.float8 != "none":
-        trainer.apply_float8()
-
-
-def _apply_activation_checkpointing(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.activation_checkpointing != "none":
-        trainer.apply_activation_checkpointing()
-
-
-def _apply_compile(trainer: SetupMixin) -> None:
-    if trainer.config.device_parameters.compile:
-        trainer.apply_compile()
-
-
 def _shard_or_replicate(trainer: SetupMixin) -> None:
     world = trainer.world
     if world.world_size == 1:
         return
-    mesh, shape = _mesh(trainer), world.parameter_shape
+    mesh, shape = parameter_mesh(trainer), world.parameter_shape
     if _are_wrapped(trainer):
         _make_ready_to_wrap(trainer)
     if shape.dp_shard == 1:
@@ -329,12 +267,6 @@ def _make_ready_to_wrap(trainer: SetupMixin) -> None:
         keep_recurrent_weights_in_place(model)
         if half_dtype(trainer.config.device_parameters) is not None:
             norms_in_float32(model, world.device)
-
-
-def _mesh(trainer: SetupMixin) -> DeviceMesh:
-    mesh = trainer.world.parameter_mesh
-    assert mesh is not None  # at world size > 1 there is one
-    return mesh
 
 
 def _materialise(trainer: SetupMixin) -> None:
@@ -420,25 +352,27 @@ SETUP: tuple[SetupStage, ...] = (
     SetupStage(
         "pipeline parallel",
         "first of what changes modules: what other ranks hold is gone before anything is done to it",
-        _apply_pipeline_parallel,
+        cut_into_stages,
     ),
     SetupStage(
         "tensor parallel",
         "before what wraps modules: it names layers as the model's author did",
-        _apply_tensor_parallel,
+        split_layers,
     ),
-    SetupStage("float8", "over layers that are split already, whose parts have the sizes that count", _apply_float8),
+    SetupStage(
+        "float8", "over layers that are split already, whose parts have the sizes that count", multiply_in_float8
+    ),
     SetupStage(
         "expert parallel",
         "as tensor parallelism; experts are sharded here, inside of the blocks that are sharded later",
-        _apply_expert_parallel,
+        split_mixtures,
     ),
     SetupStage(
         "activation checkpointing",
         "inside compilation, so that the compiler sees what is computed twice",
-        _apply_activation_checkpointing,
+        recompute_blocks,
     ),
-    SetupStage("compile", "before sharding: a sharded block compiles to almost nothing", _apply_compile),
+    SetupStage("compile", "before sharding: a sharded block compiles to almost nothing", compile_blocks),
     SetupStage(
         "fully_shard / replicate",
         "before anything is real, so that no rank ever holds more than its shard and one tensor",

@@ -1,0 +1,102 @@
+"""What of the setup changes modules before they are sharded: each model's layers, experts and blocks, on meta.
+
+Each function is one stage of `SETUP` (mixins/setup.py), which has the reason for its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dream_trainer.errors import HookError
+from dream_trainer.modules.sharding import keeping_tied_and_frozen
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.trainer.forward_comparison import ForwardComparison
+    from dream_trainer.trainer.mixins.setup import SetupMixin
+
+
+def compared_with_now(trainer: SetupMixin) -> ForwardComparison | None:
+    """Of models with what they are now, in one piece, if that is asked for and there is something to compare."""
+    if not trainer.config.device_parameters.compare_first_forward:
+        return None
+    from dream_trainer.trainer.forward_comparison import ForwardComparison, shares_forwards
+
+    return ForwardComparison(trainer) if shares_forwards(trainer.config.device_parameters) else None
+
+
+def cut_into_stages(trainer: SetupMixin) -> None:
+    """Cuts models into stages."""
+    if trainer.world.stages > 1:
+        trainer.apply_pipeline_parallel(parameter_mesh(trainer)["pp"])
+
+
+def split_layers(trainer: SetupMixin) -> None:
+    """Splits layers by the user's plan."""
+    ranks, models = trainer.config.device_parameters.tensor_parallel, trainer.named_models()
+    if ranks == 1:
+        return
+    from torch.distributed.tensor import DTensor
+
+    with keeping_tied_and_frozen(models):
+        trainer.apply_tensor_parallel(parameter_mesh(trainer)["tp"])
+    trainer._build.marks.put_back(models)
+    if not any(isinstance(parameter, DTensor) for model in models.values() for parameter in model.parameters()):
+        names = " or ".join(f"self.{name}" for name in models)
+        raise HookError(
+            f"{type(trainer).__name__}.apply_tensor_parallel split no parameter of {names}: each of the {ranks} ranks "
+            "would do the whole work. Split layers there with parallelize_module(model, mesh, plan), whose plan names "
+            "them as the model does, or set tensor_parallel=1."
+        )
+
+
+def split_mixtures(trainer: SetupMixin) -> None:
+    """Splits mixtures by experts, and shards these."""
+    ranks, models = trainer.config.device_parameters.expert_parallel, trainer.named_models()
+    if ranks == 1:
+        return
+    from dream_trainer.distributed.expert_mesh import lay_expert_mesh
+    from dream_trainer.modules.expert_sharding import divide_rows, keep_out_of_graphs, modules_of_experts, shard_experts
+
+    mesh = lay_expert_mesh(trainer.world, ranks)
+    with keeping_tied_and_frozen(models):
+        trainer.apply_expert_parallel(mesh["ep"])
+    trainer._build.marks.put_back(models)
+    if not any(trainer.world.all_gather_object(bool(modules_of_experts(models.values())))):
+        raise HookError(
+            f"{type(trainer).__name__}.apply_expert_parallel split no experts: each of the {ranks} ranks would have "
+            "all of them. Call split_experts there for each module of stacked weights, or set expert_parallel=1."
+        )
+    if trainer.world.data_copies > 1:
+        divide_rows(models.values(), parameter_mesh(trainer)["tp"])
+    if trainer.config.device_parameters.compile:
+        keep_out_of_graphs(models.values())
+    shard_experts(models, mesh, trainer._sharding_policies())
+    gradients, copies = trainer._parallel.gradients, mesh["dp_replicate"]
+    gradients.shares_experts, gradients.expert_copies = True, copies.get_group() if copies.size() > 1 else None
+
+
+def multiply_in_float8(trainer: SetupMixin) -> None:
+    """Has linear layers multiply in float8."""
+    if trainer.config.device_parameters.float8 != "none":
+        trainer.apply_float8()
+
+
+def recompute_blocks(trainer: SetupMixin) -> None:
+    """Has blocks compute again in backward."""
+    if trainer.config.device_parameters.activation_checkpointing != "none":
+        trainer.apply_activation_checkpointing()
+
+
+def compile_blocks(trainer: SetupMixin) -> None:
+    """Compiles blocks."""
+    if trainer.config.device_parameters.compile:
+        trainer.apply_compile()
+
+
+def parameter_mesh(trainer: SetupMixin) -> DeviceMesh:
+    """That of parameters, of several ranks."""
+    mesh = trainer.world.parameter_mesh
+    assert mesh is not None  # at world size > 1 there is one
+    return mesh
