@@ -114,7 +114,7 @@ MUTANTS = [
         "dream_trainer/trainer/step/optimizer_step.py",
         "                self._accumulation.look_at_own_backward()\n",
         "                pass\n",
-        "tests/trainer/test_context_mistakes.py -k own_backward",
+        "tests/trainer/test_context_mistakes.py -k values_without",
     ),
     Mutant(
         "a forward that differs from one in one piece is let pass",
