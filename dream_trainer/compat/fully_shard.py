@@ -291,6 +291,13 @@ def reduce_in_own_groups(model: torch.nn.Module) -> list[ProcessGroup]:
     return list(groups)
 
 
+def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
+    """Has what `model`, which is sharded, gathers lie in symmetric memory, from PyTorch 2.13 on."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_symm_mem_for_comm()
+
+
 def reduce_what_waits(
     modules: Sequence[FSDPModule], parameters: Sequence[torch.nn.Parameter], local_gradients: LocalGradients
 ) -> None:

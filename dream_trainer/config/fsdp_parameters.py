@@ -28,12 +28,17 @@ class FSDPParameters:
     that are gathered meanwhile need not wait for each other, at the price of another communicator's memory. From
     PyTorch 2.13 on, where it is experimental."""
 
+    symmetric_memory: bool = False
+    """Whether gathered parameters lie in memory that GPUs read from each other, for NCCL's copy engines and symmetric
+    kernels (`FSDPModule.set_symm_mem_for_comm`). From PyTorch 2.13 on, where it is experimental; refused by name on
+    devices that have no such memory."""
+
     def __post_init__(self) -> None:
-        check_boolean("separate_reduce_group", self.separate_reduce_group)
-        if self.separate_reduce_group and torch.__version__ < "2.13":
-            raise ConfigError(
-                f"separate_reduce_group=True needs PyTorch 2.13, and this is {torch.__version__}. Leave it out."
-            )
+        newer = {"separate_reduce_group": self.separate_reduce_group, "symmetric_memory": self.symmetric_memory}
+        for name, is_on in newer.items():
+            check_boolean(name, is_on)
+            if is_on and torch.__version__ < "2.13":
+                raise ConfigError(f"{name}=True needs PyTorch 2.13, and this is {torch.__version__}. Leave it out.")
         value = self.reshard_after_forward
         if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
             raise ConfigError(

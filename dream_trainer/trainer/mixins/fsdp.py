@@ -8,9 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
+from dream_trainer.errors import ConfigError
 from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class FSDPMixin(AbstractTrainer):
@@ -40,3 +44,18 @@ class FSDPMixin(AbstractTrainer):
                 from dream_trainer.compat.fully_shard import reduce_in_own_groups
 
                 self.world.further_groups += reduce_in_own_groups(model)
+            if self.config.fsdp_parameters.symmetric_memory:
+                self._gather_in_symmetric_memory(model)
+
+    def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
+        from dream_trainer.compat.fully_shard import gather_in_symmetric_memory
+        from dream_trainer.compat.symmetric_memory import why_memory_is_not_shared
+
+        mesh = self.world.parameter_mesh
+        assert mesh is not None  # models are sharded over it
+        if (why_not := why_memory_is_not_shared(mesh["dp_shard"].get_group(), self.world.device)) is not None:
+            raise ConfigError(
+                f"fsdp_parameters.symmetric_memory=True: {why_not}. It needs GPUs that read each other's memory, as "
+                "those that NVLink connects do. Use False elsewhere."
+            )
+        gather_in_symmetric_memory(model)

@@ -1,9 +1,10 @@
-"""Shards of gradients that cross ranks in a group of their own are the same to the bit."""
+"""Newer ways of `fully_shard`: a group of their own for shards of gradients, and memory that GPUs share."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
-from tests.trainer.small import Samples, Sharded, make_config, weights
+from tests.trainer.small import Samples, Sharded, make_config, run_ranks, weights
 from tests.worlds import run_world
 
 
@@ -49,7 +50,33 @@ def test_weights_are_the_same_and_each_copy_reduces_in_a_group_of_its_own(tmp_pa
         assert found["ranks"] == [[0, 1] if rank < 2 else [2, 3]]
 
 
-def test_an_older_pytorch_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["separate_reduce_group", "symmetric_memory"])
+def test_an_older_pytorch_is_told_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(ConfigError, match="separate_reduce_group=True needs PyTorch 2.13, and this is 2.11.0"):
-        dt.FSDPParameters(separate_reduce_group=True)
+    with pytest.raises(ConfigError, match=f"{name}=True needs PyTorch 2.13, and this is 2.11.0"):
+        dt.FSDPParameters(**{name: True})
+
+
+def in_shared_memory() -> None:
+    parameters = dt.FSDPParameters(symmetric_memory=True)
+    config = dataclasses.replace(
+        make_config(max_steps=1, devices=dt.DeviceParameters(device="cpu")), fsdp_parameters=parameters
+    )
+    Sharded(config, DistributedDataLoader(Samples(24), 2)).fit()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+def test_memory_that_devices_cannot_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    code = "from tests.trainer.test_newer_shards import in_shared_memory; in_shared_memory()"
+    for status, text in run_ranks(code, 2, tmp_path):
+        assert status == 1
+        assert (
+            "fsdp_parameters.symmetric_memory=True: the device is 'cpu'. It needs GPUs that read each other's" in text
+        )
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch has it from 2.13 on")
+def test_pytorch_has_what_asks_for_shared_memory() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    assert callable(FSDPModule.set_symm_mem_for_comm)
