@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.modules.sharding import fsdp_modules, repeated_blocks
 from dream_trainer.trainer.mixins.activation_checkpointing import ActivationCheckpointingParameters
 from tests.trainer.arithmetic import full
@@ -335,3 +336,26 @@ def test_statistics_of_batch_norm_move_once_in_a_step_that_is_computed_again(kin
         assert torch.equal(found, expected), name
     for one, other in zip(plain.parameters(), again.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_a_small_model_without_blocks_beside_one_with_some_keeps_its_own_and_alone_is_an_error() -> None:
+    told: list[str] = []
+
+    class Beside(Trained):
+        def warn_once(self, key: str, message: str) -> None:
+            told.append(message)
+            super().warn_once(key, message)
+
+    trainer = Beside(config_of("full"))
+    trainer.model, trainer.critic = Net(), nn.Linear(WIDTH, 1)
+    trainer.apply_activation_checkpointing()
+    assert isinstance(trainer.model.layers[0], Recomputed)
+    assert type(trainer.critic) is nn.Linear
+    assert told == [
+        "model 'critic' has no repeated blocks, and keeps all its activations. Override model_blocks to name its "
+        "parts, or apply_activation_checkpointing to choose modules by hand."
+    ]
+    alone = Trained(config_of("full"))
+    alone.model = nn.Linear(WIDTH, 1)
+    with pytest.raises(ConfigError, match="model 'model' has no repeated blocks to checkpoint. Override model_blocks"):
+        alone.apply_activation_checkpointing()

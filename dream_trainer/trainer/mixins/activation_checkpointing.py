@@ -8,6 +8,7 @@ says.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -55,21 +56,20 @@ class ActivationCheckpointingMixin(AbstractTrainer):
     def apply_activation_checkpointing(self) -> None:
         """Makes the blocks of every trained model recompute their activations.
 
+        A model without blocks beside one that has some, such as a critic, keeps its own, which is said once.
+
         Raises:
-            ConfigError: A model has no repeated blocks.
+            ConfigError: No trained model has repeated blocks.
         """
         super().apply_activation_checkpointing()
         parameters: ActivationCheckpointingParameters = self.config.activation_checkpointing_parameters
         mode = self.config.device_parameters.activation_checkpointing
-        for name, model in self.named_models().items():
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                continue
-            blocks = self.model_blocks(model)
+        trained = set(self._trainable_models())
+        blocks_of = {name: self.model_blocks(model) for name, model in self.named_models().items() if model in trained}
+        self._look_at_models_without_blocks([name for name, blocks in blocks_of.items() if not blocks], len(blocks_of))
+        for name, blocks in blocks_of.items():
             if not blocks:
-                raise ConfigError(
-                    f"model {name!r} has no repeated blocks to checkpoint. Override model_blocks to name its parts, "
-                    "or apply_activation_checkpointing to choose modules by hand."
-                )
+                continue
             if parameters.memory_budget is not None:
                 budget = Budget(parameters.memory_budget, len(blocks), partial(_tell, self, name))
                 for block in blocks:
@@ -77,6 +77,17 @@ class ActivationCheckpointingMixin(AbstractTrainer):
                 continue
             for block in blocks[:: parameters.every_n_blocks]:
                 recompute(block, parameters.keep if mode == "selective" else ())
+
+    def _look_at_models_without_blocks(self, without: Sequence[str], count: int) -> None:
+        if not without:
+            return
+        fix = "Override model_blocks to name its parts, or apply_activation_checkpointing to choose modules by hand."
+        names = " and ".join(map(repr, without[:3]))
+        if len(without) == count:
+            raise ConfigError(f"model {names} has no repeated blocks to checkpoint. {fix}")
+        self.warn_once(
+            "models without blocks", f"model {names} has no repeated blocks, and keeps all its activations. {fix}"
+        )
 
 
 def _tell(trainer: ActivationCheckpointingMixin, name: str, budget: Budget) -> None:
