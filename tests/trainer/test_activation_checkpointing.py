@@ -229,28 +229,16 @@ def test_a_trainer_without_the_mixin_is_told_to_add_it() -> None:
         Without(config_of("full"))
 
 
-def test_a_trained_model_without_blocks_is_refused_and_a_frozen_one_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Flat(Trained):
         def configure_models(self) -> None:
             super().configure_models()
             self.frozen_features = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    class Tangled(Flat):
-        def configure_models(self) -> None:
-            super().configure_models()
-            self.extra = nn.Linear(WIDTH, 1)
-
     monkeypatch.chdir(tmp_path)
     with Flat(config_of("full")) as trainer:
         trainer.fit()
         assert type(trainer.frozen_features) is nn.Linear
-    with (
-        Tangled(config_of("full")) as trainer,
-        pytest.raises(ConfigError, match="'extra' has no repeated"),
-    ):
-        trainer.fit()
 
 
 @pytest.mark.parametrize(
@@ -351,10 +339,8 @@ def test_a_small_model_without_blocks_beside_one_with_some_keeps_its_own_and_alo
     trainer.apply_activation_checkpointing()
     assert isinstance(trainer.model.layers[0], Recomputed)
     assert type(trainer.critic) is nn.Linear
-    assert told == [
-        "model 'critic' has no repeated blocks, and keeps all its activations. Override model_blocks to name its "
-        "parts, or apply_activation_checkpointing to choose modules by hand."
-    ]
+    (said,) = told
+    assert said.startswith("model 'critic' has no repeated blocks, and keeps all its activations. Override model_bl")
     alone = Trained(config_of("full"))
     alone.model = nn.Linear(WIDTH, 1)
     with pytest.raises(ConfigError, match="model 'model' has no repeated blocks to checkpoint. Override model_blocks"):
