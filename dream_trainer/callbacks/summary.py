@@ -21,6 +21,7 @@ from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
+from dream_trainer.optim.whole_parameters import values_in_whole
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -87,7 +88,8 @@ class ModelSummary(Callback):
             size = size_of(model)
             share = "" if size.local_bytes == size.num_bytes else f", {format_bytes(size.local_bytes)} on this rank"
             if trainer.world.stages > 1:
-                share += f", of this rank's part of a pipeline of {trainer.world.stages}"
+                share += f", this rank's part of {format_count(values_in_whole(model))} parameters in a pipeline of "
+                share += str(trainer.world.stages)
             title = (
                 f"{name}: {format_count(size.parameters)} parameters, {format_count(size.trainable)} trainable, "
                 f"{format_bytes(size.num_bytes)}{share}{self._flops.get(name, '')}"

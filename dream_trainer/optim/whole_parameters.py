@@ -24,6 +24,7 @@ class Described(NamedTuple):
         parameter: The parameter; None if it is another stage's.
         is_trained: Whether it is trained; of another stage's, whether it was when the model was cut.
         ndim: Number of its dimensions.
+        numel: Number of its values.
         is_vector: Whether it has fewer than two dimensions or is the weight of a normalisation.
         is_embedding: Whether it is the table of an embedding.
         block: Number of its block, from 1; 0 outside of them.
@@ -33,6 +34,7 @@ class Described(NamedTuple):
     parameter: nn.Parameter | None
     is_trained: bool
     ndim: int
+    numel: int
     is_vector: bool
     is_embedding: bool
     block: int
@@ -92,13 +94,21 @@ def whole_parameters(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Wh
     return WholeParameters(parameters, whole.n_blocks)
 
 
+def values_in_whole(model: nn.Module) -> int:
+    """How many values the parameters of `model` have, or of what it is a stage of."""
+    known = _whole[model].parameters if model in _whole else describe(model, ()).parameters
+    return sum(one.numel for one in known)
+
+
 def describe(model: nn.Module, blocks: Sequence[nn.Module]) -> WholeParameters:
     """The parameters of `model`."""
     vectors = {id(p) for p in model.parameters() if p.ndim < 2} | _owned(model, nn.LayerNorm | nn.RMSNorm)
     embeddings = _owned(model, nn.Embedding | nn.EmbeddingBag)
     block_of = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
     parameters = [
-        Described(names, p, p.requires_grad, p.ndim, id(p) in vectors, id(p) in embeddings, block_of.get(id(p), 0))
+        Described(
+            names, p, p.requires_grad, p.ndim, p.numel(), id(p) in vectors, id(p) in embeddings, block_of.get(id(p), 0)
+        )
         for names, p in named_with_ties(model)
     ]
     return WholeParameters(parameters, len(blocks))

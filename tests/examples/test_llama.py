@@ -172,7 +172,7 @@ def test_every_parameter_is_initialised_and_the_stream_grows_no_louder_with_dept
 def test_shapes_that_cannot_be_are_errors() -> None:
     from model import LlamaConfig, RopeScaling
 
-    with pytest.raises(ValueError, match="Use a multiple of 6"):
+    with pytest.raises(ValueError, match="Use a dim that is a multiple of 6"):
         LlamaConfig(dim=16, n_heads=3)
     with pytest.raises(ValueError, match="Use a divisor"):
         LlamaConfig(n_heads=8, n_kv_heads=3)

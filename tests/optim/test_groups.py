@@ -9,7 +9,9 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.pipeline_stages import keep_only
 from dream_trainer.optim import GroupParameters, freeze, parameter_groups
+from dream_trainer.optim.whole_parameters import remember_whole, values_in_whole
 from tests.optim.models import Block, model
 
 MATRICES = {
@@ -207,3 +209,12 @@ def test_names_leave_out_the_wrappers_of_activation_checkpointing() -> None:
     options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "layer_decay": 0.5}
     options["groups"] = (GroupParameters(pattern=r"^blocks\.0\.up", lr_scale=2.0),)
     assert values(parameter_groups(wrapped, **options), "lr") == values(parameter_groups(plain, **options), "lr")
+
+
+def test_a_stage_of_a_pipeline_knows_how_many_values_the_whole_model_has() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    assert values_in_whole(model) == 9 + 8
+    remember_whole(model, list(model))
+    keep_only(model, ["0"])
+    assert sum(p.numel() for p in model.parameters()) == 9
+    assert values_in_whole(model) == 9 + 8

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.loggers.formatting import format_bytes
 from tests.trainer.arithmetic import same_bits
 from tests.trainer.sequences import (
     HEAD,
@@ -155,8 +156,10 @@ def test_training_on_parts_of_sequences_equals_a_loop_written_by_hand(cases: lis
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10, abs=1e-10), case
             assert result["labels"] == expected["labels"]
             assert f"| cp | {case.cp} |" in result["mesh"]
-            what = "weights and gradients of shards" if case.shard != 1 else "gradients of 0.0"
-            assert f"keys and values of each attention, and their gradients; {what}" in result["mesh"]
+            of_replicas = f"gradients of {format_bytes(8 * sum(w.numel() for w in expected['weights'].values()))}"
+            if case.tp == 1:
+                what = "weights and gradients of shards" if case.shard != 1 else of_replicas
+                assert f"keys and values of each attention, and their gradients; {what}" in result["mesh"]
             if case.shard == 1 and case.accumulation == 1 and not case.packed and case.backend is None:
                 assert result["sent"] == formula(case), case
             assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10), case
