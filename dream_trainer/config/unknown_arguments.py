@@ -13,6 +13,7 @@ from dream_trainer.errors import ConfigError
 
 # What spelling alone would not find, or not first.
 _OTHER_WORDS = {"learning-rate": "lr", "lr": "learning-rate", "batch-size": "train-batch-size"}
+_OTHER_WORDS |= {"tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel", "ep": "expert-parallel"}
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -76,6 +77,8 @@ def _nearest(flag: str, flags: dict[str, bool]) -> str | None:
         close = [same] if same is not None else get_close_matches(_last(flag), among, n=1, cutoff=0.7)
         if close:
             return among[close[0]]
+    if section and of_section:  # of a section that is there, whose name would be most of what is alike
+        return None
     return next(iter(get_close_matches(flag, flags, n=1, cutoff=0.8)), None)
 
 

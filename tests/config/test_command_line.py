@@ -114,6 +114,7 @@ TWO_WAYS = (
     "or --training-parameters.no-fast-dev-run to unset it."
 )
 BESIDE_FLAGS = {
+    "--training-parameters.q 3": "there is no flag --training-parameters.q. --help-all shows every one.",
     "--foo.bar 3": "there is no flag --foo.bar. --help-all shows every one.",
     "extra": "'extra' belongs to no flag. Write --FIELD VALUE; --help shows the fields.",
     "--training-parameters.fast-dev-run true": f"--training-parameters.fast-dev-run {TWO_WAYS.format(repr('true'))}",
