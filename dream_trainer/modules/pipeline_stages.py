@@ -8,9 +8,7 @@ model, so a checkpoint does not tell how many stages it came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
-import torch
 import torch.nn as nn
 
 from dream_trainer.checks import spell
@@ -187,26 +185,6 @@ def check_stages(model: nn.Module, stages: Sequence[Collection[str]], n_stages: 
                 f"stage {number} of the pipeline has no parameter that is trained ({', '.join(list(names)[:4])}), and "
                 "its rank no optimizer. Say in pipeline_stages what each stage holds, with something to train in each."
             )
-
-
-@contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Puts back the buffers and numbers that forwards inside change, in place or by others in their stead."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    numbers = [
-        (module, {name: value for name, value in vars(module).items() if isinstance(value, int | float)})
-        for module in model.modules()
-    ]
-    yield
-    with torch.no_grad():
-        for module, name, buffer, before in buffers:
-            setattr(module, name, buffer.copy_(before))
-    for module, values in numbers:
-        vars(module).update(values)
 
 
 def view_of(module: nn.Module, names: Collection[str], prefix: str = "") -> nn.Module:

@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.forward_state import as_before
 from dream_trainer.modules.precision import half_dtype
 from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.modules.whole_copies import copied_without_values, plain, run_with_values_of
-from dream_trainer.trainer.step.rerun import MovedByForward
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
@@ -69,6 +69,7 @@ class ForwardComparison:
         devices = trainer.config.device_parameters
         self._wholes: dict[str, nn.Module] = {}
         self._waiting: dict[str, RemovableHandle] = {}
+        self._attributes: dict[str, dict[str, dict[str, Any]]] = {}
         if devices.tensor_parallel * devices.expert_parallel == 1:
             return  # models stay as they are but for shards, which a forward gathers
         for name, model in trainer.named_models().items():
@@ -83,6 +84,7 @@ class ForwardComparison:
     def begin(self) -> None:
         """Models are as they will be trained."""
         for name, model in self._trainer.named_models().items():
+            self._attributes[name] = {place: dict(vars(module)) for place, module in model.named_modules()}
             hook = partial(self._before_forward, name)
             self._waiting[name] = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -92,10 +94,8 @@ class ForwardComparison:
         if not is_in_step or (trainer._takeover is not None and not trainer._takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        moved = MovedByForward(trainer)
         with _in_evaluation(model), torch.no_grad():
             misses = self._compare(name, model, args, kwargs)
-        moved.put_back()
         for module in fsdp_modules(model):
             module.reshard()
         self._judge(f"self.{name}", misses)
@@ -109,8 +109,9 @@ class ForwardComparison:
         told = {f"self.{name}.{block}": block for block in blocks} | {f"the output of self.{name}": ""}
         parts = _Outputs({place: own[block] for place, block in told.items()})
         device = self._trainer.world.device
-        with parts.noted(), preserved_random_state(device):
-            model(*args, **kwargs)
+        with parts.noted(), preserved_random_state(device), as_before(model):
+            own_args, own_kwargs = map_tensors(torch.clone, (args, kwargs))  # a forward may take out, or write
+            model(*own_args, **own_kwargs)
         misses: dict[str, Miss] = {}
 
         def look(place: str, output: Any) -> None:
@@ -120,11 +121,12 @@ class ForwardComparison:
                 if miss is not None:
                     misses[place] = max(miss, misses.get(place, miss))
 
-        whole_args, whole_kwargs = map_tensors(self._of_whole_sequence, (args, kwargs))
+        whole_args, whole_kwargs = map_tensors(lambda tensor: self._of_whole_sequence(tensor).clone(), (args, kwargs))
+        self._give_what_was_set_since(name, model, whole)
         wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
         try:
             aside = nullcontext() if takeover is None else takeover.aside()
-            with aside, wholes.noted(), _in_evaluation(whole), preserved_random_state(device):
+            with aside, wholes.noted(), _in_evaluation(whole), preserved_random_state(device), as_before(model):
                 if whole is model:
                     model(*whole_args, **whole_kwargs)
                 else:
@@ -132,6 +134,13 @@ class ForwardComparison:
         except _WRONG as error:
             self._say_what_failed(f"self.{name}", error)
         return misses
+
+    def _give_what_was_set_since(self, name: str, own: nn.Module, whole: nn.Module) -> None:
+        """Gives the copy what was set on modules in training; what a plan has set on them is of their part."""
+        for place, before in self._attributes.pop(name).items():
+            now = vars(own.get_submodule(place))
+            changed = {key: value for key, value in now.items() if key not in before or value is not before[key]}
+            vars(whole.get_submodule(place)).update({k: v for k, v in changed.items() if not k.startswith("_")})
 
     def _say_what_failed(self, name: str, error: Exception) -> None:
         takeover = self._trainer._takeover
@@ -160,7 +169,9 @@ class ForwardComparison:
 
     def _miss(self, part: Any, whole: Any) -> Miss | None:
         """None of what cannot be compared."""
-        if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or not part.is_floating_point():
+        if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
+            return None
+        if not part.is_floating_point() or part.numel() == 0:
             return None
         part, whole = plain(part), plain(whole)
         expected = self._own_part(whole, part.shape)
@@ -177,18 +188,31 @@ class ForwardComparison:
             return None
         longer = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
         world, takeover = self._trainer.world, self._trainer._takeover
+        if not longer and takeover is None:
+            return whole
+        if len(longer) != 1 or world.mesh is None:
+            return None
+        (dim,), tensors = longer, world.mesh_shape.tp
+        own = shape[dim]
         if takeover is not None:
-            parts = takeover.attention.parts
-            if len(longer) != 1 or whole.shape[longer[0]] % (parts.size * shape[longer[0]]):
+            parts, rows, lengths = takeover.attention.parts, takeover.attention.shapes.rows, takeover.attention.lengths
+            lengths = lengths | {length // tensors for length in lengths}
+            if own not in lengths:  # a batch that is flattened with its positions, as logits are for a loss
+                if own % rows or own // rows not in lengths or whole.shape[dim] % rows:
+                    return None
+                of_rows = self._own_part(
+                    whole.unflatten(dim, (rows, -1)), torch.Size((*shape[:dim], rows, own // rows, *shape[dim + 1 :]))
+                )
+                return None if of_rows is None else of_rows.flatten(dim, dim + 1)
+            if whole.shape[dim] % (parts.size * own):
                 return None
-            whole = parts.cut(whole, longer[0])
+            whole = parts.cut(whole, dim)
         if whole.shape == shape:
             return whole
-        tensors = world.mesh_shape.tp  # between layers each of these ranks may have a part of the sequence
-        if len(longer) != 1 or whole.shape[longer[0]] != tensors * shape[longer[0]] or world.mesh is None:
+        # Between layers each rank that shares them may have a part of the sequence; of what is first it is not known.
+        if dim == 0 or whole.shape[dim] != tensors * own:
             return None
-        own = shape[longer[0]]
-        return whole.narrow(longer[0], world.mesh["tp"].get_local_rank() * own, own)
+        return whole.narrow(dim, world.mesh["tp"].get_local_rank() * own, own)
 
     def _rounding(self, part: Tensor) -> float:
         half = half_dtype(self._trainer.config.device_parameters)

@@ -25,7 +25,8 @@ from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
 from dream_trainer.modules.expert_exchange import without_exchange
-from dream_trainer.modules.pipeline_stages import as_before, view_of
+from dream_trainer.modules.forward_state import as_before
+from dream_trainer.modules.pipeline_stages import view_of
 from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.modules.shared_draws import numbers_of_place
 from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
@@ -197,8 +198,7 @@ class Pipeline:
             )
 
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
-        """Refuses a first batch that ranks of the pipeline differ in, with RanksDifferError; a collective then. And
-        warns of labels that weights have to count."""
+        """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
         if not self._is_compared:
             look_at_first((inputs, targets), targets, weights, self._world, self._warn)
             self._is_compared = True

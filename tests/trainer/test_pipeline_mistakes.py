@@ -16,7 +16,8 @@ import dream_trainer as dt
 from dream_trainer.callbacks import WeightStats
 from dream_trainer.config import resolve_mesh
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
-from dream_trainer.modules.pipeline_stages import as_before, check_stages, even_stages, keep_only
+from dream_trainer.modules.forward_state import as_before
+from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
 from dream_trainer.trainer.micro_batches import cut, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks

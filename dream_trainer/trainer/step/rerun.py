@@ -1,11 +1,10 @@
-"""What a training step changes besides gradients: buffers, such as batch norm's statistics, and metrics."""
+"""What a training step changes besides gradients: buffers, such as batch norm's statistics, numbers, and metrics."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from dream_trainer.modules.forward_state import ForwardState
 from dream_trainer.modules.metrics import MetricStates
 
 if TYPE_CHECKING:
@@ -20,14 +19,10 @@ class MovedByForward:
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
-        self._buffers = [
-            (buffer, buffer.detach().clone()) for model in trainer.named_models().values() for buffer in model.buffers()
-        ]
+        self._models = ForwardState(trainer.named_models().values())
         self._metrics = MetricStates(list(trainer.named_metrics().values()))
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Restores everything; may be called several times."""
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        self._models.put_back()
         self._metrics.put_back()
