@@ -1,12 +1,14 @@
-"""What forwards change of modules beside gradients: buffers, in place or by others in their stead, and numbers."""
+"""What forwards change of modules beside gradients: buffers and plain attributes, in place or by others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 
 class ForwardState:
@@ -17,29 +19,44 @@ class ForwardState:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._numbers = [
-            (module, {name: value for name, value in vars(module).items() if isinstance(value, int | float)})
-            for module in modules
-        ]
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        self._buffers = [(module, dict(module.named_buffers(recurse=False))) for module in modules]
+        self._attributes = [(module, _plain(module)) for module in modules]
+        tensors = [value for _, values in (*self._buffers, *self._attributes) for value in values.values()]
+        self._values = [(value, value.detach().clone()) for value in tensors if isinstance(value, Tensor)]
+        of_modules = [value for _, values in self._attributes for value in values.values()]
+        self._lists = [(value, list(value)) for value in of_modules if isinstance(value, list)]
+        self._dicts = [(value, dict(value)) for value in of_modules if isinstance(value, dict)]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restores everything; may be called several times."""
-        for module, name, buffer, value in self._buffers:
-            setattr(module, name, buffer.copy_(value))
-        for module, values in self._numbers:
-            vars(module).update(values)
+        for tensor, value in self._values:
+            tensor.detach().copy_(value)
+        for module, buffers in self._buffers:
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer)
+        for module, attributes in self._attributes:
+            for name in _plain(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for entries, before in self._lists:
+            entries[:] = before
+        for mapping, items in self._dicts:
+            mapping.clear()
+            mapping.update(items)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """What is set on it beside what `nn.Module` and its like keep under private names."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(*models: nn.Module) -> Iterator[None]:
     """Puts back at the end what forwards inside change."""
-    state = ForwardState([model])
-    yield
-    state.put_back()
+    state = ForwardState(models)
+    try:
+        yield
+    finally:
+        state.put_back()

@@ -54,6 +54,11 @@ class SequenceParts:
         whole: Tensor = _Joined.apply(part, dim, self)  # type: ignore[no-untyped-call]
         return whole
 
+    def as_if_alike(self, part: Tensor, dim: int) -> Tensor:
+        """What `joined` would give if all ranks had this one's positions."""
+        own = part.chunk(self.n_chunks // self.size, dim)
+        return torch.cat([chunk for chunk in own for _ in range(self.size)], dim)
+
     def exchanged(self, by_rank: Tensor) -> Tensor:
         """`out[j]` is what rank j had for this one; `by_rank` `[size, ...]`, what this rank has for each."""
         out: Tensor = _Exchanged.apply(by_rank, self)  # type: ignore[no-untyped-call]

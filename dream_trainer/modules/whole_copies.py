@@ -38,6 +38,10 @@ def run_with_values_of(
         device: Where it is computed. All of the model is there meanwhile.
     """
     cut = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        place, _, own = name.rpartition(".")
+        if own not in dict(whole.get_submodule(place).named_buffers(recurse=False)):  # set since it was copied
+            whole.get_submodule(place).register_buffer(own, buffer)
     names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
     return functional_call(whole, {name: plain(cut[name].detach()).to(device) for name in names}, args, dict(kwargs))
 

@@ -27,6 +27,8 @@ def refuse_unlike_turns(loader: Any) -> None:
 
 def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
     """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
+    from torch.utils.data import default_collate
+
     from dream_trainer.data.loader import ShardReader
 
     assert trainer._data.stream is not None  # connected before
@@ -36,14 +38,15 @@ def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
         loader, sharding = part.reader.loader, part.reader.sampler.sharding
         n_windows = len(loader.dataset) // (sharding.chunk_size * trainer.accumulation_steps)
         ends_before = trainer.total_steps is not None and trainer.total_steps <= n_windows
-        if loader.drop_last or ends_before or sharding.batch_size % microbatches:
+        makes_other_rows = loader.collate_fn is not default_collate
+        if loader.drop_last or ends_before or makes_other_rows or sharding.batch_size % microbatches:
             continue
         last, extra = divmod(len(loader.dataset) % sharding.chunk_size, sharding.dp_size)
         if last % microbatches or extra:
             raise DataError(
                 f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="
-                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, or a number of "
-                f"samples that is a multiple of {microbatches * sharding.dp_size}."
+                f"{microbatches} of one size, as training in a pipeline needs. Use drop_last=True, a number of samples "
+                f"that is a multiple of {microbatches * sharding.dp_size}, or a collate_fn that pads it."
             )
 
 

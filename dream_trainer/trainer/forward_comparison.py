@@ -9,7 +9,7 @@ model give is compared, position by position.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,9 +163,17 @@ class ForwardComparison:
         takeover = self._trainer._takeover
         if takeover is None:
             return tensor
-        rows, lengths = takeover.attention.shapes.rows, takeover.attention.lengths
-        dims = [dim for dim, size in enumerate(tensor.shape) if size in lengths and (dim > 0 or size != rows)]
-        return takeover.attention.parts.joined(tensor, dims[0]) if dims else tensor
+        attention = takeover.attention
+        dims = [dim for dim, size in enumerate(tensor.shape) if size in attention.lengths]
+        if dims and (dims[0] > 0 or tensor.shape[0] != attention.shapes.rows):
+            return attention.parts.joined(tensor, dims[0])
+        if len(dims) > 1:
+            return attention.parts.joined(tensor, dims[1])
+        if not dims:
+            return tensor
+        # One for each sample, or for each of as many positions, of which ranks have others.
+        whole = attention.parts.joined(tensor, 0)
+        return tensor if torch.equal(whole, attention.parts.as_if_alike(tensor, 0)) else whole
 
     def _miss(self, part: Any, whole: Any) -> Miss | None:
         """None of what cannot be compared."""
@@ -222,17 +230,14 @@ class ForwardComparison:
         return float(eps**0.5)
 
     def _judge(self, name: str, misses: Mapping[str, Miss]) -> None:
-        """Raises on all ranks what one of them finds."""
-        worst: dict[str, Miss] = {}
-        everybody: list[Mapping[str, Miss]] = self._trainer.world.all_gather_object(dict(misses))
-        for place, miss in (item for rank in everybody for item in rank.items()):
-            worst[place] = max(miss, worst.get(place, miss))
-        if not worst:
+        """Raises on all ranks that shared the forward what one of them finds; others may not have run it."""
+        if not misses:
             self._trainer.warn_once(
                 f"comparison of {name}",
                 f"compare_first_forward found nothing in what {name} gives that could be compared.",
             )
             return
+        worst = dict(zip(misses, self._worst_of_ranks(list(misses.values())), strict=True))
         first = next((place for place, miss in worst.items() if miss.is_wrong), None)
         if first is not None:
             self._refuse(name, first, worst[first])
@@ -243,6 +248,17 @@ class ForwardComparison:
                 f"{largest:.1e} of the largest value (compare_first_forward)",
                 file=sys.stderr,
             )
+
+    def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:
+        import torch.distributed as dist
+
+        world = self._trainer.world
+        assert world.mesh is not None  # ranks share something
+        worst = torch.tensor(misses, dtype=torch.float64, device=world.device)
+        for dimension in ("cp", "tp"):
+            if world.mesh[dimension].size() > 1:
+                dist.all_reduce(worst, dist.ReduceOp.MAX, group=world.mesh[dimension].get_group())
+        return [Miss(*values) for values in worst.tolist()]
 
     def _refuse(self, name: str, place: str, miss: Miss) -> None:
         devices = self._trainer.config.device_parameters

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dream_trainer as dt
 from dream_trainer.errors import ConfigError
 from tests.trainer import meshes
-from tests.trainer.sequences import WIDTH, Case, Config, Trained, config_of
+from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_of
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world
 
@@ -54,6 +54,70 @@ def train(of: list[tuple[type[Any], Any]], directory: str) -> list[list[float]]:
     return results
 
 
+class Awkward(nn.Module):
+    """A right block that keeps state of all kinds, is set from outside, and gives positions along with samples."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.factor, self.calls = inner, 1.0, 0
+        self.memory: Any = 0.0
+        self.seen: list[float] = []
+        self.register_buffer("decays", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.decays, self.calls = self.decays * 0.5, self.calls + 1
+        out = self.inner(x, mask) * self.factor * self.decays * self.calls + self.memory + len(self.seen)
+        self.memory = torch.full((), 0.1 * self.calls, dtype=torch.float64)
+        self.seen.append(0.0)
+        return out.flatten(0, 1), out[:0]
+
+
+class AwkwardModel(Model):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.blocks = nn.ModuleList(Awkward(block) for block in self.blocks)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.embedding(tokens) + self.position(positions)
+        for block in self.blocks:
+            flat, _ = block(x, mask)
+            x = flat.unflatten(0, x.shape[:2])
+        return self.head(x)
+
+
+class TrainsAwkward(Trained):
+    def configure_models(self) -> None:
+        self.model = AwkwardModel(self.config.case)
+
+    def apply_tensor_parallel(self, mesh: Any) -> None:
+        for block in self.model.blocks:
+            plan: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+            parallelize_module(block.inner, mesh, plan | {"out": RowwiseParallel()})
+
+    def cut_batch(self, batch: dict[str, Tensor], cut: Any) -> dict[str, Tensor]:
+        """With positions of one dimension, of which a part has as many as there are samples."""
+        positions = torch.arange(batch["tokens"].shape[1])
+        return super().cut_batch(batch, cut) | {"positions": cut(positions, dim=0)}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        for block in self.model.blocks:
+            block.factor = 0.5 + self.global_step
+        return super().training_step(batch, batch_idx)
+
+
+class Seldom(Trained):
+    """Some data-parallel ranks run a frozen model in a step, and others do not."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.aside = nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.world.dp_rank == 1:
+            self.aside(torch.ones(1, 2))
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: int, tmp_path: Path) -> None:
     cases = [*LAYERS, *EXPERTS] if n_ranks == 2 else ON_FOUR
@@ -62,6 +126,9 @@ def test_models_that_ranks_share_rightly_train_the_same_bits_with_it(n_ranks: in
     ]
     if n_ranks == 2:
         of += [(Trained, of_sequences(case)) for case in SEQUENCES]
+        of += [(TrainsAwkward, of_sequences(case)) for case in (Case(2), Case(tp=2))]
+    else:
+        of.append((Seldom, of_sequences(Case(dp=2, tp=2))))
     for norms in run_world(train, n_ranks, of, str(tmp_path)):
         assert norms[::2] == norms[1::2]
         assert all(len(of_case) == 2 for of_case in norms)

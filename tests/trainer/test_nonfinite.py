@@ -386,6 +386,20 @@ def test_raise_ends_every_rank_at_the_same_step_with_the_weights_of_before(
     assert max(distances) < 1e-12
 
 
+class Halves(torch.nn.Module):
+    """Has another buffer after each forward, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.ones(1))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.share, self.calls = self.share * 0.5, self.calls + 1
+        return x * (1 + self.share) * (1 + 1 / (1 + self.calls))
+
+
 @pytest.mark.pitfall(70)
 def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_statistics() -> None:
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
@@ -394,7 +408,7 @@ def test_a_window_that_runs_again_counts_once_in_metrics_and_in_batch_norms_stat
         poison = 1
 
         def setup(self) -> None:
-            self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+            self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Halves(), torch.nn.Linear(3, 1)).double()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.seen_samples, self.validated = SumMetric(), SumMetric()
             self.both = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
