@@ -35,7 +35,16 @@ def parts(metric: Any) -> list[Any]:
 
 def updates(metric: Any) -> int:
     """How often this rank has updated a metric, or the members of a collection, since their reset."""
-    return sum(part.update_count for part in parts(metric))
+    return sum(map(_counted, parts(metric)))
+
+
+def _counted(part: Any) -> int:
+    """Its own updates. What wraps others may say that it was updated from the start, and leaves counting to these, but
+    for one that resets its metric after each."""
+    wrappers = sys.modules["torchmetrics"].wrappers
+    if isinstance(part, wrappers.Running):
+        return int(part._num_vals_seen)
+    return 0 if isinstance(part, wrappers.abstract.WrapperMetric) else int(part.update_count)
 
 
 def copied(tree: Any, metrics: Iterable[Any]) -> Any:
@@ -87,7 +96,7 @@ def computed(name: str, metric: Any, world: Ranks) -> dict[str, Any]:
         Nothing if no rank has updated it since its reset.
     """
     metric_parts = parts(metric)
-    if not any(world.all_gather_object(any(part.update_called for part in metric_parts))):
+    if not any(world.all_gather_object(updates(metric) > 0)):
         return {}
     if world.world_size == 1:
         value = metric.compute()

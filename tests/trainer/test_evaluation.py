@@ -325,6 +325,45 @@ def test_a_metric_of_training_that_is_reset_in_each_epoch_is_none_of_validations
     assert trainer.metrics == [{}] * 3
 
 
+def test_what_wraps_a_metric_is_validations_if_its_metric_is() -> None:
+    from torchmetrics import SumMetric
+    from torchmetrics.classification import MulticlassAccuracy
+    from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
+
+    class Wrapped(Checked):
+        def setup(self) -> None:
+            super().setup()
+            self.by_class = ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["no", "yes"])
+            self.again = BootStrapper(MulticlassAccuracy(2), num_bootstraps=2, std=False)
+            self.extremes = MinMaxMetric(MulticlassAccuracy(2))
+            self.last_two, self.of_training = Running(SumMetric(), window=2), Running(SumMetric(), window=2)
+            self.sums: list[float] = []
+            self.never = ClasswiseWrapper(MulticlassAccuracy(2, average=None), prefix="never_")
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.of_training.update(1.0)
+            return super().training_step(batch, batch_idx)
+
+        def post_epoch(self) -> None:
+            self.sums.append(float(self.of_training.compute()))
+
+        def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            self.last_two.update(1.0)
+            for metric in (self.by_class, self.again, self.extremes):
+                metric.update(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]))
+            return {}
+
+    trainer = fit(Wrapped(make_config(n_epochs=2, num_sanity_val_steps=1), batches(4), batches(3)))
+    for metrics in trainer.metrics[-2:]:
+        assert (metrics["val/multiclassaccuracy_no"], metrics["val/multiclassaccuracy_yes"]) == (0.5, 1.0)
+        assert (metrics["val/raw"], metrics["val/min"], metrics["val/max"]) == (0.75, 0.75, 0.75)
+        assert 0.0 <= metrics["val/mean"] <= 1.0
+        assert metrics["val/last_two"] == 2.0
+        assert "val/of_training" not in metrics
+        assert not any("never" in name for name in metrics)
+    assert trainer.sums == [2.0, 2.0]
+
+
 def test_a_metric_that_training_and_validation_both_update_is_an_error() -> None:
     from torchmetrics import SumMetric
 

@@ -21,7 +21,7 @@ from tests.trainer.sequences import WIDTH, Case, Config, Model, Trained, config_
 from tests.trainer.small import run_ranks
 from tests.worlds import run_world
 
-SAID = r"self\.model computes on 2 ranks what it does in one piece, within \d\.\de-1\d of the largest value"
+SAID = r"self\.model computes on 2 ranks what it does in one piece, within \d\.\de-1\d of its size"
 SEQUENCES = [
     Case(2, shard="auto", packed=True, accumulation=2),
     Case(2, attention="ulysses", packed=True, dropout=0.1, recompute="full"),
@@ -216,9 +216,7 @@ def test_the_first_block_that_is_wrong_is_named_on_all_ranks(name: str, tmp_path
     code = f"from tests.trainer.test_forward_comparison import *; compare(*FOUND[{name!r}][:2])"
     for status, text in run_ranks(code, 2, tmp_path):
         assert status == 1
-        assert re.search(
-            FOUND[name][2] + r" by [\d.e+-]+ of its largest value, where rounding makes up to 1.5e-08", text
-        )
+        assert re.search(FOUND[name][2] + r" by [\d.e+-]+ of its size, where rounding makes up to 1.5e-08", text)
 
 
 def compare(trainer: Callable[[Any], Any], case: Case) -> None:
