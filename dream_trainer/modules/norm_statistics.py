@@ -33,9 +33,10 @@ def norms_with_statistics(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the layers that normalise over samples in training."""
+    """The names of the layers that normalise over samples in training; frozen ones are taken to be in evaluation."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    return [name for name, part in model.named_modules() if isinstance(part, kinds)]
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, kinds)]
+    return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
 
 
 def average_statistics(norms: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:

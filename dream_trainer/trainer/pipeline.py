@@ -200,7 +200,7 @@ class Pipeline:
     def compare_first(self, inputs: Any, targets: Any, weights: list[Weight] | None) -> None:
         """Looks at the first batch, a collective then; RanksDifferError if ranks of the pipeline have others."""
         if not self._is_compared:
-            look_at_first((inputs, targets), targets, weights, self._world, self._warn)
+            look_at_first((inputs, targets), targets, weights, self._world, self._microbatches, self._warn)
             self._is_compared = True
 
     def weights(self, targets: Any, inputs: Any, weight: Callable[[Any], Weight]) -> list[Weight]:

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 
 
 _UNWEIGHTED = (
-    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches "
-    "with unequal numbers of labels count alike, which is no mean over labels as one process's is. Pass "
+    "forward_backward() was given no weight=, and targets hold -100, which PyTorch's losses leave out: micro-batches, "
+    "which have unequal numbers of labels, count alike, which is no mean over labels as one process's is. Pass "
     "weight=lambda targets: (targets != -100).sum(), and have loss_fn give the mean over as many."
 )
 
 
-def _leaves_labels_out(targets: Any) -> bool:
-    """Whether there is -100 among integers, the label that PyTorch's losses ignore; waits for the device."""
-    integers = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
-    return any(bool((leaf == -100).any()) for leaf in integers)
+def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
+    """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore; waits
+    for the device."""
+    integers = [
+        leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.ndim
+    ]
+    ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
+    return any(bool((counts != counts[0]).any()) for counts in ignored)
 
 
 def naming_what_is_elsewhere(step: Callable[[Any, int], Any], stages: int) -> Callable[[Any, int], Any]:
@@ -65,11 +69,16 @@ def refuse_graphs(batch: Any, name: str, stages: int) -> None:
 
 
 def look_at_first(
-    batch: Any, targets: Any, weights: Sequence[Tensor | float] | None, world: World, warn: Callable[[str], None]
+    batch: Any,
+    targets: Any,
+    weights: Sequence[Tensor | float] | None,
+    world: World,
+    microbatches: int,
+    warn: Callable[[str], None],
 ) -> None:
     """Refuses a first batch that ranks of the pipeline differ in; a collective. Warns of labels without weights."""
     _refuse_different_batches(batch, weights, world)
-    if weights is None and _leaves_labels_out(targets):
+    if weights is None and _have_unequal_labels(targets, microbatches):
         warn(_UNWEIGHTED)
 
 

@@ -318,10 +318,14 @@ class Normed(Model):
 
 
 class Unweighted(Trained):
-    """Learns what depends on how many micro-batches there are, and notes what is said of it."""
+    """Learns what depends on how many micro-batches there are, or not, and notes what is said of it."""
+
+    is_uneven = True
 
     def configure_models(self) -> None:
         self.model, self.told = Normed(self.config.case), []
+        for norm in self.model.head[2:]:
+            norm.requires_grad_(self.is_uneven)
 
     def warn_once(self, key: str, message: str) -> None:
         self.told.append(message)
@@ -329,21 +333,29 @@ class Unweighted(Trained):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         tokens, labels = batch
-        ignored = labels.masked_fill(torch.arange(len(labels))[:, None] == 0, -100)
-        self.forward_backward(self.model, (tokens,), ignored, mean_loss)
+        where = torch.arange(len(labels))[:, None] if self.is_uneven else torch.arange(labels.shape[1])
+        self.forward_backward(self.model, (tokens,), labels.clamp(min=0).masked_fill(where == 0, -100), mean_loss)
         self.step(self.model, self.optimizer)
         return {}
 
 
-def be_unweighted(directory: str) -> list[str]:
+class Even(Unweighted):
+    is_uneven = False
+
+
+def be_unweighted(directory: str) -> list[list[str]]:
     os.chdir(directory)
-    with Unweighted(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
-        trainer.fit()
-        return trainer.told
+    told = []
+    for kind in (Unweighted, Even):
+        with kind(config_of(Case(2), max_steps=1, val_every_n_epochs=None)) as trainer:
+            trainer.fit()
+            told.append(trainer.told)
+    return told
 
 
 def test_means_that_depend_on_the_number_of_micro_batches_are_named(tmp_path: Path) -> None:
-    for told in run_world(be_unweighted, 2, str(tmp_path)):
+    for told, of_even in run_world(be_unweighted, 2, str(tmp_path)):
+        assert not any("micro-batch" in message for message in of_even)
         (norms,) = (message for message in told if "normalise each micro-batch" in message)
         assert norms.startswith("head.2 of Normed normalise each micro-batch of a pipeline by itself")
         (labels,) = (message for message in told if "targets hold -100" in message)
