@@ -27,9 +27,8 @@ _UNWEIGHTED = (
 def _have_unequal_labels(targets: Any, microbatches: int) -> bool:
     """Whether micro-batches have unequal numbers of -100 among integers, the label that PyTorch's losses ignore; waits
     for the device."""
-    integers = [
-        leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.ndim
-    ]
+    tensors = (leaf for leaf in leaves(targets) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64)
+    integers = [leaf for leaf in tensors if leaf.ndim and len(leaf) % microbatches == 0]
     ignored = [(leaf == -100).unflatten(0, (microbatches, -1)).flatten(1).sum(1) for leaf in integers]
     return any(bool((counts != counts[0]).any()) for counts in ignored)
 
