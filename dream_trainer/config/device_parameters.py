@@ -72,7 +72,7 @@ class DeviceParameters:
     """Whether, where ranks share layers, sequences or experts, each model's first forward in training is run in one
     piece as well, in evaluation and without gradients, and its blocks have to give the same. For a new model or plan:
     it finds what cannot be told from outside. Each rank needs the memory of a forward of whole sequences, and with
-    split layers or experts that of the whole model."""
+    split layers or experts that of the whole model; forward hooks of yours see these two forwards, too."""
     start_timeout_seconds: float = 1800.0
     """Seconds a collective may take from launch to the end of the first step; compiling and loading are slow."""
     step_timeout_seconds: float = 600.0

@@ -9,7 +9,7 @@ What is not of the shared sequence (keys of an encoder that each rank has whole)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
 
@@ -46,7 +46,7 @@ class ContextAttention(ABC):
     def in_graphs(self) -> ContextAttention:
         """The same for the lengths of now, with collectives that the compiler knows."""
         attention = copy(self)
-        attention.parts, attention.lengths = self.parts.in_graphs(), set(self.lengths)
+        attention.parts, attention.lengths = self.parts.in_graphs(), _KnownLengths(self.lengths)
         return attention
 
     def scaled_dot_product_attention(
@@ -117,6 +117,17 @@ class ContextAttention(ABC):
                 f"{self.parts.size} ranks: it must end in ({queries}, {columns}), or (1, {columns}). Cut a whole mask "
                 "along its queries alone, cut(mask, dim=-2), or make it with packed_attention_mask."
             )
+
+
+class _KnownLengths(set[int]):
+    """Looked for among sizes that a compiler may not know yet, such as how many tokens an expert gets."""
+
+    def __contains__(self, size: object) -> bool:
+        return isinstance(size, int) and super().__contains__(size)
+
+    def isdisjoint(self, sizes: Iterable[object]) -> bool:
+        """Whether none of `sizes` is known to be one of these."""
+        return not any(size in self for size in sizes)
 
 
 class GatheredAttention(ContextAttention):

@@ -171,9 +171,10 @@ class PositionChecks:
             next((pair for pair in zip(terms, operands, strict=True) if letter in pair[0]), None) for letter in letters
         ]
         one, other = (pair for pair in having if pair is not None)
-        lengths = {_size_of(letter, *pair) for letter, pair in zip(letters, (one, other), strict=True)}
-        if lengths <= self._attention.lengths and not any(_is_of_weights(operand) for _, operand in (one, other)):
-            self._warn_of_pairs(f"einsum({equation!r})", one[1], other[1], lengths.pop())
+        lengths = [_size_of(letter, *pair) for letter, pair in zip(letters, (one, other), strict=True)]
+        are_positions = all(length in self._attention.lengths for length in lengths)
+        if are_positions and not any(_is_of_weights(operand) for _, operand in (one, other)):
+            self._warn_of_pairs(f"einsum({equation!r})", one[1], other[1], lengths[0])
 
     def _warn_of_product(self, name: str, operands: Sequence[Tensor], length: int) -> None:
         shapes = " and ".join(str(tuple(operand.shape)) for operand in operands)

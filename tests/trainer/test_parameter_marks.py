@@ -13,9 +13,7 @@ from tests.worlds import run_world
 
 ALONE = Case(steps=1)
 ON_TWO = [
-    Case(dp=2, shard=2, steps=1),
     Case(tp=2, steps=1),
-    Case(dp=2, steps=1),
     Case(cp=2, steps=1, shard="auto"),
     Case(pp=2, steps=1),
     Case(dp=2, ep=2, experts=True, steps=1),

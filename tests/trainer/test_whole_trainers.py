@@ -108,7 +108,14 @@ def numbers(value: Any) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-9) if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize(("n_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("n_ranks", "cases"),
+    [
+        pytest.param(2, ON_TWO, id="2 ranks"),
+        pytest.param(4, ON_FOUR, id="4 ranks"),
+        pytest.param(2, [Case(cp=2, compile=True, experts=True)], id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_what_surrounds_a_step_is_one_processs_on_every_mesh(n_ranks: int, cases: list[Case], tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics")
     from safetensors.torch import load_file
