@@ -128,6 +128,7 @@ def sparse_on_meshes(directory: Path, meshes: list[str]) -> None:
         runpy.run_path(str(EXAMPLES / "sparse_language.py"), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_sparse_language_model_learns_the_same_in_stages_parts_of_sequences_and_shares_of_experts(
     tmp_path: Path,
 ) -> None:
