@@ -23,7 +23,11 @@ class ForwardState:
         self._buffers = [(module, dict(module.named_buffers(recurse=False))) for module in modules]
         self._attributes = [(module, _plain(module)) for module in modules]
         tensors = [value for _, values in (*self._buffers, *self._attributes) for value in values.values()]
-        self._values = [(value, value.detach().clone()) for value in tensors if isinstance(value, Tensor)]
+        self._values = [
+            (value, value.detach().clone())
+            for value in tensors
+            if isinstance(value, Tensor) and not value.is_inference()  # which nobody writes to
+        ]
         of_modules = [value for _, values in self._attributes for value in values.values()]
         self._lists = [(value, list(value)) for value in of_modules if isinstance(value, list)]
         self._dicts = [(value, dict(value)) for value in of_modules if isinstance(value, dict)]

@@ -171,12 +171,17 @@ class Keeps(nn.Module):
         super().__init__()
         self.register_buffer("written", torch.zeros(2))
         self.register_buffer("replaced", torch.zeros(2))
-        self.calls = 0
+        self.calls, self.kept, self.entries = 0, torch.zeros(2), [0]
+        with torch.inference_mode():
+            self.fixed = torch.ones(2)
 
     def forward(self, x: Tensor) -> Tensor:
         self.written += x.mean()
         self.replaced = self.replaced + x.mean()
         self.calls += 1
+        self.kept += 1
+        self.entries.append(self.calls)
+        self.seen = x
         return x
 
 
@@ -188,6 +193,7 @@ def test_what_a_stage_is_run_for_beforehand_leaves_nothing() -> None:
         model(torch.ones(2))
         assert (layer.calls, layer.written.tolist(), layer.replaced.tolist()) == (2, [2, 2], [2, 2])
     assert (layer.calls, layer.written.tolist(), layer.replaced.tolist()) == (1, [1, 1], [1, 1])
+    assert (layer.kept.tolist(), layer.entries, layer.fixed.tolist()) == ([1, 1], [0, 1], [1, 1])
     assert list(model.state_dict()) == ["0.written", "0.replaced"]
 
 
