@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "modules kept in eval mode flipped to train",
-        "dream_trainer/trainer/validation.py",
+        "dream_trainer/modules/forward_state.py",
         "module.training = mode",
         "module.training = True",
         "tests/trainer/test_validation.py",

@@ -1,4 +1,4 @@
-"""What forwards change of modules beside gradients: buffers and plain attributes, in place or by others."""
+"""What forwards change of modules beside gradients (buffers, plain attributes), and the mode that they run in."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ class ForwardState:
 def _plain(module: nn.Module) -> dict[str, Any]:
     """What is set on it beside what `nn.Module` and its like keep under private names."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+@contextmanager
+def in_evaluation(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, all modules of `models` evaluate; at the end each has its own mode again."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import default_collate
+
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders
 from dream_trainer.data.ordered import OrderedDataset, innermost
-from dream_trainer.data.stream import loader_batch_size
+from dream_trainer.data.stream import ShardStream, loader_batch_size
 from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,21 +29,18 @@ def refuse_unlike_turns(loader: Any) -> None:
 
 def refuse_short_batches(trainer: AbstractTrainer, microbatches: int) -> None:
     """Raises where it is known that batches can be cut into equal micro-batches, and an epoch's last one cannot."""
-    from torch.utils.data import default_collate
-
-    from dream_trainer.data.loader import ShardReader
-
     assert trainer._data.stream is not None  # connected before
-    for part in trainer._data.stream.parts.values():
-        if not isinstance(part.reader, ShardReader):
+    for stream in trainer._data.stream.parts.values():
+        if not isinstance(stream, ShardStream) or stream.steps_per_epoch is None:  # or its passes have no end
             continue
-        loader, sharding = part.reader.loader, part.reader.sampler.sharding
-        n_windows = len(loader.dataset) // (sharding.chunk_size * trainer.accumulation_steps)
+        loader, sharding = stream.reader.loader, stream.reader.sampler.sharding
+        n_trained = stream.length - stream.dropped_samples
+        n_windows = n_trained // stream.global_batch_size
         ends_before = trainer.total_steps is not None and trainer.total_steps <= n_windows
         makes_other_rows = loader.collate_fn is not default_collate
-        if loader.drop_last or ends_before or makes_other_rows or sharding.batch_size % microbatches:
+        if ends_before or makes_other_rows or sharding.batch_size % microbatches:
             continue
-        last, extra = divmod(len(loader.dataset) % sharding.chunk_size, sharding.dp_size)
+        last, extra = divmod(n_trained % sharding.chunk_size, sharding.dp_size)
         if last % microbatches or extra:
             raise DataError(
                 f"the last batch of an epoch, of {last + bool(extra)} samples, cannot be cut into microbatches="

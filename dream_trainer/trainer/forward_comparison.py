@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.forward_state import as_before
+from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype
 from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.modules.whole_copies import copied_without_values, plain, run_with_values_of
@@ -94,7 +94,7 @@ class ForwardComparison:
         if not is_in_step or (trainer._takeover is not None and not trainer._takeover.is_on()):
             return
         self._waiting.pop(name).remove()
-        with _in_evaluation(model), torch.no_grad():
+        with in_evaluation([model]), torch.no_grad():
             misses = self._compare(name, model, args, kwargs)
         for module in fsdp_modules(model):
             module.reshard()
@@ -126,7 +126,7 @@ class ForwardComparison:
         wholes = _Outputs({place: others[block] for place, block in told.items()}, look)
         try:
             aside = nullcontext() if takeover is None else takeover.aside()
-            with aside, wholes.noted(), _in_evaluation(whole), preserved_random_state(device), as_before(model):
+            with aside, wholes.noted(), in_evaluation([whole]), preserved_random_state(device), as_before(model):
                 if whole is model:
                     model(*whole_args, **whole_kwargs)
                 else:
@@ -329,15 +329,3 @@ class _Outputs:
 
     def _note(self, place: str, _module: nn.Module, _args: Any, output: Any) -> None:
         self._look(place, output)
-
-
-@contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -18,6 +18,7 @@ from dream_trainer.distributed.pulse import Flags
 from dream_trainer.distributed.seeds import hash_seed, preserved_random_state, seed_device
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.loggers.buffer import MetricBuffer
+from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.log_options import unlogged
 
@@ -77,25 +78,21 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
 
     Every module's own mode is restored, so one that the user keeps in eval mode stays there.
     """
-    modes = [(module, module.training) for model in trainer.named_models().values() for module in model.modules()]
     trainer.training = False
     try:
         with (
             torch.no_grad(),
             preserved_random_state(trainer.world.device),
             float32_products(trainer.config.device_parameters, trainer.world.device, trainer.warn_once),
+            in_evaluation(trainer.named_models().values()),
             ExitStack() as contexts,
         ):
             seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.data_rank), trainer.world.device)
-            for module, _ in modes:
-                module.training = False
             for callback in trainer.callbacks.in_order():
                 if trainer.world.is_main or not callback.main_process_only:
                     contexts.enter_context(callback.validation_context(trainer))
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         trainer._parallel.reshard()
         trainer._validation.buffer = None
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""

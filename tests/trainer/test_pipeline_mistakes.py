@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.callbacks import WeightStats
 from dream_trainer.config import resolve_mesh
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.stream import train_stream
 from dream_trainer.errors import ConfigError, DataError, HookError, RanksDifferError, StepError
 from dream_trainer.modules.forward_state import as_before
 from dream_trainer.modules.pipeline_stages import check_stages, even_stages, keep_only
+from dream_trainer.trainer.data_refusals import refuse_short_batches
 from dream_trainer.trainer.micro_batches import cut, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from tests.trainer.small import run_ranks
@@ -309,6 +313,28 @@ def test_a_step_that_no_pipeline_can_run_is_refused_on_all_ranks(tmp_path: Path)
         assert "a batch of 15 samples cannot be cut into microbatches=4 of one size" in told["odd"]
         assert "was given 16 samples and a tensor of shape [8, 6]" in told["targets"]
         assert "of pipeline_parallel=2 only the last stages compute a loss" in told["rows"]
+
+
+def last_batch_refused(loader: Any, dp_size: int = 1, total_steps: int | None = None) -> str:
+    stream = train_stream(loader, accumulation=1, dp_rank=0, dp_size=dp_size, seed=0)
+    trainer: Any = SimpleNamespace(_data=SimpleNamespace(stream=stream), total_steps=total_steps, accumulation_steps=1)
+    try:
+        refuse_short_batches(trainer, 4)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_last_batch_is_refused_only_where_it_is_trained_as_it_is() -> None:
+    rows, plain = Rows(22), torch.utils.data.DataLoader
+    assert "the last batch of an epoch, of 6 samples" in last_batch_refused(plain(rows, 8))
+    assert last_batch_refused(plain(Rows(20), 8)) == ""
+    assert last_batch_refused(plain(rows, 8, drop_last=True)) == ""
+    assert last_batch_refused(plain(rows, 8, collate_fn=list)) == ""
+    assert last_batch_refused(plain(rows, 8), total_steps=2) == ""
+    assert last_batch_refused(plain(rows, 8), dp_size=2) == ""  # what is left of a plain loader is dropped there
+    uneven = DistributedDataLoader(rows, 8, drop_last=False)
+    assert "the last batch of an epoch, of 3 samples" in last_batch_refused(uneven, dp_size=2)
 
 
 class Normed(Model):

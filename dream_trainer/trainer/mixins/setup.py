@@ -43,9 +43,7 @@ from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
-from dream_trainer.trainer.rank_differences import refuse_different_optimizers
-from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
-from dream_trainer.trainer.split_models import (
+from dream_trainer.trainer.model_setup import (
     compared_with_now,
     compile_blocks,
     cut_into_stages,
@@ -55,6 +53,8 @@ from dream_trainer.trainer.split_models import (
     split_layers,
     split_mixtures,
 )
+from dream_trainer.trainer.rank_differences import refuse_different_optimizers
+from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
 
