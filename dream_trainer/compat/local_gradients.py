@@ -31,6 +31,7 @@ class LocalGradients:
         whole: Ids of those of them that belong to models which every rank of the pipeline has whole.
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
         steps: A hash of what was stepped so far, in order; 0 but in the stages of a pipeline.
+        shard_of: The shard by the id of the whole parameter, of models that are whole in steps.
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class LocalGradients:
     whole: set[int] = field(default_factory=set)
     order: int = 0
     steps: int = 0
+    shard_of: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def note_collective(self, number: int) -> None:
         """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""

@@ -19,6 +19,11 @@ class FSDPParameters:
         ConfigError: A value cannot work.
     """
 
+    min_group_mib: float = 256
+    """Models with fewer MiB of parameters are sharded as one group, which is gathered for whole steps: inside a step
+    their parameters are whole, plain tensors. Larger ones are gathered block by block, as are all models with 0, and
+    with tensor, pipeline or expert parallelism, float8, `cpu_offload` or the options below."""
+
     reshard_after_forward: bool | int = True
     """Whether blocks give their gathered parameters back after forward: True saves memory, False saves a second gather
     in backward, an int keeps them sharded over that many ranks of a host."""
@@ -39,6 +44,8 @@ class FSDPParameters:
             check_boolean(name, is_on)
             if is_on and torch.__version__ < "2.13":
                 raise ConfigError(f"{name}=True needs PyTorch 2.13, and this is {torch.__version__}. Leave it out.")
+        if not self.min_group_mib >= 0:
+            raise ConfigError(f"min_group_mib={self.min_group_mib!r} is no size. Use 0 or more, such as 256.")
         value = self.reshard_after_forward
         if not isinstance(value, bool) and (not isinstance(value, int) or value < 2):
             raise ConfigError(

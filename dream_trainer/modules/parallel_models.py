@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
+from torch.optim import Optimizer
 
 from dream_trainer.compat.local_gradients import LocalGradients
 from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
+from dream_trainer.modules.sharded_model import ShardedModel, exchange_in
 from dream_trainer.modules.sharding import fsdp_modules
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
     from dream_trainer.distributed.world import World
@@ -34,14 +38,28 @@ class ParallelModels:
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
         self._world: World | None = None
+        self._sharded: list[ShardedModel] = []  # those that are whole in steps
+        self._optimizers: Callable[[], Iterable[Optimizer]] = list
+        self._is_whole = self._is_fresh = False
 
-    def watch(self, models: Iterable[nn.Module], world: World, sync_policy: str) -> None:
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real."""
+        self._sharded.append(ShardedModel(model, mesh))
+
+    def watch(
+        self,
+        models: Iterable[nn.Module],
+        world: World,
+        sync_policy: str,
+        optimizers: Callable[[], Iterable[Optimizer]],
+    ) -> None:
         """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`.
 
         Args:
             models: The models, real.
             world: The ranks.
             sync_policy: When gradients of sharded models cross ranks: `TrainingParameters.sync_policy`.
+            optimizers: Returns the trainer's optimizers.
         """
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients
 
@@ -52,12 +70,15 @@ class ParallelModels:
             watch_gradients(module, self.gradients)
         self._shared = [module for module in self._wrapped if is_shared(module)]
         self._norms = norms_with_statistics(models) if world.averaging_group() is not None else []
+        self._optimizers = optimizers
+        for sharded in self._sharded:
+            sharded.connect(self.gradients.own_time)
+            self.gradients.shard_of |= sharded.shard_of
 
     @property
     def forward_communicates(self) -> bool:
         """Whether a forward runs collectives, so that all ranks must run as many."""
-        is_sharded = self._world is not None and self._world.parameter_shape.dp_shard > 1
-        return is_sharded or self.gradients.shares_experts
+        return bool(self._shared) or self.gradients.shares_experts
 
     def sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over the data-parallel ranks."""
@@ -85,3 +106,73 @@ class ParallelModels:
         """Puts back to shards what a forward left gathered."""
         for module in self._wrapped:
             module.reshard()
+
+    # -- small models, which are whole in steps
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, small sharded models and their optimizers have whole, plain parameters; a collective on all ranks.
+
+        What is written to the parameters inside is kept.
+        """
+        if not self._sharded or self._is_whole:
+            yield
+            return
+        if not self._is_fresh:
+            self._gather(())
+        self._enter()
+        try:
+            yield
+        finally:
+            if self._is_whole:  # else an exception left `shards`
+                self._leave()
+
+    @contextmanager
+    def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
+        """Within `whole`: inside, parameters are shards, and have their part of the gradients, for `optimizers` to step.
+
+        Args:
+            optimizers: Those that change parameters inside.
+            others_may_change: Whether listeners may change those of other models.
+        """
+        if not self._is_whole:
+            yield
+            return
+        for sharded in self._sharded:
+            sharded.give_gradients_to_shards()
+        self._leave()
+        yield
+        for sharded in self._sharded:
+            sharded.drop_shards_gradients()
+        changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._gather(changed, all_models=others_may_change or not self._is_fresh)
+        self._enter()
+
+    def forget_whole(self) -> None:
+        """Code that may change shards has run: the next `whole` gathers them."""
+        self._is_fresh = False
+
+    def drop_gradients(self) -> None:
+        """Drops gradients that no step has used."""
+        self.gradients.drop_what_waits()
+        for sharded in self._sharded:
+            sharded.drop_gradients()
+
+    def _gather(self, stepped: Sequence[nn.Parameter], *, all_models: bool = True) -> None:
+        ids = {id(parameter) for parameter in stepped}
+        for sharded in self._sharded:
+            is_stepped = not ids.isdisjoint(sharded.whole_of)
+            if is_stepped or all_models:
+                sharded.gather(after_step=is_stepped)
+
+    def _enter(self) -> None:
+        for sharded in self._sharded:
+            sharded.enter()
+            exchange_in(self._optimizers(), sharded.whole_of)
+        self._is_whole = self._is_fresh = True
+
+    def _leave(self) -> None:
+        for sharded in self._sharded:
+            exchange_in(self._optimizers(), sharded.shard_of)
+            self._is_fresh &= sharded.leave()
+        self._is_whole = False

@@ -27,7 +27,7 @@ from dream_trainer.trainer.agreement import Agreement
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.data_setup import ConnectedData
-from dream_trainer.trainer.event_table import event_table
+from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
 from dream_trainer.trainer.run_recorder import RunRecorder
@@ -395,6 +395,7 @@ class AbstractTrainer(Hooks, Cooperation):
         """
         self._saver.before_update()
         self._parallel.reshard()
+        self._parallel.forget_whole()
         yield
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -419,7 +420,7 @@ class AbstractTrainer(Hooks, Cooperation):
         from dream_trainer.modules.sharding import gathered
 
         self.world.refuse_if_forbidden()
-        return gathered(*models)
+        return _both(self._parallel.whole(), gathered(*models))
 
     # -- ours
 
@@ -437,6 +438,8 @@ class AbstractTrainer(Hooks, Cooperation):
 
     def _notify(self, event: str, *args: Any) -> None:
         """Calls everyone who listens to `event`."""
+        if anyone_listens(self, event):  # on some rank; all ranks gather again, or none
+            self._parallel.forget_whole()
         for listener in self._events[event]:
             listener(*args)
 
@@ -448,3 +451,9 @@ class AbstractTrainer(Hooks, Cooperation):
 
     def _trainable_models(self) -> Iterator[nn.Module]:
         return (m for m in self.named_models().values() if any(p.requires_grad for p in m.parameters()))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

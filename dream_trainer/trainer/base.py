@@ -190,7 +190,8 @@ class BaseTrainer(AbstractTrainer):
             self._validate_for_sanity()
             if not agreement.stopped:
                 self._notify("pre_fit")
-                self._nothing_trained.begin()
+                with self._parallel.whole():
+                    self._nothing_trained.begin()
                 self._finish_what_is_owed()
                 while not self._is_done():
                     self._train_epoch()
@@ -230,18 +231,20 @@ class BaseTrainer(AbstractTrainer):
         """Trains one accumulation window and advances the counters."""
         self._window_started()
         if self.config.training_parameters.nonfinite != "retry":
-            self._run_batches(window)
+            with self._parallel.whole():
+                self._run_batches(window)
             return
         before = self.progress.batch_idx, self._window.local_batches
         moved = MovedByForward(self)
         while True:
             try:
-                return self._run_batches(window)
+                with self._parallel.whole():
+                    return self._run_batches(window)
             except RetryWindow:
                 self.progress.batch_idx, self._window.local_batches = before
                 moved.put_back()
                 self._window_dropped()
-                self._parallel.gradients.drop_what_waits()
+                self._parallel.drop_gradients()
                 self._accumulation.forget_what_left()
                 for optimizer in self.named_optimizers().values():
                     optimizer.zero_grad()
@@ -340,7 +343,8 @@ class BaseTrainer(AbstractTrainer):
             return True
         if owed.epoch_ended:
             self._end_epoch()
-        self._nothing_trained.conclude(owed, is_last=is_last)
+        with self._parallel.whole():
+            self._nothing_trained.conclude(owed, is_last=is_last)
         # Requests made in their events (early stopping) take effect now; so do those of the run's last window.
         requested = bool(self._agreement.exchange().save)
         if self._agreement.stopped and not is_last:

@@ -22,6 +22,11 @@ Listener = Callable[..., None]
 
 _STATE = {"state_dict", "load_state_dict"}
 
+# Outside of steps, and with models that are real.
+_BETWEEN_STEPS = {
+    *("post_setup", "pre_fit", "pre_epoch", "pre_val_epoch", "post_val_epoch", "post_epoch", "post_fit"),
+}
+
 # What a callback and a trainer's class may both define, in the order in which it happens.
 EVENTS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name in vars(Hooks) and name not in _STATE and not name.startswith("_")
@@ -37,6 +42,19 @@ def listening_callbacks(trainer: AbstractTrainer, event: str) -> list[Callback]:
 def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
     """Whether `event` has a listener on any rank; the same answer on all of them."""
     return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
+
+
+def _own(trainer: AbstractTrainer, event: str, part: type) -> Listener:
+    """A definition of the user's trainer, which sees whole parameters, as its steps do."""
+    method = bound(trainer, event, part)
+    if event not in _BETWEEN_STEPS:
+        return method
+
+    def with_whole_parameters(*args: Any) -> None:
+        with trainer._parallel.whole():
+            method(*args)
+
+    return with_whole_parameters
 
 
 def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
@@ -71,7 +89,7 @@ def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tupl
     """
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
-        listeners: list[Listener] = [bound(trainer, event, part) for part in heard(type(trainer), event)]
+        listeners: list[Listener] = [_own(trainer, event, part) for part in heard(type(trainer), event)]
         listeners += [
             _listener(trainer, callback, event)
             for callback in listening_callbacks(trainer, event)

@@ -102,6 +102,7 @@ class Session:
                 self._refuse_to_go_on("left in the middle of a step by an exception")
             for model in trainer.named_models().values():
                 model.zero_grad(set_to_none=True)
+            trainer._parallel.drop_gradients()
         signals = trainer._agreement.signals
         if self.has_failed or signals.broke_a_wait:
             feed, progress = trainer._data.feed, trainer.progress

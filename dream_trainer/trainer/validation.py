@@ -58,7 +58,8 @@ def validate(
             prefix = f"val/{name}/" if name else "val/"
             further = trainer._start_loader_metrics()
             buffer = trainer._validation.buffer = MetricBuffer()
-            _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer, further)
+            with trainer._parallel.whole():
+                _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer, further)
             logged = _without_prefix(buffer.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in logged.keys() & of_metrics.keys():
@@ -88,12 +89,14 @@ def validation_mode(trainer: AbstractTrainer) -> Iterator[None]:
             ExitStack() as contexts,
         ):
             seed_device(hash_seed(b"validation", trainer.config.seed, trainer.world.data_rank), trainer.world.device)
+            trainer._parallel.forget_whole()
             for callback in trainer.callbacks.in_order():
                 if trainer.world.is_main or not callback.main_process_only:
                     contexts.enter_context(callback.validation_context(trainer))
             yield
     finally:
         trainer._parallel.reshard()
+        trainer._parallel.forget_whole()
         trainer._validation.buffer = None
         trainer.training, trainer.is_padding_batch, trainer.val_name = True, False, ""
 

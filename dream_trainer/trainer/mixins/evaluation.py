@@ -104,7 +104,7 @@ class EvalMixin(AbstractTrainer):
             local_results: list[Any] = []
             batches = self._batches_of(dataloader)
             predict_step = self._wrap_step(self.predict_step)
-            with validation_mode(self), self._validation_context():
+            with validation_mode(self), self._validation_context(), self._parallel.whole():
                 for batch_idx, (batch, is_padding) in enumerate(in_step(self, batches, None)):
                     result = predict_step(self.move_batch(batch, self.world.device), batch_idx)
                     if not is_padding:

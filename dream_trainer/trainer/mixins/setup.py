@@ -263,8 +263,10 @@ def _wraps_replicas(trainer: SetupMixin) -> bool:
 def _make_ready_to_wrap(trainer: SetupMixin) -> None:
     world = trainer.world
     for model in trainer._parameterised_models():
-        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
         keep_recurrent_weights_in_place(model)
+        if trainer._is_whole_in_steps(model):
+            continue
+        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
         if half_dtype(trainer.config.device_parameters) is not None:
             norms_in_float32(model, world.device)
 
@@ -285,7 +287,8 @@ def _materialise(trainer: SetupMixin) -> None:
         if world.parameter_device != world.device:
             move_what_is_whole(model, world.device)
         enter_by_parts(model, trainer.forward_methods)
-    trainer._parallel.watch(models.values(), world, trainer.config.training_parameters.sync_policy)
+    policy = trainer.config.training_parameters.sync_policy
+    trainer._parallel.watch(models.values(), world, policy, lambda: trainer.named_optimizers().values())
     build.marks.refuse_lost_hooks(models)
 
 

@@ -10,7 +10,7 @@ that no rank used has no gradient anywhere, as in one process, where an optimize
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -142,11 +142,11 @@ def plan_step(
         is_whole=world.data_copies == 1 and all(copies == world.step_size for copies, *_ in kinds),
         shared=shared,
         shared_ids=frozenset(map(id, shared)),
-        guards_itself=all(guards_itself(o) for o in optimizers),
+        guards_itself=all(guards_itself(o, gradients.shard_of) for o in optimizers),
         n_groups=group_sizes(optimizers),
         dtype=dtype,
         one_dtype=len(dtypes) == 1,
-        is_mixed=len({is_dtensor for _, is_dtensor, *_ in kinds}) == 2,
+        is_mixed=len({isinstance(gradients.shard_of.get(id(p), p), DTensor) for p in parameters}) == 2,
         ranks=world.step_group,
     )
 
@@ -161,13 +161,19 @@ def _averaging(
     return OverlappedAveraging(make_buckets(parameters[::-1], world, gradients, dtype), world)
 
 
-def guards_itself(optimizer: Optimizer) -> bool:
-    """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read."""
+def guards_itself(optimizer: Optimizer, shard_of: Mapping[int, nn.Parameter]) -> bool:
+    """Whether `found_inf` makes the optimizer leave weights and state unchanged, on the device, without a host read.
+
+    Args:
+        optimizer: The optimizer.
+        shard_of: By the id of a parameter, the shard that is stepped in its place.
+    """
     from torch.distributed.tensor import DTensor
 
     if type(optimizer) is Muon:
         return True
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    parameters = [shard_of.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
+    sharded = any(isinstance(p, DTensor) for p in parameters)
     kinds = (Adam, AdamW) if sharded else (Adam, AdamW, SGD, Adagrad)
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 

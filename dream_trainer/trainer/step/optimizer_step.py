@@ -87,6 +87,7 @@ class OptimizerStep:
         # Listeners may change gradients, so the norm is computed again: on all ranks, even if only rank 0 listens.
         self._renormalises = anyone_listens(trainer, "pre_optimizer_step")
         self._after_step = trainer._events["post_optimizer_step"]
+        self._others_may_change = anyone_listens(trainer, "post_optimizer_step")
         self.had_gradients = False
         self.handed_over: Counter[int] = Counter()
 
@@ -120,15 +121,17 @@ class OptimizerStep:
         self._trainer._saver.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-            if plan.is_mixed:
-                with plain_beside_dtensors():
+        with self._parallel.shards(optimizers, others_may_change=self._others_may_change):
+            with torch.no_grad():
+                if plan.is_mixed:
+                    with plain_beside_dtensors():
+                        skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+                else:
                     skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-            else:
-                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-        if not skipped and self._after_step:
-            for optimizer in optimizers:
-                for listener in self._after_step:
-                    listener(model, optimizer)
+            if not skipped and self._after_step:
+                for optimizer in optimizers:
+                    for listener in self._after_step:
+                        listener(model, optimizer)
         for parameter in plan.parameters:
             parameter.grad = None
         self._turns.stepped(optimizers)

@@ -1,0 +1,323 @@
+"""A model whose parameters are shards between steps, and whole, plain tensors inside them.
+
+Inside a step every parameter is an ordinary `nn.Parameter`, so user code may call any method of the model, penalise
+weights, use `torch.func` or change weights in place, as on one process. Gradients are then those of replicas: each
+rank's own until `step` averages them. Between steps the parameters are DTensors, as `fully_shard` makes them, and so are
+the optimizer's state and the checkpoints. This costs the memory of one whole model and its gradients in each step, so
+`FSDPParameters.min_group_mib` limits it to small models; `fully_shard` cuts the others block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.own_time import OwnTime
+
+_ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter of the model.
+
+    Attributes:
+        shard: What the model and the optimizer have between steps, a DTensor.
+        whole: What they have inside steps; the same object in each.
+        values: The memory of `whole`, in case user code gives it another.
+        slots: The modules that have it, with its name there.
+        start: The first row of this rank's part.
+        rows: Number of rows of this rank's part.
+    """
+
+    shard: nn.Parameter
+    whole: nn.Parameter
+    values: Tensor
+    slots: list[tuple[nn.Module, str]]
+    start: int
+    rows: int
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor."""
+        return tensor.narrow(0, self.start, self.rows)
+
+
+class ShardedModel:
+    """Cuts the parameters of a model over ranks, and makes them whole in steps.
+
+    Parameters without a dimension, of a class of their own (quantised ones) and of TorchScript modules stay whole.
+
+    Args:
+        model: The model; its parameters become DTensors in place, on whatever device they are.
+        mesh: One dimension, or two of which the first replicates; the last one shards.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._rank, self._n_ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self._strides: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
+        self._parameters: list[_Parameter] = []
+        self._whole_of: dict[int, nn.Parameter] = {}
+        self._shard_of: dict[int, nn.Parameter] = {}
+        self._marks: list[tuple[int, int]] = []
+        self._own_time: OwnTime | None = None
+        self.is_whole = False
+        self._cut()
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
+        self._is_whole_for_forward = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InStep:
+        """A copy of the model that was made inside a step has whole parameters, and needs nobody to gather them."""
+        if not self.is_whole:
+            raise TypeError(
+                "a sharded model was copied between steps, where it has this rank's shards. Copy it in a step, in an "
+                "event of your trainer, or inside trainer.gathered(model)."
+            )
+        return _InStep()
+
+    def _cut(self) -> None:
+        cut: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter.ndim == 0 or type(parameter) is not nn.Parameter:
+                    continue
+                if parameter not in cut:
+                    cut[parameter] = self._shard(parameter)
+                self._strides[module, name] = parameter.stride()
+                _set(module, name, cut[parameter])
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        start, rows = _rows_of(self._rank, parameter.shape[0], self._n_ranks)
+        local = parameter.detach().narrow(0, start, rows).clone(memory_format=torch.contiguous_format)
+        placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
+        contiguous = torch.empty(parameter.shape, device="meta").stride()
+        shard = DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=parameter.shape, stride=contiguous
+        )
+        return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+    def connect(self, own_time: OwnTime) -> None:
+        """The shards are real: makes room for the whole parameters.
+
+        Args:
+            own_time: The clock that stops while this rank waits for others.
+        """
+        self._own_time = own_time
+        slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module, name in self._strides:
+            slots.setdefault(module.get_parameter(name), []).append((module, name))
+        self._parameters = [self._make_whole(shard, at) for shard, at in slots.items()]
+        for parameter in self._parameters:
+            self._whole_of[id(parameter.shard)] = parameter.whole
+            self._shard_of[id(parameter.whole)] = parameter.shard
+        self._lay_out()
+
+    def _make_whole(self, shard: nn.Parameter, slots: list[tuple[nn.Module, str]]) -> _Parameter:
+        device = local_tensor(shard).device
+        whole = nn.Parameter(
+            torch.empty_strided(shard.shape, self._strides[slots[0]], dtype=shard.dtype, device=device),
+            requires_grad=shard.requires_grad,
+        )
+        vars(whole).update(vars(shard))
+        start, rows = _rows_of(self._rank, shard.shape[0], self._n_ranks)
+        return _Parameter(shard, whole, whole.data, slots, start, rows)
+
+    def _lay_out(self) -> None:
+        """Places of all shards in one flat tensor of bytes, which a single collective gathers from all ranks."""
+        sizes = [math.ceil(_bytes_of_largest_part(p.shard, self._n_ranks) / _ALIGNMENT) for p in self._parameters]
+        total = _ALIGNMENT * sum(sizes)
+        device = self._parameters[0].values.device if self._parameters else torch.device("cpu")
+        self._sent = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._received = torch.zeros(total * self._n_ranks, dtype=torch.uint8, device=device)
+        self._own_parts = [p for p in self._parameters if p.rows]
+        self._sending: list[Tensor] = []
+        self._receiving: list[Tensor] = []
+        self._places: list[Tensor] = []
+        self._quiet_places: list[Tensor] = []
+        offset = 0
+        for parameter, size in zip(self._parameters, sizes, strict=True):
+            if parameter.rows:
+                self._sending.append(_part(self._sent, offset, parameter.rows, parameter.values))
+            for rank in range(self._n_ranks):
+                start, rows = _rows_of(rank, parameter.values.shape[0], self._n_ranks)
+                if rows:
+                    self._receiving.append(_part(self._received, rank * total + offset, rows, parameter.values))
+                    self._places.append(parameter.whole.detach().narrow(0, start, rows))
+                    self._quiet_places.append(parameter.values.narrow(0, start, rows))
+            offset += _ALIGNMENT * size
+
+    # -- what a trainer does with it
+
+    @property
+    def whole_of(self) -> dict[int, nn.Parameter]:
+        """The whole parameter by the id of its shard."""
+        return self._whole_of
+
+    @property
+    def shard_of(self) -> dict[int, nn.Parameter]:
+        """The shard by the id of the whole parameter."""
+        return self._shard_of
+
+    def gather(self, *, after_step: bool) -> None:
+        """Fills the whole parameters from the shards of all ranks; a collective.
+
+        Args:
+            after_step: Whether an optimizer changed them. Autograd then refuses to go back through what was computed
+                with the weights before, as it does after a step of a plain model.
+        """
+        if not self._parameters:
+            return
+        if self._own_time is not None:
+            self._own_time.enter_collective()
+        with torch.no_grad():
+            if self._sending:
+                foreach_copy_(self._sending, [local_tensor(p.shard) for p in self._own_parts])
+            all_gather_flat(self._received, self._sent, self._mesh.get_group(self._mesh.ndim - 1))
+            foreach_copy_(self._places if after_step else self._quiet_places, self._receiving)
+        if self._own_time is not None:
+            self._own_time.leave_collective()
+
+    def enter(self) -> None:
+        """Gives the modules the whole parameters, which are gathered."""
+        for parameter in self._parameters:
+            shard, whole = parameter.shard, parameter.whole
+            if shard.requires_grad is not whole.requires_grad:
+                whole.requires_grad_(shard.requires_grad)
+            _exchange(parameter.slots, shard, whole)
+        self._marks = self._writes()
+        self.is_whole = True
+
+    @torch.no_grad()
+    def leave(self) -> bool:
+        """Gives the modules the shards, with what was written to the whole parameters.
+
+        Returns:
+            Whether the whole parameters still have the values of the shards: not where something wrote to a shard that
+            user code had kept, which then counts.
+        """
+        written = [before != now for before, now in zip(self._marks, self._writes(), strict=True)]
+        for parameter in self._parameters:
+            shard, whole, values = parameter.shard, parameter.whole, parameter.values
+            if whole.data_ptr() != values.data_ptr():
+                values.copy_(whole.detach())
+                whole.data = values
+            if shard.requires_grad is not whole.requires_grad:
+                shard.requires_grad_(whole.requires_grad)
+            _exchange(parameter.slots, whole, shard)
+        kept = [p for p, is_written in zip(self._parameters, written, strict=True) if p.rows and not is_written]
+        if kept:
+            foreach_copy_([local_tensor(p.shard) for p in kept], [p.own_rows(p.values) for p in kept])
+        self.is_whole = False
+        return not any(written)
+
+    def give_gradients_to_shards(self) -> None:
+        """Gives each shard its rows of the whole gradient."""
+        for parameter in self._parameters:
+            gradient = parameter.whole.grad
+            if gradient is not None:
+                parameter.shard.grad = with_local(parameter.shard, parameter.own_rows(gradient).contiguous())
+
+    def drop_shards_gradients(self) -> None:
+        """Takes from the shards what `give_gradients_to_shards` gave them."""
+        for parameter in self._parameters:
+            parameter.shard.grad = None
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients."""
+        for parameter in self._parameters:
+            parameter.shard.grad = parameter.whole.grad = None
+
+    def _writes(self) -> list[tuple[int, int]]:
+        return [(write_count(p.shard), write_count(local_tensor(p.shard))) for p in self._parameters]
+
+    # -- calls of the model between steps, as for sampling in a callback
+
+    def _before_forward(self, *_: Any) -> None:
+        if not self.is_whole:
+            self.gather(after_step=False)
+            self.enter()
+            self._is_whole_for_forward = True
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._is_whole_for_forward:
+            self._is_whole_for_forward = False
+            self.leave()
+
+
+class _InStep:
+    """What the hooks of a copied model are bound to."""
+
+    is_whole = True
+    _is_whole_for_forward = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InStep:
+        return self
+
+
+def exchange_in(optimizers: Iterable[Any], others: dict[int, nn.Parameter]) -> None:
+    """Exchanges parameters of optimizers, in their groups and as keys of their states.
+
+    Args:
+        optimizers: Changed in place; lists of parameters stay the same lists.
+        others: The parameter to take the place of another, by the id of that.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [others.get(id(p), p) for p in group["params"]]
+        state = optimizer.state
+        for parameter in [p for p in state if id(p) in others]:
+            state[others[id(parameter)]] = state.pop(parameter)
+
+
+def shardable_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters of `model`."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _rows_of(rank: int, n_rows: int, n_ranks: int) -> tuple[int, int]:
+    """First row and number of rows of a rank's part, cut as `torch.chunk` cuts."""
+    most = math.ceil(n_rows / n_ranks)
+    start = min(rank * most, n_rows)
+    return start, min(most, n_rows - start)
+
+
+def _bytes_of_largest_part(shard: nn.Parameter, n_ranks: int) -> int:
+    _, rows = _rows_of(0, shard.shape[0], n_ranks)
+    return rows * math.prod(shard.shape[1:]) * shard.dtype.itemsize
+
+
+def _part(flat: Tensor, offset: int, rows: int, like: Tensor) -> Tensor:
+    shape = (rows, *like.shape[1:])
+    return flat.narrow(0, offset, math.prod(shape) * like.dtype.itemsize).view(like.dtype).view(shape)
+
+
+def _exchange(slots: Sequence[tuple[nn.Module, str]], former: nn.Parameter, new: nn.Parameter) -> None:
+    for module, name in slots:
+        if module._parameters.get(name) is former:  # else user code put something else there
+            _set(module, name, new)
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    # Recurrent modules list their weights a second time, which their own `__setattr__` follows.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
+
