@@ -98,6 +98,7 @@ class NonFiniteReport(Callback):
     """
 
     needs_whole_models: ClassVar[bool] = True
+    sees_shards: ClassVar[bool] = True
 
     def __init__(self, *, every_step: bool = False, max_reports: int = 10) -> None:
         check_boolean("every_step", every_step)

@@ -45,6 +45,7 @@ class WeightTransfer(Callback):
     """
 
     needs_whole_models: ClassVar[bool] = True
+    sees_shards: ClassVar[bool] = True
 
     def __init__(
         self,

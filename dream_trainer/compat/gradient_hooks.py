@@ -19,6 +19,15 @@ def keep_hooks(tensor: Tensor) -> None:
         tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
+def share_hooks(parameter: nn.Parameter, former: nn.Parameter) -> None:
+    """Has autograd call the hooks of `former` for `parameter`, also those that are set or removed later."""
+    if former._backward_hooks is not None and parameter._backward_hooks is not former._backward_hooks:
+        parameter._backward_hooks = former._backward_hooks
+    hooks = former._post_accumulate_grad_hooks
+    if hooks is not None and parameter._post_accumulate_grad_hooks is not hooks:
+        parameter._post_accumulate_grad_hooks = hooks
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether either kind is set on it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

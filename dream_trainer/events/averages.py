@@ -22,6 +22,7 @@ class AveragingCallback(Callback):
     """
 
     export_name: ClassVar[str] = ""
+    sees_shards: ClassVar[bool] = True
 
     @abstractmethod
     def averaged(self, model_name: str) -> dict[str, Tensor]:

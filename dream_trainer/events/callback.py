@@ -33,11 +33,15 @@ class Callback:
         main_process_only: Run on rank 0 alone. Collectives of `trainer.world` raise inside such a callback, because the
             other ranks would never join them.
         needs_whole_models: It looks at all layers of the models, of which a rank of a pipeline has some; refused there.
+        sees_shards: Outside of steps it gets sharded models as shards. Default False: small models (see
+            `FSDPParameters.min_group_mib`) are whole in its events, as in those of your trainer. Callbacks that keep
+            tensors for each parameter set it. With `main_process_only` models stay shards in any case.
     """
 
     order: int = 0
     main_process_only: ClassVar[bool] = False
     needs_whole_models: ClassVar[bool] = False
+    sees_shards: ClassVar[bool] = False
 
     def state_dict(self) -> dict[str, Any]:
         """What the callback needs back after a resume: numbers, strings, containers of them. Default: nothing."""

@@ -28,6 +28,7 @@ class ParallelModels:
     Attributes:
         gradients: What this rank's backwards gave to them.
         experts: The mixtures of experts whose loads are balanced; None without.
+        whole_in_steps: The models that are sharded between steps only.
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,19 @@ class ParallelModels:
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
         self._world: World | None = None
-        self._sharded: list[ShardedModel] = []  # those that are whole in steps
+        self.whole_in_steps: list[ShardedModel] = []
         self._optimizers: Callable[[], Iterable[Optimizer]] = list
         self._is_whole = self._is_fresh = False
 
-    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real."""
-        self._sharded.append(ShardedModel(model, mesh))
+    def shard(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
+        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real.
+
+        Args:
+            model: Its parameters become DTensors in place.
+            mesh: See `ShardedModel`.
+            check: Called before each collective; raises if only some ranks run it.
+        """
+        self.whole_in_steps.append(ShardedModel(model, mesh, check))
 
     def watch(
         self,
@@ -71,7 +78,7 @@ class ParallelModels:
         self._shared = [module for module in self._wrapped if is_shared(module)]
         self._norms = norms_with_statistics(models) if world.averaging_group() is not None else []
         self._optimizers = optimizers
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
             self.gradients.shard_of |= sharded.shard_of
 
@@ -115,7 +122,7 @@ class ParallelModels:
 
         What is written to the parameters inside is kept.
         """
-        if not self._sharded or self._is_whole:
+        if not self.whole_in_steps or self._is_whole:
             yield
             return
         if not self._is_fresh:
@@ -138,11 +145,11 @@ class ParallelModels:
         if not self._is_whole:
             yield
             return
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             sharded.give_gradients_to_shards()
         self._leave()
         yield
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             sharded.drop_shards_gradients()
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gather(changed, all_models=others_may_change or not self._is_fresh)
@@ -155,24 +162,24 @@ class ParallelModels:
     def drop_gradients(self) -> None:
         """Drops gradients that no step has used."""
         self.gradients.drop_what_waits()
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             sharded.drop_gradients()
 
     def _gather(self, stepped: Sequence[nn.Parameter], *, all_models: bool = True) -> None:
         ids = {id(parameter) for parameter in stepped}
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             is_stepped = not ids.isdisjoint(sharded.whole_of)
             if is_stepped or all_models:
                 sharded.gather(after_step=is_stepped)
 
     def _enter(self) -> None:
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             sharded.enter()
             exchange_in(self._optimizers(), sharded.whole_of)
         self._is_whole = self._is_fresh = True
 
     def _leave(self) -> None:
-        for sharded in self._sharded:
+        for sharded in self.whole_in_steps:
             exchange_in(self._optimizers(), sharded.shard_of)
             self._is_fresh &= sharded.leave()
         self._is_whole = False

@@ -10,7 +10,7 @@ the optimizer's state and the checkpoints. This costs the memory of one whole mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
 
 if TYPE_CHECKING:
@@ -61,10 +62,12 @@ class ShardedModel:
     Args:
         model: The model; its parameters become DTensors in place, on whatever device they are.
         mesh: One dimension, or two of which the first replicates; the last one shards.
+        check: Called before each collective; raises if only some ranks run it.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
         self._model = model
+        self._check = check
         self._mesh = mesh
         self._rank, self._n_ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._strides: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
@@ -111,7 +114,9 @@ class ShardedModel:
         shard = DTensor.from_local(
             local, self._mesh, placements, run_check=False, shape=parameter.shape, stride=contiguous
         )
-        return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        sharded = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        share_hooks(sharded, parameter)
+        return sharded
 
     def connect(self, own_time: OwnTime) -> None:
         """The shards are real: makes room for the whole parameters.
@@ -175,6 +180,11 @@ class ShardedModel:
         """The shard by the id of the whole parameter."""
         return self._shard_of
 
+    @property
+    def bytes_of_part(self) -> int:
+        """Bytes that this rank sends to each other one when the parameters are gathered."""
+        return self._sent.nbytes
+
     def gather(self, *, after_step: bool) -> None:
         """Fills the whole parameters from the shards of all ranks; a collective.
 
@@ -184,6 +194,7 @@ class ShardedModel:
         """
         if not self._parameters:
             return
+        self._check()
         if self._own_time is not None:
             self._own_time.enter_collective()
         with torch.no_grad():
@@ -200,6 +211,7 @@ class ShardedModel:
             shard, whole = parameter.shard, parameter.whole
             if shard.requires_grad is not whole.requires_grad:
                 whole.requires_grad_(shard.requires_grad)
+            share_hooks(whole, shard)
             _exchange(parameter.slots, shard, whole)
         self._marks = self._writes()
         self.is_whole = True

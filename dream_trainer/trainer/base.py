@@ -158,6 +158,24 @@ class BaseTrainer(AbstractTrainer):
         with self._outside_forward():
             return self._optimizer_step.step(model, optimizers, schedulers)
 
+    def reduce_gradients(self, *optimizers: Optimizer) -> None:
+        """Makes `p.grad` the gradient of the global batch now, for code that reads or changes it before `step`.
+
+        In a window's last micro-batch, after its last `backward`; a collective. Until then the gradients of replicas,
+        and of sharded models that are whole in steps, are this rank's own sums. `step` uses them as this code leaves
+        them. For a second pass (SAM), drop them by `zero_grad()`, and call `backward` again.
+
+        Args:
+            *optimizers: All that will be stepped together.
+
+        Raises:
+            StepError: Called in the middle of an accumulation window, or after code has changed gradients.
+        """
+        if not self._session.is_ready:
+            raise StepError("reduce_gradients() was called outside of training. Call it in training_step, under fit().")
+        with self._outside_forward():
+            self._optimizer_step.reduce_gradients(optimizers)
+
     def describe(self) -> str:
         """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
         text = describe(self)
@@ -231,9 +249,10 @@ class BaseTrainer(AbstractTrainer):
         """Trains one accumulation window and advances the counters."""
         self._window_started()
         if self.config.training_parameters.nonfinite != "retry":
+            if not self._parallel.whole_in_steps:
+                return self._run_batches(window)
             with self._parallel.whole():
-                self._run_batches(window)
-            return
+                return self._run_batches(window)
         before = self.progress.batch_idx, self._window.local_batches
         moved = MovedByForward(self)
         while True:

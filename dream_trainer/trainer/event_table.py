@@ -44,23 +44,23 @@ def anyone_listens(trainer: AbstractTrainer, event: str) -> bool:
     return bool(heard(type(trainer), event)) or bool(listening_callbacks(trainer, event))
 
 
-def _own(trainer: AbstractTrainer, event: str, part: type) -> Listener:
-    """A definition of the user's trainer, which sees whole parameters, as its steps do."""
-    method = bound(trainer, event, part)
+def _with_whole_parameters(trainer: AbstractTrainer, event: str, listener: Listener) -> Listener:
+    """`listener`, for whom small sharded models are whole, as they are in steps."""
     if event not in _BETWEEN_STEPS:
-        return method
+        return listener
 
-    def with_whole_parameters(*args: Any) -> None:
+    def inside(*args: Any) -> None:
         with trainer._parallel.whole():
-            method(*args)
+            listener(*args)
 
-    return with_whole_parameters
+    return inside
 
 
 def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:
-        return partial(method, trainer)
+        listener = partial(method, trainer)
+        return listener if callback.sees_shards else _with_whole_parameters(trainer, event, listener)
 
     where = f"{type(callback).__name__}.{event}, which is main_process_only"
 
@@ -89,7 +89,9 @@ def event_table(trainer: AbstractTrainer, *, is_main: bool) -> Mapping[str, tupl
     """
     table: dict[str, tuple[Listener, ...]] = {}
     for event in EVENTS:
-        listeners: list[Listener] = [_own(trainer, event, part) for part in heard(type(trainer), event)]
+        listeners: list[Listener] = [
+            _with_whole_parameters(trainer, event, bound(trainer, event, part)) for part in heard(type(trainer), event)
+        ]
         listeners += [
             _listener(trainer, callback, event)
             for callback in listening_callbacks(trainer, event)

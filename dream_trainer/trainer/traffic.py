@@ -53,6 +53,7 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     if trainer.config.device_parameters.expert_parallel > 1:
         return None
     by_dimension: dict[str, float] = {}
+    whole = {shard for model in trainer._parallel.whole_in_steps for shard in model.shard_of.values()}
     sent = {True: 0.0, False: 0.0}
     shape, of_parameters = world.mesh_shape, world.parameter_shape  # ranks that share sequences are among the latter's
     if shape.dp_shard > 1:
@@ -61,7 +62,8 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
     if shape.dp_replicate > 1:
         workers = world.workers
         inside, trained = of_parameters.dp_replicate // workers, _trained(trainer)
-        within = _all_reduced(inside, sum(_size(p, reduce_dtype(trainer.config.device_parameters)) for p in trained))
+        sizes = [_size(p, reduce_dtype(trainer.config.device_parameters)) for p in trained if p not in whole]
+        within = _all_reduced(inside, sum(sizes))
         across = _all_reduced(workers, sum(_size(p, None) for p in trained)) / trainer._rounds.steps
         _add(sent, trainer, "dp_replicate", inside, 1, within)
         _add(sent, trainer, "dp_replicate", workers, inside, across)
@@ -73,6 +75,8 @@ def step_traffic(trainer: AbstractTrainer) -> Traffic | None:
         known = [n_bytes for n_bytes in of_models if n_bytes is not None]
         if len(known) == len(of_models):  # each as if its forward_backward ran once for each batch
             by_dimension["pp"] = trainer.accumulation_steps * sum(known)
+    if whole and shape.dp_replicate > 1:  # whose gradients are averaged over both dimensions at once
+        return Traffic(by_dimension, inside=None, between=None)
     if world.stages * world.sample_copies > 1:  # other stages send other numbers, and activations any
         return Traffic(by_dimension, inside=None, between=None)
     return Traffic(by_dimension, inside=sent[True], between=sent[False])
@@ -100,7 +104,7 @@ def _of_shards(trainer: AbstractTrainer, n: int) -> float:
 
     devices, accumulation = trainer.config.device_parameters, trainer.accumulation_steps
     reductions = 1 if trainer.config.training_parameters.sync_policy == "no_sync" else accumulation
-    gathered = reduced = 0.0
+    gathered = reduced = gathered_once = 0.0
     reduced_in = reduce_dtype(devices) or (torch.float32 if half_dtype(devices) is not None else None)
     for module in (module for model in trainer.named_models().values() for module in fsdp_modules(model)):
         if is_shared(module):
@@ -109,8 +113,12 @@ def _of_shards(trainer: AbstractTrainer, n: int) -> float:
             reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
     if trainer.world.device.type == "cpu":
         reductions *= 2  # gloo reduces and scatters by reducing for all
+    for model in trainer._parallel.whole_in_steps:  # gathered once for a step, its gradients averaged as those of replicas
+        n_trained = sum(_size(p, reduce_dtype(devices)) for p in model.shard_of.values() if p.requires_grad)
+        averaged = _all_reduced(trainer.world.step_size, n * n_trained)
+        gathered_once += (n - 1) * model.bytes_of_part + averaged
     # In a pipeline shards stay gathered through a batch, and are given back after it.
-    return (n - 1) * (accumulation * gathered + reductions * reduced)  # sizes are of shares, 1/n of the whole
+    return gathered_once + (n - 1) * (accumulation * gathered + reductions * reduced)  # sizes are of shares, 1/n of the whole
 
 
 def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:

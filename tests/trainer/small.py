@@ -21,6 +21,7 @@ from tests.trainer.arithmetic import fill, full
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 3
+BY_BLOCKS = dt.FSDPParameters(min_group_mib=0)  # as models are sharded that are too large to be whole in steps
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -90,6 +91,7 @@ def make_config(
     devices: dt.DeviceParameters | None = None,
     loggers: tuple[Any, ...] = (),
     log_every: int = 10,
+    fsdp: dt.FSDPParameters | None = None,
     **training: Any,
 ) -> Config:
     """A config on the CPU whose further arguments are training parameters."""
@@ -100,6 +102,7 @@ def make_config(
         seed=seed,
         callbacks=dt.CallbackCollection(callbacks),
         device_parameters=devices or dt.DeviceParameters(device="cpu"),
+        fsdp_parameters=fsdp or dt.FSDPParameters(),
         training_parameters=dt.TrainingParameters(**training),
         logger_parameters=LoggerParameters(loggers=loggers, log_every_n_steps=log_every),
         checkpoint_parameters=CheckpointParameters(save_every_n_epochs=None, save_at_end=False),

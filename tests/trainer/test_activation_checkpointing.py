@@ -75,6 +75,7 @@ class Trained(dt.DreamTrainer):
 
 def config_of(mode: Mode, **parameters: Any) -> dt.DreamTrainerConfig:
     return dt.DreamTrainerConfig(
+        fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         project="tests",
         group="recompute",
         experiment=mode,

@@ -93,6 +93,7 @@ class Encoder(Trained):
 
 def config_of(experiment: str, *, backend: str | None, recompute: str = "none", n_ranks: int = 1) -> Any:
     return dt.DreamTrainerConfig(
+        fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         project="tests",
         group="compile",
         experiment=experiment,

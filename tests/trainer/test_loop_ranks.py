@@ -27,6 +27,7 @@ from tests.trainer.small import (
     by_hand,
     fill,
     fused_adamw,
+    BY_BLOCKS,
     make_config,
     network,
     sgd,
@@ -151,7 +152,7 @@ class Evaluated(Validates, Sharded, dt.EvalMixin, dt.LoggerMixin):
 def main_process_only() -> tuple[list[int], dict[str, str]]:
     watch = Watches()
     data = DistributedDataLoader(Samples(12), 2), DistributedDataLoader(Samples(4), 2)
-    with Evaluated(make_config(n_epochs=1, callbacks=[watch]), *data) as trainer:
+    with Evaluated(make_config(n_epochs=1, callbacks=[watch], fsdp=BY_BLOCKS), *data) as trainer:
         trainer.fit()
     return watch.steps, watch.refused
 

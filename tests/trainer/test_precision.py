@@ -18,7 +18,7 @@ from torch import Tensor
 import dream_trainer as dt
 from dream_trainer.errors import ConfigError
 from tests.trainer.arithmetic import full
-from tests.trainer.small import make_config
+from tests.trainer.small import BY_BLOCKS, make_config
 from tests.worlds import run_world
 
 N_STEPS, SIZE, WIDTH, VOCABULARY, LENGTH = 8, 4, 8, 16, 6
@@ -180,6 +180,7 @@ def trained_by(
 
 def config_for(devices: dt.DeviceParameters, *, ranks: int = 1, accumulation: int = 1) -> Any:
     return make_config(
+        fsdp=BY_BLOCKS,
         devices=devices,
         n_epochs=1,
         train_batch_size=SIZE // ranks // accumulation,

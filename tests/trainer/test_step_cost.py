@@ -26,7 +26,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.distributed.pulse import Flags
 from dream_trainer.modules.sharding import fsdp_modules
 from tests.late_norms import norms_are_read_late
-from tests.trainer.small import WIDTH, Batch, Samples, make_config
+from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, make_config
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("late_norms")
@@ -252,15 +252,17 @@ def sharded_cases(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {"hand": sharded_by_hand()}
     for accumulation in (1, 2):
         for weighted in (False, True):
-            config = make_config(max_steps=20, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
+            config = make_config(max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
     for layout, cls in (("sharded", TwoModels), ("replicated", TwoReplicas)):
         for policy in ("no_sync", "reduce_scatter_each", "defer_all_reduce"):
-            config = make_config(max_steps=20, gradient_accumulation_steps=2, sync_policy=policy)
+            config = make_config(max_steps=20, fsdp=BY_BLOCKS, gradient_accumulation_steps=2, sync_policy=policy)
             trainer = cls(config, False)
             found[f"two/{layout}/{policy}"] = counted(trainer)
             found[f"kept/{layout}/{policy}"] = trainer.kept
-    config = make_config(max_steps=20, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "tensorboard"))
+    config = make_config(
+        max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, callbacks=watchers(), loggers=("jsonl", "tensorboard")
+    )
     found["watched"] = counted(ShardedWatched(config))
     return found
 

@@ -17,7 +17,7 @@ import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import StepError
 from dream_trainer.trainer.step import buckets
-from tests.trainer.small import WIDTH, Batch, Samples, fill, make_config, weights
+from tests.trainer.small import BY_BLOCKS, WIDTH, Batch, Samples, fill, make_config, weights
 from tests.worlds import run_world
 
 LENGTH, SIZE = 24, 2
@@ -108,11 +108,12 @@ def train(case: Case) -> dict[str, Any]:
     buckets.BUCKET_BYTES = 60 if is_overlapped else 25 * 2**20  # so that some leave before a backward is over
     config = make_config(
         devices=dt.DeviceParameters(device="cpu", overlap_reduce=is_overlapped),
+        fsdp=BY_BLOCKS if case.layout == "blocks" else None,
         n_epochs=2,
         gradient_accumulation_steps=case.accumulation,
         sync_policy=case.sync_policy,
     )
-    with (ShardedUneven if case.layout == "fsdp" else Uneven)(config, case) as trainer:
+    with (ShardedUneven if case.layout in ("fsdp", "blocks") else Uneven)(config, case) as trainer:
         trainer.fit()
         return {"weights": weights(trainer.model), "norms": trainer.norms}
 
@@ -137,18 +138,16 @@ def by_hand(case: Case, world_size: int) -> dict[str, Any]:
     return {"weights": weights(model), "norms": norms}
 
 
-LAYOUTS = ("replicate", "overlapped", "fsdp")
+LAYOUTS = ("replicate", "overlapped", "fsdp", "blocks")
 CASES = [
-    *(
-        Case(kind, layout)
-        for kind in ("heads", "auxiliary", "changing")
-        for layout in ("replicate", "overlapped", "fsdp")
-    ),
-    *(Case("changing", layout, 3, weighted=True) for layout in ("replicate", "overlapped", "fsdp")),
-    *(Case("auxiliary", layout, 2, sync_policy=policy) for layout in ("replicate", "fsdp") for policy in POLICIES),
-    # A replica may leave whole blocks out.
+    *(Case(kind, layout) for kind in ("heads", "auxiliary", "changing") for layout in LAYOUTS),
+    *(Case("changing", layout, 3, weighted=True) for layout in LAYOUTS),
+    *(Case("auxiliary", layout, 2, sync_policy=policy) for layout in ("replicate", "blocks") for policy in POLICIES),
+    # A replica may leave whole blocks out, as may a rank whose sharded model is whole in steps.
     Case("blocks", "replicate"),
     Case("blocks", "replicate", 2, weighted=True),
+    Case("blocks", "fsdp"),
+    Case("blocks", "fsdp", 2, weighted=True),
     Case("blocks", "overlapped"),
     Case("blocks", "overlapped", 2, weighted=True),
 ]
@@ -178,7 +177,7 @@ def test_a_parameter_that_some_ranks_use_is_trained_as_in_one_process(
 
 
 def refused() -> tuple[str, dict[str, Tensor]]:
-    trainer = ShardedUneven(make_config(n_epochs=1), Case("blocks", "fsdp"))
+    trainer = ShardedUneven(make_config(n_epochs=1, fsdp=BY_BLOCKS), Case("blocks", "fsdp"))
     try:
         trainer._session.start()
         trainer._train()
@@ -238,7 +237,7 @@ class Tasks(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin, dt.CheckpointMixin):
 
 def run_tasks(how: str, saves: bool, directory: str) -> tuple[str, int]:
     os.chdir(directory)
-    config = make_config(max_steps=2)
+    config = make_config(max_steps=2, fsdp=BY_BLOCKS)
     config.checkpoint_parameters = dt.CheckpointParameters(
         save_every_n_steps=1 if saves else None, save_every_n_epochs=None, save_at_end=False, async_save=False
     )

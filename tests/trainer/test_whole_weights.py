@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dream_trainer as dt
 from dream_trainer.errors import HookError, StepError
-from tests.trainer.small import Samples, Sharded, Spread, make_config, network, weights
+from tests.trainer.small import BY_BLOCKS, Samples, Sharded, Spread, make_config, network, weights
 from tests.worlds import run_world
 
 
@@ -62,7 +62,7 @@ class Saves(Spread, dt.FSDPMixin):
 
 def saved_on_rank_0(directory: str) -> dict[str, Any]:
     os.chdir(directory)
-    with Saves(make_config(max_steps=1), loader()) as trainer:
+    with Saves(make_config(max_steps=1, fsdp=BY_BLOCKS), loader()) as trainer:
         trainer.fit()
         model, found = trainer.model, {}
         with trainer.gathered(model):

@@ -40,7 +40,7 @@ class FSDPMixin(AbstractTrainer):
         super().apply_fully_shard(config)
         small = [model for model in self._parameterised_models() if self._is_whole_in_steps(model)]
         for model in small:
-            self._parallel.shard(model, config["mesh"])
+            self._parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
         for model in self._parameterised_models():
             if model in small:

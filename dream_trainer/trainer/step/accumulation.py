@@ -7,11 +7,12 @@ counts are exact: derivation and measured error are in docs/measurements.md#exac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.nn as nn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dream_trainer.compat import direct_calls
 from dream_trainer.errors import StepError
@@ -19,6 +20,7 @@ from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.step.buckets import Averaging
 from dream_trainer.trainer.step.loss_scale import LossScale
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
+from dream_trainer.trainer.step.own_gradients import OwnGradients
 from dream_trainer.trainer.step.turns import Turns
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Accumulation:
         goes_back_here: Whether `backward` of models that each rank of a pipeline has whole runs on this rank, as on
             those of the last stage alone, whose gradients `step` gives to the others.
         trains_whole_models: Whether a pipeline has such models, that are trained.
+        reduced: The optimizers whose gradients `reduce_gradients` made those of the global batch in the window, each
+            with the number of backwards before that.
         counted_batches: Micro-batches over which an unweighted step averages: all but those of `backward(None)`.
     """
 
@@ -59,6 +63,8 @@ class Accumulation:
         self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
         self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
+        self._own = OwnGradients(self._local_gradients)
+        self.reduced: dict[Optimizer, int] = {}
         self.losses: list[Tensor] | None = None
         self.size = 1
         self.is_last = True
@@ -106,6 +112,8 @@ class Accumulation:
         self._totals.clear()
         self._spent.clear()
         self._local_gradients.ran.clear()
+        if self.reduced:
+            self.reduced.clear()
         self.turns.start_window()
         self._backwards = self._stepped_backwards = 0
         self.counted_batches = size
@@ -134,6 +142,9 @@ class Accumulation:
         if self.losses is not None:
             self.losses.append(loss.detach())
         self._count(weight, model)
+        watches = self.is_last and self._world.data_size > 1
+        if watches or self.reduced:
+            self._begin_own_backward()
         if weight is not None:
             loss = loss * weight
         if self.loss_scale is not None:
@@ -151,6 +162,47 @@ class Accumulation:
             with self._backward_context:
                 direct_calls.backward(loss)
         self.turns.after_backward()
+        if watches:
+            self._own.note(self.turns.optimizers)
+
+    def _begin_own_backward(self) -> None:
+        """A backward is about to add to gradients that are this rank's own.
+
+        Raises:
+            StepError: Weights were moved by such gradients, or `reduce_gradients` has made them the global batch's.
+        """
+        if not self.reduced:
+            self._own.refuse_changed_weights()
+        for optimizer in self.reduced:
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                raise StepError(
+                    "backward() was called after reduce_gradients(), and would add this rank's gradients to those of "
+                    "the global batch. Call zero_grad() of the optimizer first, as for the second pass of SAM, or call "
+                    "reduce_gradients() after the last backward()."
+                )
+
+    def finish_reduction(self, optimizers: Sequence[Optimizer]) -> None:
+        """The gradients of `optimizers` are those of the global batch now."""
+        self.reduced.update(dict.fromkeys(optimizers, self._backwards))
+        self._own.note(self.turns.optimizers)
+
+    def is_reduced(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether `reduce_gradients` has made the gradients of `optimizers` final.
+
+        Raises:
+            StepError: Those of some of them only, or code has changed what was not reduced.
+        """
+        final = [self.reduced.get(optimizer) == self._backwards for optimizer in optimizers]
+        if any(final) and not all(final):
+            raise StepError(
+                "step() was given optimizers of which reduce_gradients() had only some. Give it all that are stepped "
+                "together."
+            )
+        if not all(final):
+            if not self.reduced:
+                self._own.refuse_changed_weights()
+            self._own.refuse_changed_gradients(optimizers)
+        return all(final)
 
     def run_pipeline(self, run: Callable[[], Tensor], weight: Weight | None, model: nn.Module) -> Tensor:
         """Accumulates the gradients that `run` gives, which are those of the loss that it returns times `weight`."""
@@ -316,6 +368,10 @@ class Accumulation:
         self.stepped = True
         self._stepped_backwards = self._backwards
         return is_first
+
+    def finish_step(self) -> None:
+        """A step is over: its gradients are gone, and weights may change."""
+        self._own.forget()
 
     def spend_weight(self, model: nn.Module) -> Weight | None:
         """The total weight of `model` in this window on this rank, marked as spent. None in an unweighted window."""

@@ -98,6 +98,21 @@ class OptimizerStep:
         with self._context:
             return self._step(model, optimizers, schedulers)
 
+    def reduce_gradients(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Makes gradients those of the global batch; see `BaseTrainer.reduce_gradients`."""
+        self._accumulation.check_step()
+        plan = self._plan(optimizers)
+        trained = [m for m in self._trainer.named_models().values() if _trains(self._trainer, optimizers, m)]
+        if self._accumulation.counted_batches == 0 or not trained:
+            return
+        if self._accumulation.is_reduced(optimizers):
+            return
+        with torch.no_grad():
+            grads, _, scale, _ = self._reduce(trained[0], optimizers, plan)
+            if scale is not None:
+                scale_gradients(plan, grads, scale)
+        self._accumulation.finish_reduction(optimizers)
+
     def _step(self, model: nn.Module, optimizers: tuple[Optimizer, ...], schedulers: Sequence[Any]) -> Tensor:
         self._accumulation.check_step()
         for scheduler in schedulers:
@@ -116,29 +131,48 @@ class OptimizerStep:
         if self._accumulation.counted_batches == 0:
             return torch.zeros((), dtype=plan.dtype, device=self._device)
         can_rerun = self._accumulation.begin_step()
-        self._local_gradients.let_graphs_go()
-        self._parallel.reshard()
+        if self._world.world_size > 1:
+            self._local_gradients.let_graphs_go()
+            self._parallel.reshard()
         self._trainer._saver.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
-        with self._parallel.shards(optimizers, others_may_change=self._others_may_change):
-            with torch.no_grad():
-                if plan.is_mixed:
-                    with plain_beside_dtensors():
-                        skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-                else:
-                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-            if not skipped and self._after_step:
-                for optimizer in optimizers:
-                    for listener in self._after_step:
-                        listener(model, optimizer)
+        if self._parallel.whole_in_steps:
+            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):
+                self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
+        else:
+            self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
         for parameter in plan.parameters:
             parameter.grad = None
         self._turns.stepped(optimizers)
+        if self._world.data_size > 1:
+            self._accumulation.finish_step()
         for scheduler in schedulers:
             scheduler.step()
             self.handed_over[id(scheduler)] += 1
         return norm
+
+    def _update(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        plan: StepPlan,
+        norm: Tensor,
+        empty: Tensor | bool,
+        *,
+        can_rerun: bool,
+    ) -> None:
+        """Steps the optimizers, and tells who listens."""
+        with torch.no_grad():
+            if plan.is_mixed:
+                with plain_beside_dtensors():
+                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+            else:
+                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+        if not skipped and self._after_step:
+            for optimizer in optimizers:
+                for listener in self._after_step:
+                    listener(model, optimizer)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` was stepped in this process."""
@@ -172,29 +206,15 @@ class OptimizerStep:
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[Tensor, Tensor | bool]:
         """Normalises and clips in place; returns the norm before clipping, and whether the total weight is 0."""
-        if self._local_gradients.waiting:
-            self._parallel.reduce_what_waits(plan.parameters)
-        weight = self._accumulation.spend_weight(model)
-        if self._own_time.is_wanted:
-            self._own_time.enter_collective()
-        carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
-        if self._ties is not None:
-            self._ties.add_up(plan.tied, number := self._turns.number_of(optimizers))
-            self._local_gradients.note_step(number)
-        grads = gradients_of(plan)
-        if plan.sums:
-            divide_sums(plan, grads)
-        norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
-        if self._stages is not None:
-            norm = norm_over_stages(norm, self._stages)
-        if self._own_time.is_wanted:
-            self._own_time.leave_collective()
-        # A second turn in the window is made of its last micro-batch alone.
-        n_batches = 1 if self._turns.has_stepped(optimizers) else self._accumulation.counted_batches
-        scale, empty = self._scale(weight, total, n_batches)
-        if self._loss_scale is not None:
-            inverse = self._loss_scale.inverse(is_weighted=weight is not None)
-            scale = inverse if scale is None else scale * inverse
+        empty: Tensor | bool = False
+        may_be_reduced = self._world.data_size > 1 or self._accumulation.reduced
+        if may_be_reduced and self._accumulation.is_reduced(optimizers):
+            grads, scale = gradients_of(plan), None
+            norm = self._norm_of_changed(plan, grads)
+            if self._stages is not None:
+                norm = norm_over_stages(norm, self._stages)
+        else:
+            grads, norm, scale, empty = self._reduce(model, optimizers, plan)
         if self._renormalises:
             if scale is not None:
                 scale_gradients(plan, grads, scale)
@@ -224,6 +244,41 @@ class OptimizerStep:
                 foreach_clamp_min_(group_gradients, -self._clip_value)
                 foreach_clamp_max_(group_gradients, self._clip_value)
         return norm, empty
+
+    def _reduce(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
+    ) -> tuple[list[list[Tensor]], Tensor, Tensor | None, Tensor | bool]:
+        """Averages gradients over ranks.
+
+        Returns:
+            The gradients, their norm as they are, what both are still to be multiplied by (None: by one), and whether
+            the total weight is 0.
+        """
+        if self._local_gradients.waiting:
+            self._parallel.reduce_what_waits(plan.parameters)
+        weight = self._accumulation.spend_weight(model)
+        if self._own_time.is_wanted:
+            self._own_time.enter_collective()
+        carried = plan.averaging.run(weight if plan.is_whole else None) if plan.averaging else None
+        if self._ties is not None:
+            self._ties.add_up(plan.tied, number := self._turns.number_of(optimizers))
+            self._local_gradients.note_step(number)
+        grads = gradients_of(plan)
+        if plan.sums:
+            divide_sums(plan, grads)
+        norm, total = self._norm(plan, grads, weight, carried, self._lacking(plan))
+        if self._stages is not None:
+            norm = norm_over_stages(norm, self._stages)
+        if self._own_time.is_wanted:
+            self._own_time.leave_collective()
+        # A second turn in the window is made of its last micro-batch alone.
+        is_again = self._turns.has_stepped(optimizers) or not self._accumulation.reduced.keys().isdisjoint(optimizers)
+        n_batches = 1 if is_again else self._accumulation.counted_batches
+        scale, empty = self._scale(weight, total, n_batches)
+        if self._loss_scale is not None:
+            inverse = self._loss_scale.inverse(is_weighted=weight is not None)
+            scale = inverse if scale is None else scale * inverse
+        return grads, norm, scale, empty
 
     def _is_below(self, limit: float, norm: Tensor) -> bool:
         """Whether it is known on the host that clipping would multiply by exactly 1."""
@@ -334,3 +389,7 @@ class OptimizerStep:
     def settle(self) -> None:
         """Reads the norms not yet read, counts the skipped steps, and raises if the policy says so."""
         self._guard.settle()
+
+
+def _trains(trainer: AbstractTrainer, optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
+    return not set(trainer.get_optimizers_by_model(model)).isdisjoint(optimizers)

@@ -28,12 +28,15 @@ class Turns:
 
     Args:
         trainer: The owner of the optimizers.
+
+    Attributes:
+        optimizers: The trainer's, and others that were stepped.
     """
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer
         self._local_gradients = trainer._parallel.gradients
-        self._optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
+        self.optimizers = list(dict.fromkeys(trainer.named_optimizers().values()))
         self._backwards = 0
         self._origins: dict[Optimizer, int] = {}  # the backward that gave an optimizer its first gradients
         self._stepped: set[Optimizer] = set()
@@ -43,14 +46,14 @@ class Turns:
 
     def number_of(self, optimizers: Sequence[Optimizer]) -> int:
         """One that says which optimizers these are, of those that the trainer has, and in which order."""
-        numbers = {id(optimizer): number for number, optimizer in enumerate(self._optimizers, start=1)}
+        numbers = {id(optimizer): number for number, optimizer in enumerate(self.optimizers, start=1)}
         return sum(numbers.get(id(optimizer), 0) * 64**place for place, optimizer in enumerate(optimizers))
 
     def start_window(self) -> None:
         """A window begins; there are no gradients."""
         self._backwards = 0
         self._stepped.clear()
-        if len(self._optimizers) > 1:
+        if len(self.optimizers) > 1:
             for of_window in (self._origins, self._left, self._marks):
                 of_window.clear()
 
@@ -66,7 +69,7 @@ class Turns:
         Raises:
             StepError: It added to gradients that another model's loss has left.
         """
-        if len(self._optimizers) < 2:
+        if len(self.optimizers) < 2:
             return
         for optimizer, other in self._left.items():
             if self._mark(optimizer) != self._marks[optimizer]:
@@ -76,7 +79,7 @@ class Turns:
                     "loss is meant to train both, step both before the next backward."
                 )
         self._backwards += 1
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if optimizer not in self._origins and self._has_gradients(optimizer):
                 self._origins[optimizer] = self._backwards
 
@@ -87,8 +90,8 @@ class Turns:
     def stepped(self, optimizers: Sequence[Optimizer]) -> None:
         """These optimizers have stepped, and their gradients are gone."""
         self._stepped.update(optimizers)
-        self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        if len(self._optimizers) > 1:
+        self.optimizers += [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
+        if len(self.optimizers) > 1:
             origins = {self._origins.pop(o): o for o in optimizers if o in self._origins}
             for optimizer in optimizers:
                 self._left.pop(optimizer, None)
@@ -103,9 +106,9 @@ class Turns:
             StepError: An optimizer's parameters have gradients that it never stepped. Or such gradients were dropped,
                 though in earlier micro-batches the same loss left some that it did step.
         """
-        if len(self._optimizers) < 2:
+        if len(self.optimizers) < 2:
             return
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if self._has_gradients(optimizer):
                 if not self._backwards and not self._stepped:
                     raise StepError(
