@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from dream_trainer.callbacks import Memory, TrainerSummary
 from dream_trainer.callbacks.memory_estimate import estimate, held_state_bytes, in_words, measured, state_bytes
 from tests.callbacks.recording import LoggedSharded
-from tests.trainer.small import Samples, make_config
+from tests.trainer.small import BY_BLOCKS, Samples, make_config
 
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
@@ -61,7 +61,7 @@ class Weighed(LoggedSharded):
 
 def weigh(name: str) -> tuple[Any, Any, Any]:
     """Expected, measured and true bytes of a run over this process's world."""
-    config = make_config(n_epochs=1)
+    config = make_config(n_epochs=1, fsdp=BY_BLOCKS)
     with Weighed(config, DataLoader(Samples(4), 1), make_optimizer=MAKERS[name]) as trainer:
         trainer.fit()
         assert trainer.state_before == {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch.nn.functional import linear, mse_loss
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
-from tests.trainer.small import make_config, weights
+from dream_trainer.errors import StepError
+from tests.trainer.small import BY_BLOCKS, make_config, weights
 from tests.worlds import run_world
 
 WIDTH, LENGTH, SIZE = 6, 24, 3
@@ -280,3 +283,37 @@ def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(shar
     cases = [(kind, shards, 1 + number % 2) for number, kind in enumerate(KINDS)]
     for found, *_, (kind, _, accumulation) in zip(*run_world(train_all, 2, cases), cases, strict=True):
         torch.testing.assert_close(found, by_hand(kind, accumulation), rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format)
+
+
+def of_shards_alone(directory: str) -> tuple[str, bool]:
+    os.chdir(directory)
+    config = make_config(devices=dt.DeviceParameters(device="cpu", dp_shard=2), fsdp=BY_BLOCKS, n_epochs=1)
+    trainer = ByBlocks(config, "method only")
+    try:
+        trainer._session.start()
+        trainer._train()
+    except StepError as error:
+        return str(error), all(map(torch.equal, weights(trainer.model).values(), weights(ByBlocks.network()).values()))
+    return "", False
+
+
+class ByBlocks(Plain):
+    """Only weights that `fully_shard` takes."""
+
+    @staticmethod
+    def network() -> nn.Module:
+        model = nn.Sequential(Bayesian(), Bayesian()).double()
+        fill(model)
+        return model
+
+    def configure_models(self) -> None:
+        self.model = self.network()
+        self.loss_of = lambda model, x, y: torch.stack([block.divergence() for block in model]).sum()
+
+    post_epoch = dt.BaseTrainer.post_epoch
+
+
+def test_a_loss_of_shards_alone_is_refused_before_weights_move(tmp_path: Path) -> None:
+    for message, are_equal in run_world(of_shards_alone, 2, str(tmp_path)):
+        assert "min_group_mib" in message
+        assert are_equal

@@ -114,6 +114,7 @@ class Accumulation:
         self._local_gradients.ran.clear()
         if self.reduced:
             self.reduced.clear()
+            self._own.forget()
         self.turns.start_window()
         self._backwards = self._stepped_backwards = 0
         self.counted_batches = size

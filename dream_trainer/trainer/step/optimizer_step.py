@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -145,7 +145,7 @@ class OptimizerStep:
         for parameter in plan.parameters:
             parameter.grad = None
         self._turns.stepped(optimizers)
-        if self._world.data_size > 1:
+        if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.finish_step()
         for scheduler in schedulers:
             scheduler.step()
@@ -207,8 +207,7 @@ class OptimizerStep:
     ) -> tuple[Tensor, Tensor | bool]:
         """Normalises and clips in place; returns the norm before clipping, and whether the total weight is 0."""
         empty: Tensor | bool = False
-        may_be_reduced = self._world.data_size > 1 or self._accumulation.reduced
-        if may_be_reduced and self._accumulation.is_reduced(optimizers):
+        if (self._world.data_size > 1 or self._accumulation.reduced) and self._accumulation.is_reduced(optimizers):
             grads, scale = gradients_of(plan), None
             norm = self._norm_of_changed(plan, grads)
             if self._stages is not None:
@@ -317,9 +316,11 @@ class OptimizerStep:
             return self._local_norm(plan, grads), total
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
+            if plan.shared[place].grad is not None and not self._has_run(plan.shared[place]):
+                self._refuse_gradient_of_shards(plan.shared[place])
             plan.shared[place].grad = None
         for place in set(lacking).difference(unused):
-            if id(self._local_gradients.shared[id(plan.shared[place])]) not in self._local_gradients.ran:
+            if not self._has_run(plan.shared[place]):
                 self._refuse_left_out_block(plan.shared[place])
         return norm, total
 
@@ -332,15 +333,25 @@ class OptimizerStep:
     def _local_norm(self, plan: StepPlan, grads: list[list[Tensor]]) -> Tensor:
         return local_norm(plan, counted(plan, grads), self._device)
 
-    def _refuse_left_out_block(self, parameter: nn.Parameter) -> None:
-        names = [
-            f"{model_name}.{name}"
-            for model_name, model in self._trainer.named_models().items()
-            for name, other in model.named_parameters()
-            if other is parameter
-        ]
+    def _has_run(self, parameter: nn.Parameter) -> bool:
+        """Whether the block of a shard ran a forward on this rank in the window."""
+        return id(self._local_gradients.shared[id(parameter)]) in self._local_gradients.ran
+
+    def _names_of(self, parameter: nn.Parameter) -> str:
+        models = self._trainer.named_models().items()
+        named = [(name, other) for prefix, model in models for name, other in model.named_parameters(prefix)]
+        return ", ".join(name for name, other in named if other is parameter)
+
+    def _refuse_gradient_of_shards(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
-            f"other ranks ran the block of {', '.join(names)} in this window, and rank {self._world.rank} did not. "
+            f"{self._names_of(parameter)} has a gradient of code that read it outside of the model's forward, where it "
+            "is a shard. Compute that loss in a method with a tensor argument, raise fsdp_parameters.min_group_mib above "
+            "the model's size, or use dp_shard=1."
+        )
+
+    def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:
+        raise StepError(
+            f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did not. "
             "Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
             "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
         )
