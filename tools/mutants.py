@@ -40,6 +40,41 @@ LOCAL_CHECKPOINTS = "tests/checkpoint/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
+        "what a step writes to whole parameters is lost",
+        "dream_trainer/modules/sharded_model.py",
+        "        if kept:\n",
+        "        if False:\n",
+        "tests/trainer/test_plain_steps.py -k one_process",
+    ),
+    Mutant(
+        "whole parameters are not gathered again after a step",
+        "dream_trainer/modules/parallel_models.py",
+        "        self._gather(changed, all_models=others_may_change or not self._is_fresh)\n",
+        "",
+        "tests/trainer/test_plain_steps.py -k one_process",
+    ),
+    Mutant(
+        "a loss of shards alone trains nothing",
+        f"{TRAINER}/step/optimizer_step.py",
+        "            if plan.shared[place].grad is not None and not self._has_run(plan.shared[place]):\n",
+        "            if False:\n",
+        "tests/trainer/test_plain_steps.py -k shards_alone",
+    ),
+    Mutant(
+        "gradients of a rank's own may be clipped by hand",
+        f"{TRAINER}/step/accumulation.py",
+        "            self._own.refuse_changed_gradients(optimizers)\n",
+        "",
+        "tests/trainer/test_reduce_gradients.py -k refused",
+    ),
+    Mutant(
+        "weights may be moved along gradients of a rank's own",
+        f"{TRAINER}/step/accumulation.py",
+        "            self._own.refuse_changed_weights()\n        for optimizer",
+        "            pass\n        for optimizer",
+        "tests/trainer/test_reduce_gradients.py -k refused",
+    ),
+    Mutant(
         "hooks on gradients do not follow a parameter that is made real",
         "dream_trainer/meta/realize.py",
         "        keep_hooks(old)\n",

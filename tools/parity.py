@@ -233,6 +233,7 @@ def config_of(cell: Cell) -> ParityConfig:
         "warmup_steps": 2,
         "model": dataclasses.replace(config.model, tie_embeddings=cell.tied, n_layers=cell.layers),
         "device_parameters": cell.device_parameters,
+        "fsdp_parameters": cell.fsdp_parameters,
         "pipeline_parallel_parameters": cell.pipeline_parameters,
         "context_parallel_parameters": dt.ContextParallelParameters(attention=cell.attention),
         "compile_parameters": dt.CompileParameters(backend=cell.backend or "inductor"),

@@ -43,6 +43,8 @@ class Cell(NamedTuple):
     """In which order micro-batches go through the stages of a pipeline."""
     microbatches: int | None = None
     """Into how many a pipeline cuts each batch; None: as the trainer does by default."""
+    by_blocks: bool = False
+    """Whether shards are gathered block by block, as those of large models are."""
     # From here on: what is trained, which one process does as well.
     layers: int = 2
     tied: bool = False
@@ -82,6 +84,11 @@ class Cell(NamedTuple):
         return dt.PipelineParallelParameters(schedule=self.schedule, microbatches=self.microbatches)
 
     @property
+    def fsdp_parameters(self) -> dt.FSDPParameters:
+        """What it sets of shards."""
+        return dt.FSDPParameters(min_group_mib=0 if self.by_blocks else 256)
+
+    @property
     def device_parameters(self) -> dt.DeviceParameters:
         """What it sets of devices; ConfigError where that is refused by name."""
         return dt.DeviceParameters(
@@ -113,6 +120,7 @@ def all_cells() -> list[Cell]:
         for accumulation in (1, 2)
         for recompute in ("none", "full")
     ]
+    cells += [cell._replace(by_blocks=True) for cell in cells if cell.dp_shard > 1 and cell.tp == 1]
     for mesh in ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)):
         cells += [
             Cell(*mesh, 2, "selective", loss_parallel=True, packed=True),
