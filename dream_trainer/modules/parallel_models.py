@@ -117,10 +117,14 @@ class ParallelModels:
     # -- small models, which are whole in steps
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self, *, stays_fresh: bool = False) -> Iterator[None]:
         """Inside, small sharded models and their optimizers have whole, plain parameters; a collective on all ranks.
 
         What is written to the parameters inside is kept.
+
+        Args:
+            stays_fresh: Whether nothing changes the shards before the next time, which then need not be gathered again:
+                between two windows of training, unless `forget_whole` is called.
         """
         if not self.whole_in_steps or self._is_whole:
             yield
@@ -133,6 +137,7 @@ class ParallelModels:
         finally:
             if self._is_whole:  # else an exception left `shards`
                 self._leave()
+            self._is_fresh &= stays_fresh
 
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:

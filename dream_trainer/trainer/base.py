@@ -203,6 +203,7 @@ class BaseTrainer(AbstractTrainer):
             schedule.stop()
             return
         self._saver.begin_training()
+        self._parallel.forget_whole()
         tf32 = float32_products(self.config.device_parameters, self.world.device, self.warn_once)
         with deterministic(self.config.training_parameters.deterministic), tf32:
             self._validate_for_sanity()
@@ -251,13 +252,13 @@ class BaseTrainer(AbstractTrainer):
         if self.config.training_parameters.nonfinite != "retry":
             if not self._parallel.whole_in_steps:
                 return self._run_batches(window)
-            with self._parallel.whole():
+            with self._parallel.whole(stays_fresh=True):
                 return self._run_batches(window)
         before = self.progress.batch_idx, self._window.local_batches
         moved = MovedByForward(self)
         while True:
             try:
-                with self._parallel.whole():
+                with self._parallel.whole(stays_fresh=True):
                     return self._run_batches(window)
             except RetryWindow:
                 self.progress.batch_idx, self._window.local_batches = before
