@@ -170,14 +170,16 @@ def differing_names(tensors: Mapping[str, Tensor], *, world: Ranks) -> set[str]:
     """Names of plain tensors whose values on this rank differ from rank 0's. Every rank calls this; one collective."""
     if world.world_size == 1:
         return set()
-    checksums = {name: _value_checksum(tensor) for name, tensor in tensors.items()}
+    checksums = {name: value_checksum(tensor) for name, tensor in tensors.items()}
     checksums_of_rank_0 = world.all_gather_object(checksums if world.is_main else None)[0]
     return {name for name, value in checksums.items() if checksums_of_rank_0.get(name) not in (None, value)}
 
 
-def _value_checksum(tensor: Tensor) -> str:
+def value_checksum(tensor: Tensor) -> str:
+    """A text that is equal for plain tensors of one shape, type and value."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
-    return content_checksum(values.view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    content = content_checksum(values.view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return f"{tuple(tensor.shape)} {tensor.dtype} {content}"
 
 
 @torch.no_grad()

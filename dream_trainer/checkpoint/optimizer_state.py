@@ -4,19 +4,32 @@ With keys by position, as in `optimizer.state_dict()`, one added parameter would
 DCP's `get_optimizer_state_dict` uses names, but it steps an optimizer that never stepped, which leaves Adam's bias
 correction one step off. Here nothing is stepped: tensors are read where they are, and allocated from the checkpoint's
 metadata.
+
+An optimizer whose class overrides `state_dict` or `load_state_dict` keeps state elsewhere, so these are called. Its
+parameters keep their order then, which is compared by name. Optimizers in an optimizer's attributes, as SAM's base,
+are saved with it.
+
+State of a sharded parameter that is not a DTensor is the rank's own if ranks differ in it. It is saved for each rank,
+and loaded where the ranks have the same parts of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dream_trainer.checkpoint import typed_json
-from dream_trainer.checkpoint.model_state import differing_names
+from dream_trainer.checkpoint.files import content_checksum
+from dream_trainer.checkpoint.model_state import value_checksum
+from dream_trainer.checkpoint.nested_state import TensorPath, parameter_in, path_text, split_state
+from dream_trainer.checkpoint.own_state_dict import MACHINE_OPTIONS, has_own_state_dict
+from dream_trainer.checkpoint.state_layouts import is_sharded, layout_to_note, mesh_of, place_of
+from dream_trainer.compat.pytorch import local_tensor, storage_id
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -24,74 +37,195 @@ from dream_trainer.errors import CheckpointError
 OPTIMIZER_PREFIX = "optimizers."
 """Tensors of optimizers are named `optimizers.<name>.<parameter>.<key>`."""
 
-# The parameters themselves; the names that an optimizer built from named parameters keeps for them; and which
-# implementation runs: that depends on the machine, and the state is the same under each.
-_NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+RANK_PREFIX = "ranks."
+"""Names of state that each rank has of its own begin with `ranks.<rank>.`."""
+
+WHOLE = ""
+"""The part of an optimizer's state that belongs to no single parameter."""
 
 
-def optimizer_state(
-    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: Ranks
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+class OptimizerState(NamedTuple):
+    """What a checkpoint has of an optimizer.
+
+    Attributes:
+        tensors: `optimizers.<name>.<parameter>.<key>` to the state tensor; with `ranks.<rank>.` before it, this rank's.
+        values: For typed JSON: `{"class", "groups": [{"parameters", "options"}], "state": {parameter: record}}`, and
+            `"whole"`, `"each_rank"` and `"inner"` where there is something.
+        own: Records of this rank alone, by the optimizer's name and the parameter.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    own: dict[str, dict[str, Any]]
+
+
+class _Part(NamedTuple):
+    """The state of one parameter, or what belongs to none."""
+
+    record: dict[str, Any]
+    tensors: dict[TensorPath, Tensor]
+    digest: str
+    """Of everything that is not in DTensors; without plain tensors of plain parameters, which replicas keep equal."""
+
+
+def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, world: Ranks) -> OptimizerState:
     """An optimizer's state: its tensors as they are, and everything else for typed JSON.
 
     An optimizer that never stepped has no tensors and is restored as one that never stepped. Every rank calls this.
 
     Args:
         name: The optimizer's name.
-        optimizer: Any optimizer whose state belongs to single parameters: all of PyTorch's except LBFGS.
+        optimizer: Any optimizer.
         fqns: Names of the parameters, from `parameter_fqns`.
         world: The ranks; state of sharded parameters that is not a DTensor is compared between them.
 
-    Returns:
-        `optimizers.<name>.<parameter>.<key>` to the state tensor, and
-        `{"class", "groups": [{"parameters", "options"}], "state": {parameter: {"tensors", "values"}}}`.
-
     Raises:
-        CheckpointError: A parameter has no name, or the state does not belong to parameters, is of a type that cannot
-            be saved, or is a plain tensor that differs between ranks; the same on every rank.
+        CheckpointError: A parameter has no name, or the state is of a type that cannot be saved; the same on every
+            rank.
     """
-    task = f"save optimizer {name!r}"
-    tensors, values = on_all_ranks(world, task, lambda: _collect(name, optimizer, fqns))
-    plain = _plain_state_of_sharded(name, optimizer, fqns)
-    differing = differing_names(plain, world=world)
-    on_all_ranks(world, task, lambda: _refuse(differing))
-    return tensors, values
-
-
-def _collect(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    _check(optimizer, fqns)
+    needs_digests = world.world_size > 1
+    groups, parts = on_all_ranks(
+        world, f"save optimizer {name!r}", lambda: _collect(name, optimizer, fqns, needs_digests=needs_digests)
+    )
+    each_rank = _of_each_rank(name, groups, parts, world)
     tensors: dict[str, Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
-    for parameter, parameter_state in optimizer.state.items():
-        fqn = fqns[parameter]
-        state_tensors = {key: value for key, value in parameter_state.items() if isinstance(value, Tensor)}
-        tensors |= {_tensor_name(name, fqn, key): value.detach() for key, value in state_tensors.items()}
-        state[fqn] = {
-            "tensors": sorted(state_tensors),
-            "values": {key: value for key, value in parameter_state.items() if key not in state_tensors},
-        }
+    own: dict[str, dict[str, Any]] = {name: {}} if each_rank else {}
+    for part, (record, found, _) in parts.items():
+        is_local = part in each_rank
+        for path, tensor in found.items():
+            prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_sharded(tensor) else ""
+            tensors[prefix + tensor_name(name, part, path)] = tensor
+        if is_local:
+            own[name][part] = record | {"places": places_of(parameters_by_name(optimizer, fqns), part)}
+    shared = {part: of.record for part, of in parts.items() if part not in each_rank}
+    values: dict[str, Any] = {"class": type(optimizer).__name__, "groups": groups}
+    values["state"] = {part: record for part, record in shared.items() if part != WHOLE}
+    values |= {"whole": shared[WHOLE]} if WHOLE in shared else {}
+    values |= {"each_rank": sorted(each_rank)} if each_rank else {}
+    values |= {"has_own_state_dict": True} if has_own_state_dict(optimizer) else {}
+    inner = {}
+    for attribute, base in _inner_to_save(optimizer, parts, world):
+        of_base = optimizer_state(f"{name}/{attribute}", base, fqns, world=world)
+        tensors, own, inner[attribute] = tensors | of_base.tensors, own | of_base.own, of_base.values
+    return OptimizerState(tensors, values | ({"inner": inner} if inner else {}), own)
+
+
+def inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Optimizers that are attributes of another and have state of their own."""
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and value.state is not optimizer.state:
+            yield attribute, value
+
+
+def _inner_to_save(optimizer: Optimizer, parts: Mapping[str, _Part], world: Ranks) -> list[tuple[str, Optimizer]]:
+    """Those whose state the optimizer's own `state_dict` does not have; a collective if there are any."""
+    inner = list(inner_optimizers(optimizer))
+    if not inner or not has_own_state_dict(optimizer):
+        return inner
+    known = {storage_id(local_tensor(tensor)) for tensor in parts[WHOLE].tensors.values()}
+    lacking = []
+    for _, base in inner:
+        held = [storage_id(local_tensor(tensor)) for tensor in split_state(dict(base.state), {})[1].values()]
+        lacking.append(bool(base.state) and not (held and known.issuperset(held)))
+    of_ranks = world.all_gather_object(lacking)
+    return [one for number, one in enumerate(inner) if any(of_rank[number] for of_rank in of_ranks)]
+
+
+def _collect(
+    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], *, needs_digests: bool
+) -> tuple[list[dict[str, Any]], dict[str, _Part]]:
+    check_parameters(optimizer, fqns)
+    by_name, parts = parameters_by_name(optimizer, fqns), {}
+    ordered = list(by_name.values())
+    mesh = mesh_of(ordered)
+    for part, state in _states(optimizer, fqns).items():
+        record, tensors = split_state(state, fqns)
+        layouts, on_host = [], []
+        for path, tensor in tensors.items():
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+                raise CheckpointError(
+                    f"{tensor_name(name, part, path)} is no dense tensor with values, which cannot be saved. "
+                    "Keep dense tensors in the optimizer's state."
+                )
+            owner = owner_of(part, path, by_name, ordered)
+            layout = layout_to_note(tensor, owner, mesh)
+            layouts += [[list(path), layout]] if layout is not None else []
+            is_beside = tensor.device.type == "cpu" and ordered[0].device.type != "cpu" and path[-1] != "step"
+            on_host += [list(path)] if is_beside else []
+        record |= {"layouts": layouts} if layouts else {}
+        record |= {"on_host": on_host} if on_host else {}
+        record |= {"sharded": True} if part == WHOLE and mesh is not None else {}
+        text = typed_json.dumps(record, name=f"{OPTIMIZER_PREFIX}{name}.state.{part}".rstrip("."))
+        is_compared = mesh is not None if part == WHOLE else is_sharded(by_name[part])
+        plain = [t for t in tensors.values() if is_compared and not is_sharded(t)] if needs_digests else []
+        digest = content_checksum("\n".join([text, *map(value_checksum, plain)]).encode()) if needs_digests else ""
+        # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
+        parts[part] = _Part(typed_json.loads(text), tensors, digest)
+    names = [tensor_name(name, part, path) for part, of in parts.items() for path in of.tensors]
+    if len(set(names)) < len(names):
+        twice = next(one for one in names if names.count(one) > 1)
+        raise CheckpointError(f"two tensors of its state would both be named {twice}. Give its state other keys.")
     groups = [
         {
             "parameters": [fqns[parameter] for parameter in group["params"]],
-            "options": {key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+            "options": {key: value for key, value in group.items() if key not in MACHINE_OPTIONS},
         }
         for group in optimizer.param_groups
     ]
-    values = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-    # Written and read again: so it is a copy (schedulers change `lr` tensors in place), and known to be readable.
-    return tensors, typed_json.loads(typed_json.dumps(values, name=f"optimizers.{name}"))
+    return typed_json.loads(typed_json.dumps(groups, name=f"{OPTIMIZER_PREFIX}{name}.groups")), parts
 
 
-def _tensor_name(name: str, fqn: str, key: str) -> str:
-    return f"{OPTIMIZER_PREFIX}{name}.{fqn}.{key}"
+def _states(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, Mapping[Any, Any]]:
+    """The parts of an optimizer's state by parameter; what belongs to none, or all of it, under `WHOLE`."""
+    if has_own_state_dict(optimizer):
+        return {WHOLE: optimizer.state_dict()}
+    states = {fqns[key]: value for key, value in optimizer.state.items() if isinstance(key, Tensor)}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return states | ({WHOLE: others} if others else {})
 
 
-def _check(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CheckpointError(
-            "LBFGS keeps the history of all parameters in the state of the first, which cannot be sharded or keyed by "
-            "name. Use another optimizer, or leave this one out of the checkpoint."
-        )
+def parameters_by_name(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:
+    """By name, in the order of an optimizer's own `state_dict`."""
+    return {fqns[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def owner_of(
+    part: str, path: TensorPath, by_name: Mapping[str, nn.Parameter], ordered: Sequence[nn.Parameter]
+) -> nn.Parameter | None:
+    """The parameter that a state tensor belongs to: by name, or by its position in PyTorch's form of a state dict."""
+    if part != WHOLE:
+        return by_name[part]
+    for before, key in pairwise(path):
+        if before == "state" and type(key) is int and 0 <= key < len(ordered):
+            return ordered[key]
+    return by_name.get(parameter_in(path) or "")
+
+
+def tensor_name(name: str, part: str, path: TensorPath) -> str:
+    owner = f"{name}/state_dict" if part == WHOLE else f"{name}.{part}"
+    return f"{OPTIMIZER_PREFIX}{owner}.{path_text(path)}"
+
+
+def places_of(by_name: Mapping[str, nn.Parameter], part: str) -> dict[str, Any]:
+    """Which part this rank has of the parameters that a part of the state is of."""
+    return {name: place_of(parameter) for name, parameter in by_name.items() if part in (WHOLE, name)}
+
+
+def _of_each_rank(name: str, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, _Part], world: Ranks) -> set[str]:
+    """The parts that ranks with the same parameters have otherwise; a collective."""
+    if world.world_size == 1:
+        return set()
+    digests = {part: of.digest for part, of in parts.items()}
+    same = content_checksum(f"{name} {[group['parameters'] for group in groups]}".encode())
+    of_ranks = world.all_gather_object((same, content_checksum(repr(sorted(digests.items())).encode())))
+    differing = {WHOLE} if world.stages > 1 and WHOLE in parts else set()
+    if len(set(of_ranks)) > len({of_rank for of_rank, _ in of_ranks}):
+        of_same = [d for of_rank, d in world.all_gather_object((same, digests)) if of_rank == same]
+        differing |= {part for part in set().union(*of_same) if len({d.get(part) for d in of_same}) > 1}
+    return differing
+
+
+def check_parameters(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in fqns:
@@ -100,31 +234,12 @@ def _check(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> None:
                     f"{tuple(parameter.shape)} that belongs to no model. Assign its module to the trainer in "
                     "configure_models."
                 )
-    strangers = [key for key in optimizer.state if key not in fqns]
-    if strangers:
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = [key for key in optimizer.state if isinstance(key, Tensor) and key not in known]
+    if strangers and not has_own_state_dict(optimizer):
         raise CheckpointError(
-            f"{type(optimizer).__name__} holds state under {type(strangers[0]).__name__} keys that are not parameters. "
-            "Keep state per parameter, so that it can be restored by name."
-        )
-
-
-def _plain_state_of_sharded(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    return {
-        _tensor_name(name, fqns[parameter], key): value
-        for parameter, parameter_state in optimizer.state.items()
-        if isinstance(parameter, DTensor)
-        for key, value in parameter_state.items()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor)
-    }
-
-
-def _refuse(differing: set[str]) -> None:
-    if differing:
-        raise CheckpointError(
-            f"{', '.join(sorted(differing)[:20])}: plain tensors that differ from rank 0's, though their parameters "
-            "are sharded; one rank's would be kept for all. Make them DTensors with the parameter's placement."
+            f"{type(optimizer).__name__} holds state of a tensor of shape {tuple(strangers[0].shape)} that is in none "
+            "of its groups. Keep state per parameter, so that it can be restored by name."
         )
 
 
@@ -145,133 +260,22 @@ def of_all_stages(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = (name for of_rank in values for name in of_rank["groups"][number]["parameters"])
         group["parameters"] = list(dict.fromkeys(names))
     state = {name: of for of_rank in values for name, of in of_rank["state"].items()}
-    return {"class": values[0]["class"], "groups": groups, "state": state}
+    each_rank = sorted({part for of_rank in values for part in of_rank.get("each_rank", ())})
+    inner = {name: of_all_stages([of_rank["inner"][name] for of_rank in values]) for name in values[0].get("inner", ())}
+    return {**values[0], "groups": groups, "state": state, "each_rank": each_rank, "inner": inner}
 
 
 def of_one_stage(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """What of an optimizer's values belongs to the parameters `names`; the rest is other stages'."""
-    groups = [
-        group | {"parameters": [name for name in group["parameters"] if name in names]} for group in values["groups"]
-    ]
+    each_rank = [part for part in values.get("each_rank", ()) if part in (WHOLE, *names)]
+    groups = values["groups"]
+    if WHOLE in each_rank or not values.get("has_own_state_dict"):  # else its positions are those of one stage
+        groups = [group | {"parameters": [name for name in group["parameters"] if name in names]} for group in groups]
     state = {name: of for name, of in values["state"].items() if name in names}
-    return {**values, "groups": groups, "state": state}
+    inner = {name: of_one_stage(of, names) for name, of in values.get("inner", {}).items()}
+    return {**values, "groups": groups, "state": state, "each_rank": each_rank, "inner": inner}
 
 
-def prepare_optimizer_state(
-    name: str,
-    optimizer: Optimizer,
-    fqns: Mapping[Tensor, str],
-    values: Mapping[str, Any],
-    metadata: Mapping[str, tuple[torch.Size, torch.dtype]],
-    *,
-    with_options: bool = True,
-) -> dict[str, Tensor]:
-    """Restores an optimizer's groups and allocates its state, which `load_tensors` then fills.
-
-    State the optimizer already has is dropped. State of the parameter's shape gets its layout (DTensor) and device;
-    other state is a plain tensor, placed as PyTorch's own `load_state_dict` would.
-
-    Args:
-        name: The optimizer's name when it was saved.
-        optimizer: A new one, over parameters of any layout.
-        fqns: Names of its parameters.
-        values: The second result of `optimizer_state`.
-        metadata: From `tensor_metadata`.
-        with_options: Whether learning rate, decay and the like become those of the checkpoint.
-
-    Returns:
-        The allocated tensors by name, to be passed to `load_tensors`.
-
-    Raises:
-        CheckpointError: The optimizer's class, parameters or their grouping are not those of the checkpoint, listed by
-            name, or the checkpoint lacks a state tensor; nothing was changed.
-    """
-    _check(optimizer, fqns)
-    _refuse_other_class(name, optimizer, values)
-    options = _options_by_group(name, optimizer, fqns, values["groups"])
-    by_name = {fqns[parameter]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]}
-    absent = [
-        tensor_name
-        for fqn, saved_state in values["state"].items()
-        for key in saved_state["tensors"]
-        if (tensor_name := _tensor_name(name, fqn, key)) not in metadata
-    ]
-    if absent:
-        raise CheckpointError(f"The checkpoint has no tensors {', '.join(absent[:20])}, which its state names.")
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
-        _restore_options(group, saved if with_options else {})
-    optimizer.state.clear()
-    tensors: dict[str, Tensor] = {}
-    for fqn, saved_state in values["state"].items():
-        parameter, group = by_name[fqn]
-        state = dict(saved_state["values"])
-        for key in saved_state["tensors"]:
-            tensor_name = _tensor_name(name, fqn, key)
-            state[key] = tensors[tensor_name] = _allocate(parameter, group, key, *metadata[tensor_name])
-        optimizer.state[parameter] = state
-    return tensors
-
-
-def _refuse_other_class(name: str, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Options and state mean something else to an optimizer of another class, even under the same names."""
-    saved, current = values.get("class"), type(optimizer).__name__
-    if saved not in (None, current):
-        raise CheckpointError(
-            f"Optimizer {name!r} was of class {saved} and is {current} now: it would go on with the other's learning "
-            f"rate, decay and state. Use {saved} again, or begin another experiment from the checkpoint: with "
-            'branch=BranchParameters(optimizer="new"), or from its weights alone, CheckpointParameters(init_from=<its '
-            "path>)."
-        )
-
-
-def _options_by_group(
-    name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """For each group of `optimizer`, the saved options of its parameters' group; of a group without any, as stages of a
-    pipeline have, those of the group in its place."""
-    owner = {fqn: index for index, group in enumerate(saved) for fqn in group["parameters"]}
-    current_groups = [[fqns[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    known = {fqn for group in current_groups for fqn in group}
-    only_saved, only_here = sorted(set(owner) - known), sorted(known - set(owner))
-    if only_saved or only_here:
-        differences = [f"only in the checkpoint: {', '.join(only_saved[:20])}"] if only_saved else []
-        differences += [f"only here: {', '.join(only_here[:20])}"] if only_here else []
-        raise CheckpointError(
-            f"Optimizer {name!r} has other parameters than the checkpoint's ({'; '.join(differences)}). "
-            "Was a layer added, removed, renamed or frozen since?"
-        )
-    chosen = []
-    for index, group in enumerate(current_groups):
-        owners = {owner[fqn] for fqn in group}
-        if len(owners) > 1:
-            raise CheckpointError(
-                f"Parameter group {index} of optimizer {name!r} joins parameters of the checkpoint's groups "
-                f"{sorted(owners)}, whose options may differ. Group them as they were saved."
-            )
-        if not owners and len(saved) == len(current_groups):
-            owners = {index}
-        chosen.append(saved[owners.pop()]["options"] if owners else {})
-    return chosen
-
-
-@torch.no_grad()
-def _restore_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    if "lr" in saved and "initial_lr" not in saved:
-        group.pop("initial_lr", None)  # there was no scheduler, and this one's base is not the saved rate's
-    for key, value in saved.items():
-        current = group.get(key)
-        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-            current.copy_(value)  # a scheduler or a compiled step may refer to this tensor
-        else:
-            group[key] = value.clone() if isinstance(value, Tensor) else value
-
-
-def _allocate(
-    parameter: nn.Parameter, group: Mapping[str, Any], key: str, shape: torch.Size, dtype: torch.dtype
-) -> Tensor:
-    if key == "step":
-        on_device = group.get("fused") or group.get("capturable")
-        return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
+def has_own_of_ranks(values: Mapping[str, Any]) -> bool:
+    """Whether some of an optimizer's state is each rank's own."""
+    return bool(values.get("each_rank")) or any(map(has_own_of_ranks, values.get("inner", {}).values()))

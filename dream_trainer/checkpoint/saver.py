@@ -51,7 +51,8 @@ class Saver(Saving):
         settle: Waits until the state is that of a finished step, and returns which step that is; a collective.
         snapshot: Returns the state at this moment; a collective. It gets the metrics of a validation of this step, and
             where to copy tensors to (None: they are not copied). CheckpointError if the state cannot be saved.
-        warm: What to run in a thread after the first step, so that the first save takes no longer than later ones.
+        warm: What to run in a thread after the first step, so that the first save takes no longer than later ones; a
+            collective. CheckpointError if the state cannot be saved.
         on_save: Called with the directory of each complete checkpoint.
         on_lost: Called when a save that was begun could not be written.
         patience: A context for waits for the disk, which may take long.
@@ -68,7 +69,7 @@ class Saver(Saving):
         *,
         settle: Callable[[], Moment],
         snapshot: Callable[[dict[str, float], HostCopies | None], Snapshot],
-        warm: Callable[[HostCopies], Callable[[], None]],
+        warm: Callable[[HostCopies | None], Callable[[], None]],
         on_save: Callable[[Path], None],
         on_lost: Callable[[], None],
         patience: Callable[[], AbstractContextManager[None]],
@@ -99,7 +100,7 @@ class Saver(Saving):
         self._local_cadence = Cadence(steps=parameters.save_local_every_n_steps)
         self._writes_local = False  # whether the last save that was begun is one that hosts alone keep
         self._has_checkpoint = False  # whether the run has one that local ones can follow
-        self._is_to_warm = writer.copies is not None and parameters.saves
+        self._is_to_warm = parameters.saves
         self._ranks_writing = 0
         self._saved: Moment | None = None  # of the last save, which may still be written
         self._validation: tuple[int, dict[str, float]] = (-1, {})
@@ -173,10 +174,12 @@ class Saver(Saving):
             self._best_value, self._is_best = value, self._parameters.save_on_best
 
     def save_if_due(self, *, step: int | None, epoch: int | None, is_last: bool, requested: bool) -> None:
-        # After the first step, since optimizers create their state in it.
-        if self._is_to_warm and step is not None and self._writer.copies is not None:
+        # After the first step, since optimizers create their state in it: one that cannot be saved is found now.
+        if self._is_to_warm and step is not None:
             self._is_to_warm = False
-            self._writer.warm(self._warm(self._writer.copies))
+            work = self._warm(self._writer.copies)
+            if self._writer.copies is not None:
+                self._writer.warm(work)
         if self._only_when_called:
             return
         parameters = self._parameters

@@ -72,11 +72,13 @@ def _show_record(stored: StoredTensors, groups: Mapping[str, Mapping[str, Tensor
 def _groups(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
     """The tensors by whose they are: `model net`, `optimizer adam`, `callback EMA 0`."""
     owners = {f"models.{name}.": f"model {name}" for name in model_names(stored, shared)}
-    owners |= {f"optimizers.{name}.": f"optimizer {name}" for name in shared.get("optimizers", {})}
+    for name in shared.get("optimizers", {}):  # with "/", what lies beside its parameters' state
+        owners |= {f"optimizers.{name}.": f"optimizer {name}", f"optimizers.{name}/": f"optimizer {name}"}
     groups: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in stored.specs.items():
         callback = re.match(r"callbacks\.(\w+)\.(\d+)\.", name)
-        known = next((owner for prefix, owner in owners.items() if name.startswith(prefix)), "other")
+        shared_name = re.sub(r"^ranks\.\d+\.", "", name)
+        known = next((owner for prefix, owner in owners.items() if shared_name.startswith(prefix)), "other")
         owner = f"callback {callback[1]} {callback[2]}" if callback else known
         groups.setdefault(owner, {})[name] = spec
     return groups

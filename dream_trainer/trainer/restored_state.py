@@ -6,7 +6,7 @@ Tensors first, then what all ranks hold alike, then what each rank holds of its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from dream_trainer.checkpoint.model_state import (
     model_tensors,
     parameter_fqns,
 )
-from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, of_one_stage, prepare_optimizer_state
+from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREFIX, has_own_of_ranks, of_one_stage
 from dream_trainer.checkpoint.random_state import set_random_state
+from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.config.branch_parameters import ALL_KEPT, BranchParameters
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.distributed.outcomes import on_all_ranks
@@ -74,6 +75,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     if left_out:
         refuse_other_weights(path, models, left_out, world=world)
 
+    finishing: list[Callable[[], None]] = []
+
     def prepare() -> dict[str, Any]:
         metadata = tensor_metadata(path)
         own = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
@@ -83,11 +86,17 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
             optimizers = {}
         elif (kept := {kept_name(name, worker) for name in optimizers for worker in range(workers)}) != set(saved):
             raise CheckpointError(f"it has optimizers {sorted(saved)}, and this trainer {sorted(kept)}.")
-        with_options = branch.optimizer == "keep"
+        with_options, own_of_rank = branch.optimizer == "keep", None
+        if manifest.world_size == world.world_size and any(map(has_own_of_ranks, saved.values())):
+            own_of_rank = read_rank(path, world.rank)[0].get("optimizers", {})
         for name, optimizer in optimizers.items():
             name = kept_name(name, world.worker if workers > 1 else 0)
             values = saved[name] if world.stages == 1 else of_one_stage(saved[name], set(fqns.values()))
-            tensors |= prepare_optimizer_state(name, optimizer, fqns, values, metadata, with_options=with_options)
+            prepared = prepare_optimizer_state(
+                name, optimizer, fqns, values, metadata, with_options=with_options, own=own_of_rank, rank=world.rank
+            )
+            tensors |= prepared.tensors
+            finishing.append(prepared.finish)
         for _, prefix, callback in numbered(trainer.callbacks):
             callback_tensors = {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
             if any(name in metadata for name in callback_tensors):
@@ -99,8 +108,9 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     with naming_what_changed(manifest, trainer):
         tensors = on_all_ranks(world, f"load {path}", prepare)
         replaced = [name for name in model_tensors(models) if name not in tensors]  # by what each worker has of its own
-        optional = (CALLBACK_PREFIX, *of_optimizers, *of_another_run, *replaced)
+        optional = (CALLBACK_PREFIX, RANK_PREFIX, *of_optimizers, *of_another_run, *replaced)
         load_tensors(path, tensors, world=world, optional_prefix=optional)
+    on_all_ranks(world, f"load {path}", lambda: [finish() for finish in finishing])
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)

@@ -64,7 +64,7 @@ def snapshot(
         CheckpointError: Some rank has state that cannot be saved; the same on every rank.
     """
     world, models = trainer.world, trainer.named_models()
-    tensors, optimizers = _tensors(trainer)
+    tensors, optimizers, own_of_optimizers = _tensors(trainer)
     left_out = _left_out(models, frozen.unchanged(), world) if frozen is not None else {}
     own = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     tensors = trainer._rounds.tensors_to_save(own)
@@ -100,7 +100,7 @@ def snapshot(
             "data": trainer._data.feed.rank_state,
             "metrics": metric_states,
             "user": trainer.rank_state_dict(),
-        }
+        } | ({"optimizers": own_of_optimizers} if own_of_optimizers else {})
         tensors_of_rank |= metric_tensors
         texts = typed_json.dumps(shared).encode(), typed_json.dumps(rank_state).encode()
         return *texts, tensors_of_rank, _digests(trainer, mixins, given)
@@ -128,15 +128,16 @@ def snapshot(
     )
 
 
-def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that is written by DCP, and the rest of the optimizers' state; a collective."""
+def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """What DCP writes, the rest of the optimizers' state, and what of that is this rank's own; a collective."""
     models = trainer.named_models()
     tensors, fqns = model_tensors(models), parameter_fqns(models)
     optimizers: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, optimizer in trainer.named_optimizers().items():
         name = kept_name(name, trainer.world.worker)
-        state_tensors, optimizers[name] = optimizer_state(name, optimizer, fqns, world=trainer.world)
-        tensors |= state_tensors
+        state = optimizer_state(name, optimizer, fqns, world=trainer.world)
+        tensors, own, optimizers[name] = tensors | state.tensors, own | state.own, state.values
     if trainer.world.stages > 1:
         of_ranks = trainer.world.all_gather_object(optimizers)
         optimizers = {name: of_all_stages([of_rank[name] for of_rank in of_ranks]) for name in optimizers}
@@ -146,7 +147,7 @@ def _tensors(trainer: AbstractTrainer) -> tuple[dict[str, Tensor], dict[str, Any
         }
     for _, prefix, callback in numbered(trainer.callbacks):
         tensors |= {prefix + name: tensor for name, tensor in callback.checkpoint_tensors().items()}
-    return tensors, optimizers
+    return tensors, optimizers, own
 
 
 def _extra_state(trainer: AbstractTrainer) -> dict[str, dict[str, Any]]:
@@ -177,14 +178,20 @@ def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world
     return about
 
 
-def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCopies) -> Callable[[], None]:
-    """What to run in the background after the first step, so that the first save takes no longer than later ones."""
-    everything, _ = _tensors(trainer)
+def warm(trainer: AbstractTrainer, frozen: FrozenWeights | None, copies: HostCopies | None) -> Callable[[], None]:
+    """What to run in the background after the first step, so that the first save takes no longer than later ones; a
+    collective.
+
+    Raises:
+        CheckpointError: An optimizer's state, which it has since that step, cannot be saved; the same on every rank.
+    """
+    everything, _, _ = _tensors(trainer)
     passed_over = frozenset() if frozen is None else frozen.names
     tensors = {name: tensor for name, tensor in everything.items() if name not in passed_over}
 
     def work() -> None:
-        copies.warm(tensors)
+        if copies is not None:
+            copies.warm(tensors)
         import dream_trainer.checkpoint.dcp_writer  # noqa: F401  # loads a good part of torch.distributed
 
     return work
@@ -213,12 +220,19 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 
-def check(trainer: AbstractTrainer) -> None:
-    """Finds state that cannot be saved before the first step, and not after hours of training.
+def check(trainer: AbstractTrainer, *, saves: bool) -> None:
+    """Finds state that cannot be saved before the first step, and not after hours of training; a collective.
+
+    Args:
+        trainer: Set up.
+        saves: Whether checkpoints are to be saved, so that models and optimizers are looked at too.
 
     Raises:
+        CheckpointError: A model or an optimizer has state that cannot be saved; the same on every rank.
         TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
         HookError: Two mixins keep their state under one key; the message names both.
     """
     state = _given_state(trainer) | {"mixins": mixin_states(trainer), "rank": trainer.rank_state_dict()}
     typed_json.dumps(state)
+    if saves:
+        _tensors(trainer)

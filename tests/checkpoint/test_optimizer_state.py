@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from dream_trainer.checkpoint.loading import load_tensors, read_shared, tensor_metadata
 from dream_trainer.checkpoint.model_state import model_tensors, parameter_fqns
-from dream_trainer.checkpoint.optimizer_state import optimizer_state, prepare_optimizer_state
+from dream_trainer.checkpoint.optimizer_state import optimizer_state
+from dream_trainer.checkpoint.restored_optimizer import prepare_optimizer_state
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
 from tests.checkpoint.states import save
@@ -56,15 +57,16 @@ def train(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None
 
 def write(root: Path, model: nn.Module, optimizer: Optimizer) -> Path:
     models = {"net": model}
-    tensors, values = optimizer_state("main", optimizer, parameter_fqns(models), world=Ranks.alone())
+    tensors, values, _ = optimizer_state("main", optimizer, parameter_fqns(models), world=Ranks.alone())
     return save(root, 1, tensors={**model_tensors(models), **tensors}, shared={"optimizer": values})
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     models = {"net": model}
     values = read_shared(path)["optimizer"]
-    tensors = prepare_optimizer_state("main", optimizer, parameter_fqns(models), values, tensor_metadata(path))
-    load_tensors(path, {**model_tensors(models), **tensors}, world=Ranks.alone())
+    prepared = prepare_optimizer_state("main", optimizer, parameter_fqns(models), values, tensor_metadata(path))
+    load_tensors(path, {**model_tensors(models), **prepared.tensors}, world=Ranks.alone())
+    prepared.finish()
 
 
 def assert_equal(left: Any, right: Any) -> None:
@@ -159,7 +161,7 @@ def test_saved_options_do_not_follow_later_changes() -> None:
     model = net(0)
     rate = torch.tensor(0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    _, values = optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
+    _, values, _ = optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
     rate.fill_(0.1)
     assert values["groups"][0]["options"]["lr"].item() == 0.5
 
@@ -215,10 +217,97 @@ def test_a_parameter_of_no_model_is_an_error() -> None:
         optimizer_state("main", optimizer, {}, world=Ranks.alone())
 
 
-def test_lbfgs_is_refused_by_name() -> None:
+def test_lbfgs_goes_on_bit_for_bit_from_lists_of_all_parameters(tmp_path: Path) -> None:
+    def steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(count):
+            optimizer.step(closure)
+
+    model, other = net(0), net(1)
+    optimizer, fresh = (torch.optim.LBFGS(one.parameters(), max_iter=3, lr=0.1) for one in (model, other))
+    steps(model, optimizer, 2)
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert len(fresh.state_dict()["state"][0]["old_dirs"]) > 1
+    assert_equal(fresh.state_dict(), optimizer.state_dict())
+    for one, its_optimizer in ((model, optimizer), (other, fresh)):
+        steps(one, its_optimizer, 2)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+class Own(torch.optim.SGD):
+    """Hands out what it keeps beside `state`."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9, **options)
+        self.extra = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"extra": self.extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.extra = state_dict["extra"]
+
+
+class Forgets(Own):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"extra": torch.zeros(2)})
+
+
+@pytest.mark.pitfall(96)
+def test_a_load_state_dict_that_forgets_something_is_an_error_that_says_what(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer, fresh = Forgets(model.parameters()), Forgets(other.parameters())
+    optimizer.extra += 1
+    path = write(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"load_state_dict\(\) of Forgets .* did not bring back extra,"):
+        restore(path, other, fresh)
+
+
+@pytest.mark.pitfall(96)
+def test_own_state_keeps_its_type_and_this_process_its_implementation(tmp_path: Path) -> None:
+    """PyTorch's `load_state_dict` casts state to the type of its parameter."""
+    model, other = net(0).bfloat16(), net(1).bfloat16()
+    optimizer, fresh = Own(model.parameters(), foreach=True), Own(other.parameters(), foreach=False)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+    optimizer.param_groups[0]["lr"] = 0.25
+    restore(write(tmp_path, model, optimizer), other, fresh)
+    assert_equal(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["foreach"]) == (0.25, False)
+
+
+@pytest.mark.pitfall(96)
+def test_own_state_by_position_is_refused_where_parameters_have_another_order(tmp_path: Path) -> None:
+    model, other = net(0), net(1)
+    optimizer, fresh = Own(model.parameters()), Own(reversed(list(other.parameters())))
+    train(model, optimizer, 0, 1)
+    path = write(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="Own has a state_dict of its own.* in another order"):
+        restore(path, other, fresh)
+    assert not fresh.state
+
+
+def test_two_state_tensors_of_one_name_are_an_error() -> None:
     model = net(0)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(CheckpointError, match="LBFGS keeps the history of all parameters in the state of the first"):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight] |= {"a": [torch.ones(1)], "a.0": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"two tensors of its state .*net\.0\.weight\.a\.0"):
+        optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
+
+
+def test_a_sparse_state_tensor_is_an_error_naming_it() -> None:
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight]["sums"] = {"deep": [torch.eye(2).to_sparse()]}
+    with pytest.raises(CheckpointError, match=r"optimizers\.main\.net\.0\.weight\.sums\.deep\.0 is no dense tensor"):
         optimizer_state("main", optimizer, parameter_fqns({"net": model}), world=Ranks.alone())
 
 

@@ -227,7 +227,7 @@ class CheckpointMixin(AbstractTrainer):
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         if self.config.training_parameters.fast_dev_run:
             return
-        saved_state.check(self)
+        saved_state.check(self, saves=parameters.saves)
         local = self._saver.local
         if local is not None and self._resumes_locally(local, parameters):
             return

@@ -1,0 +1,109 @@
+"""How an optimizer's state tensors lie: what a checkpoint notes of it, and memory to load them into.
+
+A tensor of its parameter's shape lies as its parameter does, and any other is plain: nothing is noted then. Of other
+DTensors the dimension that each mesh dimension cuts is noted by the mesh dimension's name, so that they come back as
+DTensors on a mesh of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dream_trainer.compat.pytorch import shard_dim
+from dream_trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Layout = str | dict[str, int | None]
+"""`PLAIN`, or which dimension of the tensor each dimension of the mesh cuts; None for none."""
+
+PLAIN = "plain"
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def mesh_of(parameters: Sequence[nn.Parameter]) -> DeviceMesh | None:
+    """That of the first sharded parameter; None if all are plain."""
+    from torch.distributed.tensor import DTensor
+
+    return next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
+
+
+def place_of(parameter: nn.Parameter) -> list[Any] | None:
+    """Which part of a sharded parameter this rank has: equal places have equal parts. None for a plain one."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return [list(mesh.shape), [str(one) for one in parameter.placements], list(mesh.get_coordinate() or ())]
+
+
+def layout_to_note(tensor: Tensor, parameter: nn.Parameter | None, mesh: DeviceMesh | None) -> Layout | None:
+    """How a state tensor lies, if that does not follow from its parameter.
+
+    Args:
+        tensor: The state.
+        parameter: The parameter that it belongs to; None if that is not known.
+        mesh: That of the optimizer's sharded parameters.
+
+    Raises:
+        CheckpointError: It is a DTensor of another mesh, or a sum that is still to be made.
+    """
+    from torch.distributed.tensor import DTensor
+
+    has_its_shape = parameter is not None and tensor.shape == parameter.shape
+    if not isinstance(tensor, DTensor):
+        return PLAIN if has_its_shape and tensor.ndim and isinstance(parameter, DTensor) else None
+    if has_its_shape and isinstance(parameter, DTensor) and tensor.placements == parameter.placements:
+        return None
+    if tensor.device_mesh != mesh or any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"a DTensor with {tensor.placements} on {tensor.device_mesh} cannot be saved. Keep state on the mesh of "
+            "the optimizer's parameters, as Shard or Replicate."
+        )
+    return {name: shard_dim(placement) for name, placement in zip(_names(mesh), tensor.placements, strict=True)}
+
+
+def allocate(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    noted: Layout | None,
+    like: Tensor | None,
+    mesh: DeviceMesh | None,
+) -> Tensor:
+    """Memory for a state tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        dtype: Its type.
+        device: Where this rank's part lies.
+        noted: From `layout_to_note`.
+        like: It lies as this one if both have one shape and nothing is noted.
+        mesh: That of the optimizer's sharded parameters now; None if they are plain.
+    """
+    if isinstance(noted, Mapping) and mesh is not None:
+        from torch.distributed.tensor import Replicate, Shard, empty
+
+        dims = [noted.get(name) for name in _names(mesh)]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements).to(device)
+    if noted is None and like is not None and like.shape == shape:
+        return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    assert mesh is not None
+    return mesh.mesh_dim_names or tuple(str(number) for number in range(mesh.ndim))
