@@ -8,7 +8,7 @@ pipeline; loading is in place, so what is tied stays tied.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -183,12 +183,15 @@ def value_checksum(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def load_rank_buffers(models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor]) -> None:
+def load_rank_buffers(
+    models: Mapping[str, nn.Module], buffers: Mapping[str, Tensor], reshaped: Collection[str] = ()
+) -> None:
     """Restores on this rank what `rank_buffers` returned, after the common values were loaded.
 
     Args:
         models: The models by name.
         buffers: From this rank's part of the checkpoint; names that are not of models are ignored.
+        reshaped: Names of buffers that may have another shape here, and get the saved one.
 
     Raises:
         CheckpointError: A name is not among the models', or a shape or dtype differs; nothing was written.
@@ -196,10 +199,27 @@ def load_rank_buffers(models: Mapping[str, nn.Module], buffers: Mapping[str, Ten
     targets = _unsharded(models)
     saved = {name: value for name, value in buffers.items() if name.startswith("models.")}
     for name, value in saved.items():
-        if name not in targets or targets[name].shape != value.shape or targets[name].dtype != value.dtype:
+        fits = name in targets and targets[name].dtype == value.dtype
+        if not fits or (targets[name].shape != value.shape and name not in reshaped):
             raise CheckpointError(
                 f"This rank's {name} ({tuple(value.shape)} {value.dtype}) does not fit the model. "
                 "Was the layer removed, renamed or changed since?"
             )
-    for name, value in saved.items():
-        targets[name].copy_(value)
+    take_shapes(models, reshaped, {name: value.shape for name, value in saved.items()})
+    for name, target in _unsharded(models).items():
+        if name in saved:
+            target.copy_(saved[name])
+
+
+@torch.no_grad()
+def take_shapes(models: Mapping[str, nn.Module], names: Collection[str], shapes: Mapping[str, torch.Size]) -> None:
+    """Gives buffers the shapes that they are loaded in; the tensors stay the ones that others hold.
+
+    Args:
+        models: The models by name.
+        names: The buffers that may have another shape.
+        shapes: By name.
+    """
+    for name, buffer in model_buffers(models).items():
+        if name in names and name in shapes and buffer.shape != shapes[name]:
+            buffer.data = torch.empty(shapes[name], dtype=buffer.dtype, device=buffer.device)

@@ -31,9 +31,9 @@ def split_state(
     """
     found: dict[TensorPath, Tensor] = {}
     values = _without_tensors(state, names, found, ())
-    top = [path[0] for path in found if len(path) == 1 and isinstance(path[0], str)]
+    top = [path[0] for path in found if not path[1:] and isinstance(path[0], str)]
     record: dict[str, Any] = {"tensors": sorted(top), "values": {k: v for k, v in values.items() if k not in top}}
-    nested = [list(path) for path in found if len(path) > 1 or not isinstance(path[0], str)]
+    nested = [list(path) for path in found if path[1:] or not isinstance(path[0], str)]
     return record | ({"nested": nested} if nested else {}), found
 
 
@@ -111,8 +111,10 @@ def _mapped(value: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
     if kind in (list, tuple):
         return kind(change(index, entry)[1] for index, entry in enumerate(value))
     if kind in (dict, OrderedDict, defaultdict):
-        items = dict(change(key, entry) for key, entry in value.items())
-        return defaultdict(value.default_factory, items) if kind is defaultdict else kind(items)
+        changed = value.copy()  # a defaultdict keeps its factory
+        changed.clear()
+        changed.update(change(key, entry) for key, entry in value.items())
+        return changed
     return value
 
 

@@ -88,7 +88,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
         world, f"save optimizer {name!r}", lambda: _collect(name, optimizer, fqns, needs_digests=needs_digests)
     )
     each_rank = _of_each_rank(name, groups, parts, world)
-    tensors: dict[str, Tensor] = {}
+    tensors, by_name = dict[str, Tensor](), parameters_by_name(optimizer, fqns)
     own: dict[str, dict[str, Any]] = {name: {}} if each_rank else {}
     for part, (record, found, _) in parts.items():
         is_local = part in each_rank
@@ -96,7 +96,7 @@ def optimizer_state(name: str, optimizer: Optimizer, fqns: Mapping[Tensor, str],
             prefix = f"{RANK_PREFIX}{world.rank}." if is_local and not is_sharded(tensor) else ""
             tensors[prefix + tensor_name(name, part, path)] = tensor
         if is_local:
-            own[name][part] = record | {"places": places_of(parameters_by_name(optimizer, fqns), part)}
+            own[name][part] = record | {"places": places_of(by_name, part)}
     shared = {part: of.record for part, of in parts.items() if part not in each_rank}
     values: dict[str, Any] = {"class": type(optimizer).__name__, "groups": groups}
     values["state"] = {part: record for part, record in shared.items() if part != WHOLE}
@@ -179,8 +179,10 @@ def _states(optimizer: Optimizer, fqns: Mapping[Tensor, str]) -> dict[str, Mappi
     """The parts of an optimizer's state by parameter; what belongs to none, or all of it, under `WHOLE`."""
     if has_own_state_dict(optimizer):
         return {WHOLE: optimizer.state_dict()}
-    states = {fqns[key]: value for key, value in optimizer.state.items() if isinstance(key, Tensor)}
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    states: dict[str, Mapping[Any, Any]] = {
+        fqns[key]: value for key, value in optimizer.state.items() if isinstance(key, Tensor)
+    }
+    others = {key: value for key, value in dict(optimizer.state).items() if not isinstance(key, Tensor)}
     return states | ({WHOLE: others} if others else {})
 
 
@@ -208,7 +210,7 @@ def tensor_name(name: str, part: str, path: TensorPath) -> str:
 
 def places_of(by_name: Mapping[str, nn.Parameter], part: str) -> dict[str, Any]:
     """Which part this rank has of the parameters that a part of the state is of."""
-    return {name: place_of(parameter) for name, parameter in by_name.items() if part in (WHOLE, name)}
+    return {name: place_of(by_name[name]) for name in (by_name if part == WHOLE else (part,))}
 
 
 def _of_each_rank(name: str, groups: Sequence[Mapping[str, Any]], parts: Mapping[str, _Part], world: Ranks) -> set[str]:

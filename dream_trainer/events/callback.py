@@ -94,7 +94,7 @@ class Callback:
         """Everything is ready and resumed; training starts."""
 
     def pre_epoch(self, trainer: AbstractTrainer) -> None:
-        """An epoch starts, or goes on after a resume."""
+        """An epoch starts, or goes on. In the middle of an epoch, saved state wins over what you set here."""
 
     def pre_train_batch(self, trainer: AbstractTrainer, batch: Any, batch_idx: int) -> None:
         """Before `training_step`; the batch is on the device."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
 import torch.nn as nn
@@ -35,6 +36,7 @@ from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.exit_status import exit_status
+from dream_trainer.trainer.kept_state import keeping_state
 from dream_trainer.trainer.step.nonfinite import RetryWindow
 from dream_trainer.trainer.step.rerun import MovedByForward
 from dream_trainer.trainer.validation import validate
@@ -224,7 +226,8 @@ class BaseTrainer(AbstractTrainer):
         self._land(is_last=True)
 
     def _train_epoch(self) -> None:
-        self._notify("pre_epoch")
+        with keeping_state(self) if self.progress.epoch_steps > 0 else nullcontext():
+            self._notify("pre_epoch")
         follow_train_dataloader(self)
         is_over, own_time = self._schedule.epoch_steps == 0, self._parallel.gradients.own_time
         if is_over:

@@ -16,12 +16,14 @@ from dream_trainer.checkpoint.frozen_weights import refuse_other_weights
 from dream_trainer.checkpoint.loading import load_tensors, read_rank, read_shared, tensor_metadata
 from dream_trainer.checkpoint.manifest import Manifest
 from dream_trainer.checkpoint.metric_state import load_metric_state
+from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
     load_model_extra_state,
     load_rank_buffers,
     model_extra_state,
     model_tensors,
     parameter_fqns,
+    take_shapes,
 )
 from dream_trainer.checkpoint.optimizer_state import OPTIMIZER_PREFIX, RANK_PREFIX, has_own_of_ranks, of_one_stage
 from dream_trainer.checkpoint.random_state import set_random_state
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dream_trainer")
 
 
-def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParameters | None = None) -> None:
+def restore(
+    trainer: AbstractTrainer, manifest: Manifest, form: ModelForm, begins: BranchParameters | None = None
+) -> None:
     """Restores a checkpoint's state on any mesh and world size; a collective.
 
     Random states, and other state of single ranks, are restored if the layout is the same. At another layout every rank
@@ -54,6 +58,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     Args:
         trainer: Between two windows.
         manifest: Of the checkpoint.
+        form: That of the models; what training had changed of it comes back, unless counters begin again.
         begins: What goes along, where the run begins from another one's checkpoint; None where it resumes its own.
             Weights and the user's own state always go along, and of callbacks what they leave.
 
@@ -71,7 +76,8 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
     models = trainer.named_models()
     fqns = parameter_fqns(models)
     refuse_other_adapters(path, models, shared.get("adapters"), world=world)
-    left_out = shared.get("left_out", {})
+    left_out, model_form = shared.get("left_out", {}), shared.get("model_form", {})
+    reshaped = form.reshaped(models, model_form)
     if left_out:
         refuse_other_weights(path, models, left_out, world=world)
 
@@ -79,6 +85,7 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
 
     def prepare() -> dict[str, Any]:
         metadata = tensor_metadata(path)
+        take_shapes(models, reshaped, {name: shape for name, (shape, _) in metadata.items()})
         own = {name: tensor for name, tensor in model_tensors(models).items() if name not in left_out}
         tensors = trainer._rounds.tensors_to_load(own, metadata.keys(), is_own=begins is None)
         saved, optimizers = shared["optimizers"], trainer.named_optimizers()
@@ -112,10 +119,16 @@ def restore(trainer: AbstractTrainer, manifest: Manifest, begins: BranchParamete
         load_tensors(path, tensors, world=world, optional_prefix=optional)
     on_all_ranks(world, f"load {path}", lambda: [finish() for finish in finishing])
     on_all_ranks(world, f"load {path}", lambda: _restore_shared(trainer, shared, tensor_metadata(path), begins))
+    if branch.counters == "keep":
+        form.restore(models, model_form, world)
     mesh_shape: dict[str, int] = dict(zip(MESH_DIMS, world.mesh_shape, strict=True))
     same_layout = _data_layout(manifest.mesh_shape) == _data_layout(mesh_shape)
     data = shared.get("data")
-    on_all_ranks(world, f"load {path}", lambda: _restore_rank(trainer, manifest, data, branch, same_layout=same_layout))
+    on_all_ranks(
+        world,
+        f"load {path}",
+        lambda: _restore_rank(trainer, manifest, data, branch, reshaped, same_layout=same_layout),
+    )
     if branch.counters == "keep":
         on_all_ranks(world, f"load {path}", lambda: _restore_metrics(trainer, manifest, same_layout=same_layout))
 
@@ -219,6 +232,7 @@ def _restore_rank(
     manifest: Manifest,
     data: dict[str, Any] | None,
     branch: BranchParameters,
+    reshaped: Collection[str],
     *,
     same_layout: bool,
 ) -> None:
@@ -227,7 +241,7 @@ def _restore_rank(
     tensors: dict[str, Tensor] = {}
     if same_layout:
         state, tensors = read_rank(path, world.rank)
-        load_rank_buffers(trainer.named_models(), tensors)
+        load_rank_buffers(trainer.named_models(), tensors, reshaped)
         trainer.load_rank_state_dict(state["user"])
     if branch.data == "new":
         return  # the order and the generators are those of a run that starts

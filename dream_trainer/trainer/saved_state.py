@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.metric_state import metric_state
+from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import (
     model_buffers,
     model_configs,
@@ -49,12 +50,17 @@ if TYPE_CHECKING:
 
 
 def snapshot(
-    trainer: AbstractTrainer, frozen: FrozenWeights | None, metrics: dict[str, float], copies: HostCopies | None
+    trainer: AbstractTrainer,
+    form: ModelForm,
+    frozen: FrozenWeights | None,
+    metrics: dict[str, float],
+    copies: HostCopies | None,
 ) -> Snapshot:
     """The trainer's complete state at this moment; a collective.
 
     Args:
         trainer: Between two windows, the same step on every rank.
+        form: That of the models.
         frozen: What is left out where it has not changed since the setup; None leaves out nothing.
         metrics: Those of a validation at this step, for the manifest.
         copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
@@ -70,7 +76,7 @@ def snapshot(
     tensors = trainer._rounds.tensors_to_save(own)
     mixins = mixin_states(trainer)
     extra_state = _extra_state(trainer)
-    adapters = whole_adapters(models, world)
+    adapters, model_form = whole_adapters(models, world), form.state(models, world)
 
     def serialise() -> tuple[bytes, bytes, dict[str, Tensor], dict[str, str]]:
         shared = {
@@ -83,6 +89,7 @@ def snapshot(
             "mixins": mixins,
             "extra_state": extra_state,
             "left_out": left_out,
+            "model_form": model_form,
             "model_configs": model_configs(models),
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
             "loss_scale": trainer._accumulation.loss_scale_state(),

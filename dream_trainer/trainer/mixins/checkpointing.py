@@ -24,6 +24,7 @@ from dream_trainer.checkpoint.files import local_path, step_name
 from dream_trainer.checkpoint.frozen_weights import FrozenWeights
 from dream_trainer.checkpoint.local_checkpoints import LocalCheckpoints
 from dream_trainer.checkpoint.manifest import Manifest, verify_all_but_shards, verify_checkpoint
+from dream_trainer.checkpoint.model_form import ModelForm
 from dream_trainer.checkpoint.model_state import model_configs
 from dream_trainer.checkpoint.remote_run import RemoteRun, list_in_both
 from dream_trainer.checkpoint.retention import Retention
@@ -179,13 +180,14 @@ class CheckpointMixin(AbstractTrainer):
         writer = SnapshotWriter(
             self.checkpoint_dir, retention, beside, copies, self._local_checkpoints(parameters, beside)
         )
+        self._form = ModelForm()
         frozen = None if parameters.save_frozen else FrozenWeights(self.named_models(), self.world)
         saver = self._saver = Saver(
             parameters,
             self.world,
             writer,
             settle=partial(_settled, self),
-            snapshot=partial(saved_state.snapshot, self, frozen),
+            snapshot=partial(saved_state.snapshot, self, self._form, frozen),
             warm=partial(saved_state.warm, self, frozen),
             on_save=partial(self._notify, "on_save"),
             on_lost=self._save_was_lost,
@@ -224,6 +226,7 @@ class CheckpointMixin(AbstractTrainer):
 
     def _resume(self) -> None:
         super()._resume()
+        self._form.note(self.named_models())
         parameters: CheckpointParameters = with_known_mode(self.config.checkpoint_parameters, self)
         if self.config.training_parameters.fast_dev_run:
             return
@@ -268,7 +271,7 @@ class CheckpointMixin(AbstractTrainer):
     def _load(self, manifest: Manifest, branch: BranchParameters = ALL_KEPT, *, newest: Manifest | None = None) -> None:
         """`newest` is the run's newest checkpoint, where `manifest` is of what its hosts keep for themselves."""
         is_own = newest is not None or manifest.path.parent.resolve() == self._checkpoints_root().resolve()
-        restore(self, manifest, None if is_own else branch)
+        restore(self, manifest, self._form, None if is_own else branch)
         self._recorder.parent = manifest.parent
         if not is_own:
             path = str(absolute(manifest.path))

@@ -1,0 +1,279 @@
+"""What training changes of a model beside its values comes back on a resume: what learns, modes, and shapes of buffers.
+
+The truth is a loop by hand in float64, on one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import CheckpointError
+from tests.trainer import small
+from tests.trainer.saves import make_config
+from tests.trainer.small import WIDTH, Samples, fill, weights
+from tests.worlds import run_world
+
+GLOBAL_BATCH, PER_EPOCH, STOP, LAST = 4, 2, 5, 8
+State = dict[str, Tensor]
+
+
+class Doubles(nn.Module):
+    """Computes something else in training, as batch norm does, though the same on any mesh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
+class Queue(nn.Module):
+    """Keeps a row of each forward in training; some ranks keep two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(0, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        count = 1 + int(os.environ.get("RANK", "0"))
+        self.rows = torch.cat([self.rows, x.detach().mean(0, keepdim=True).expand(count, -1)])
+        return x + self.rows.mean(0)
+
+
+class Net(nn.Module):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self, *, has_queue: bool = False) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), nn.Tanh()) for _ in range(2)]
+        self.backbone = nn.Sequential(*blocks, Doubles())
+        self.queue = Queue() if has_queue else nn.Identity()
+        self.head = nn.Linear(WIDTH, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(self.queue(x)))
+
+
+def freeze(model: Net, learns: bool) -> None:
+    model.backbone.requires_grad_(learns).train(learns)
+
+
+class Thaws:
+    """Mix in: the backbone learns from the second epoch on."""
+
+    has_queue = False
+
+    def configure_models(self) -> None:
+        self.model = Net(has_queue=self.has_queue)
+        freeze(self.model, learns=False)
+
+    def pre_epoch(self) -> None:
+        if self.current_epoch == 1:
+            freeze(self.model, learns=True)
+
+
+class Sharded(Thaws, small.Sharded, dt.CheckpointMixin):
+    pass
+
+
+class Replicated(Thaws, small.Spread, dt.CheckpointMixin):
+    pass
+
+
+class Queues(Thaws):
+    has_queue = True
+
+    def pre_epoch(self) -> None:
+        pass
+
+
+class ShardedQueue(Queues, small.Sharded, dt.CheckpointMixin):
+    pass
+
+
+class ReplicatedQueue(Queues, small.Spread, dt.CheckpointMixin):
+    pass
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def train(kind: type[Any], experiment: str, steps: int, **checkpoint: Any) -> State:
+    config = make_config(
+        experiment=experiment, training={"max_steps": steps}, **{"save_every_n_epochs": None} | checkpoint
+    )
+    batch = GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", "1"))
+    loader = DistributedDataLoader(Samples(GLOBAL_BATCH * PER_EPOCH), batch)
+    with kind(config, loader, make_optimizer=adamw) as trainer:
+        trainer.fit()
+        modes = {f"{name} trains": torch.tensor(m.training) for name, m in trainer.model.named_modules()}
+        learning = {f"{name} learns": torch.tensor(p.requires_grad) for name, p in trainer.model.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+        return weights(trainer.model) | buffers | modes | learning
+
+
+def straight_and_resumed(kind: type[Any]) -> tuple[State, State]:
+    straight = train(kind, f"{kind.__name__} straight", LAST)
+    train(kind, kind.__name__, STOP)
+    return straight, train(kind, kind.__name__, LAST, resume="latest")
+
+
+def by_hand(has_queue: bool) -> State:
+    model, samples = Net(has_queue=has_queue), Samples(GLOBAL_BATCH * PER_EPOCH)
+    fill(model)
+    freeze(model, learns=False)
+    optimizer = adamw(model)
+    for step in range(LAST):
+        if not has_queue and step == PER_EPOCH:
+            freeze(model, learns=True)
+        rows = slice(GLOBAL_BATCH * (step % PER_EPOCH), GLOBAL_BATCH * (step % PER_EPOCH + 1))
+        mse_loss(model(samples.x[rows]), samples.y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_close(found: State, wanted: State) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11)
+
+
+def assert_equal(found: State, wanted: State) -> None:
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.pitfall(97)
+@pytest.mark.parametrize("kind", [Sharded, ShardedQueue])
+def test_one_process_goes_on_with_the_models_form(
+    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, "dream_trainer"):
+        straight, resumed = straight_and_resumed(kind)
+    assert_close(straight, by_hand(kind.has_queue))
+    assert_equal(resumed, straight)
+    told = [line for line in caplog.messages if "trainable: model.backbone.0.0.weight" in line]
+    assert len(told) == (0 if kind.has_queue else 1)
+
+
+# -- several ranks
+
+
+class TwoRanks(NamedTuple):
+    """What a rank of two found, by the trainer's name: the run that was not stopped, and the one that was."""
+
+    pairs: dict[str, tuple[State, State]]
+
+
+def train_on_two(directory: str) -> TwoRanks:
+    os.chdir(directory)
+    pairs = {kind.__name__: straight_and_resumed(kind) for kind in KINDS}
+    train(Sharded, "to one", STOP)
+    return TwoRanks(pairs)
+
+
+KINDS: list[Callable[..., Any]] = [Sharded, Replicated, ShardedQueue, ReplicatedQueue]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(directory: Path) -> list[TwoRanks]:
+    return run_world(train_on_two, 2, str(directory))
+
+
+@pytest.mark.pitfall(97)
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
+def test_two_ranks_go_on_with_the_models_form(two_ranks: list[TwoRanks], kind: str) -> None:
+    for rank, found in enumerate(two_ranks):
+        straight, resumed = found.pairs[kind]
+        assert_equal(resumed, straight)
+        if "Queue" in kind:
+            assert straight["queue.rows"].shape == (LAST * (1 + rank), WIDTH)
+        else:
+            assert_close(straight, by_hand(has_queue=False))
+
+
+@pytest.mark.pitfall(97)
+@pytest.mark.usefixtures("two_ranks")
+def test_one_process_goes_on_with_the_form_that_two_ranks_had(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    assert_close(train(Sharded, "to one", LAST, resume="latest"), by_hand(has_queue=False))
+
+
+# -- whose form holds
+
+
+class Edited(Sharded):
+    """The code was edited: its setup freezes only one block."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.backbone[1].requires_grad_(True)
+
+    def pre_epoch(self) -> None:
+        pass
+
+
+class NeverThaws(Sharded):
+    def pre_epoch(self) -> None:
+        pass
+
+
+class LongerQueue(ShardedQueue):
+    """The code was edited: another width of a buffer that training has not touched."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.register_buffer("table", torch.zeros(self.width))
+
+    width = 3
+
+
+def test_what_the_edited_setup_does_holds_where_training_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(NeverThaws, "edited", STOP)
+    found = train(Edited, "edited", STOP + 1)
+    assert [name for name in ("0.0.weight", "1.0.weight") if found[f"backbone.{name} learns"]] == ["1.0.weight"]
+    (told,) = [line for line in caplog.messages if "requires_grad is as this run's setup has it" in line]
+    assert "frozen in the checkpoint and trainable here: model.backbone.1.0.weight, model.backbone.1.0.bias" in told
+
+
+def test_a_checkpoint_from_before_the_thaw_is_frozen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(training={"max_steps": LAST}, save_every_n_steps=1)
+    loader = DistributedDataLoader(Samples(GLOBAL_BATCH * PER_EPOCH), GLOBAL_BATCH)
+    with Sharded(config, loader, make_optimizer=adamw) as trainer:
+        trainer.fit()
+        assert trainer.model.backbone[0][0].weight.requires_grad
+        trainer.load_checkpoint(trainer.checkpoint_dir / "step_00000001")
+        assert not any(p.requires_grad for p in trainer.model.backbone.parameters())
+        assert not trainer.model.backbone.training
+        trainer.fit()
+        assert_close(weights(trainer.model), by_hand(has_queue=False))
+
+
+def test_a_buffer_whose_shape_the_code_changed_is_still_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(LongerQueue, "wider", STOP)
+    monkeypatch.setattr(LongerQueue, "width", 4)
+    with pytest.raises(CheckpointError, match=r"shapes or dtypes differ: models\.model\.table \(saved \(3,\)"):
+        train(LongerQueue, "wider", LAST)
