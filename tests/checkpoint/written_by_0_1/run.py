@@ -132,6 +132,7 @@ def make_config(experiment: str, *, replicated: bool = False) -> dt.DreamTrainer
         seed=7,
         callbacks=dt.CallbackCollection([dt.EMA(0.9)]),
         device_parameters=dt.DeviceParameters(device="cpu", dp_shard=1 if replicated else "auto"),
+        fsdp_parameters=dt.FSDPParameters(min_group_mib=0),  # 0.1 gathered every model block by block
         training_parameters=dt.TrainingParameters(
             n_epochs=3, gradient_accumulation_steps=2, gradient_clip_val=0.5, val_every_n_steps=2
         ),
