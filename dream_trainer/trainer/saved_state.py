@@ -200,7 +200,7 @@ def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
 
 
 def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Of what is the user's in the state of which rank 0's is saved, by the method and the key that gives it."""
+    """Of state of which rank 0's is saved, and which the user's code gives or moves, by what it is called."""
     if trainer.world.world_size == 1:
         return {}
     states = {"_mixin_state()": mixins, "state_dict()": given["user"]}
@@ -210,6 +210,9 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
         for name, state in states.items()
         for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
     }
+    parts |= {f"the schedule {name}": state for name, state in given["schedulers"].items()}
+    for name, optimizer in trainer.named_optimizers().items():
+        parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups]
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 

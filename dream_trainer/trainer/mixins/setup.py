@@ -53,7 +53,7 @@ from dream_trainer.trainer.model_setup import (
     split_layers,
     split_mixtures,
 )
-from dream_trainer.trainer.rank_differences import refuse_different_optimizers
+from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
@@ -114,6 +114,7 @@ class SetupMixin(AbstractTrainer):
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
+        refuse_different_modules(self.world, "models", models)
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
@@ -337,6 +338,7 @@ def _configure_metrics(trainer: SetupMixin) -> None:
         metric.to(trainer.world.device)
         for part in parts(metric):
             part.process_group = trainer.world.data_group
+    refuse_different_modules(trainer.world, "metrics", trainer.named_metrics())
 
 
 CONFIGURE: tuple[SetupStage, ...] = (
