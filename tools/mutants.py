@@ -463,7 +463,7 @@ MUTANTS = [
     Mutant(
         "batch norm's statistics differ by rank",
         "dream_trainer/trainer/base.py",
-        "self._parallel.average_statistics()",
+        "self._parallel.join_buffers()",
         "pass",
         "tests/trainer/test_odd_parameters.py",
     ),
@@ -592,6 +592,34 @@ MUTANTS = [
         'parts[f"learning rates of {name}"] =',
         "_ =",
         "tests/trainer/test_equal_metrics.py -k rates",
+    ),
+    Mutant(
+        "buffers of ranks are not compared in validations",
+        "dream_trainer/trainer/validation.py",
+        "        warn_of_different_buffers(trainer)\n",
+        "",
+        "tests/trainer/test_joined_buffers.py -k named_once",
+    ),
+    Mutant(
+        "buffers of ranks are not compared in saves",
+        "dream_trainer/trainer/saved_state.py",
+        "    warn_of_different_buffers(trainer)\n",
+        "",
+        "tests/trainer/test_joined_buffers.py -k named_once",
+    ),
+    Mutant(
+        "buffers keep each rank's own values",
+        "dream_trainer/modules/joined_buffers.py",
+        '            _take_first([value for buffer, value in here if buffer.policy == "rank 0"], group)\n',
+        "",
+        "tests/trainer/test_joined_buffers.py -k as_their_policies",
+    ),
+    Mutant(
+        "a buffer of its own policy is averaged over layers in training only",
+        "dream_trainer/modules/joined_buffers.py",
+        "_Buffer(name, part, key, chosen or default, is_norm and chosen is None)",
+        "_Buffer(name, part, key, default, is_norm)",
+        "tests/trainer/test_joined_buffers.py -k as_their_policies",
     ),
     Mutant(
         "optimizers of ranks are not compared",
@@ -2038,9 +2066,9 @@ MUTANTS = [
     ),
     Mutant(
         "statistics of a layer in eval mode are averaged in",
-        "dream_trainer/modules/norm_statistics.py",
-        "sums = torch.stack((flat * trains, trains))",
-        "sums = torch.stack((flat, trains))",
+        "dream_trainer/modules/joined_buffers.py",
+        "flat.masked_fill(~of_elements, 0)",
+        "flat",
         "tests/trainer/test_odd_parameters.py -k only_some_ranks",
     ),
     Mutant(

@@ -27,19 +27,26 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, a
     Raises:
         RanksDifferError: Some differ; the same on every rank, with each rank's value.
     """
+    for of_group in differing_facts(ranks, facts, among=among):
+        refuse(told_differences(of_group), advice)
+
+
+def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -> list[dict[int, dict[str, str]]]:
+    """What ranks say that do not all say the same, by rank, for each group of them; a collective."""
     if ranks.world_size == 1:
-        return
+        return []
     spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
     digest = hashlib.sha256(repr(sorted(spelled_facts.items())).encode(errors="surrogatepass")).digest()
-    digests: dict[int, set[bytes]] = {}
-    for group, of_rank in ranks.all_gather_object((among, digest)):
-        digests.setdefault(group, set()).add(of_rank)
-    if all(len(of_group) == 1 for of_group in digests.values()):
-        return
+    digests = ranks.all_gather_object((among, digest))
+    groups = [group for group, _ in dict.fromkeys(digests)]
+    if len(set(groups)) == len(groups):
+        return []
     every = ranks.all_gather_object((among, spelled_facts))
-    for group in digests:
-        of_group = {rank: facts for rank, (other, facts) in enumerate(every) if other == group}
-        refuse(told_differences(of_group), advice)
+    return [
+        {rank: of_rank for rank, (other, of_rank) in enumerate(every) if other == group}
+        for group in dict.fromkeys(groups)
+        if groups.count(group) > 1
+    ]
 
 
 def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:

@@ -39,7 +39,7 @@ def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
     """
     if world.world_size == 1:
         return []
-    digests = world.all_gather_object([_digest(tensor) for tensor in tensors.values()])
+    digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])
     differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]
     for name in differ:
         values = tensors[name].cpu().contiguous()
@@ -47,5 +47,6 @@ def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
     return differ
 
 
-def _digest(tensor: Tensor) -> int:
+def digest_of(tensor: Tensor) -> int:
+    """Of a tensor's bytes, not of its shape."""
     return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -41,9 +41,11 @@ _MAY_DIFFER = (
 )
 
 _IN_ONE_ORDER = (
-    "Build them in one order on every rank: go through a list or sorted(...), not through a set, whose order differs by "
-    "process."
+    "Build them in one order on every rank: iterate over a list or sorted(...), not over a set, whose order differs "
+    "between processes."
 )
+
+_DIFFERENT_BUFFERS = "buffers of ranks"
 
 # Ranks may add up in other orders, in float32.
 _ROUNDING = 1e-5
@@ -78,7 +80,7 @@ def refuse_different_modules(world: Ranks, kind: str, modules: Mapping[str, nn.M
 
     Args:
         world: The ranks.
-        kind: What the modules are, in the plural.
+        kind: "models" or "metrics".
         modules: By name; whole ones, before they are changed for this rank.
 
     Raises:
@@ -231,10 +233,10 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
 
 
 def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
-    """Values by name that every rank may go by: rank 0's, from which those of others differ by rounding; a collective.
+    """A validation's values, the same on every rank: rank 0's, if no rank's differ by more than rounding; a collective.
 
     Raises:
-        RanksDifferError: Some differ by more; the message names them with each rank's value, the same on every rank.
+        RanksDifferError: The message has those that differ by more, with each rank's value; the same on every rank.
     """
     first, *others = of_ranks = world.all_gather_object(metrics)
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
@@ -247,6 +249,23 @@ def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
             "keep what it counts in states of add_state(..., dist_reduce_fx=...) and leave sync_on_compute at True.",
         )
     return dict(first)
+
+
+def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
+    """Compares the models' buffers across ranks with other data, until a warning has named some; a collective."""
+    buffers = trainer._parallel.buffers
+    if buffers is None or _DIFFERENT_BUFFERS in trainer._said_once:
+        return
+    names = buffers.different(trainer.world)
+    if names:
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        trainer.warn_once(
+            _DIFFERENT_BUFFERS,
+            f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
+            "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
+            f'{trainer._policies_in}, such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
+            'integers, or "as is" to leave them.',
+        )
 
 
 def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:

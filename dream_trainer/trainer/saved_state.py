@@ -37,7 +37,7 @@ from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
-from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps
+from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.origins import origin_of
@@ -107,6 +107,7 @@ def snapshot(
 
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
     say_what_only_rank_0_keeps(trainer, digests)
+    warn_of_different_buffers(trainer)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
         made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them

@@ -21,7 +21,7 @@ from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.log_options import unlogged
-from dream_trainer.trainer.rank_differences import agreed_metrics
+from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
@@ -54,6 +54,7 @@ def validate(
     """
     metrics: dict[str, float] = {}
     with validation_mode(trainer), trainer._validation_context():
+        warn_of_different_buffers(trainer)
         trainer._notify("pre_val_epoch")
         for name, batches in loaders.items():
             trainer.val_name = name

@@ -26,6 +26,7 @@ from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
+from dream_trainer.modules.joined_buffers import JoinedBuffers
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
 from dream_trainer.modules.parameter_marks import ParameterMarks
@@ -115,6 +116,7 @@ class SetupMixin(AbstractTrainer):
         super().setup()
         models = self.named_models()
         refuse_different_modules(self.world, "models", models)
+        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies(), self._policies_in)
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
