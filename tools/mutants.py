@@ -615,10 +615,10 @@ MUTANTS = [
         "tests/trainer/test_joined_buffers.py -k as_their_policies",
     ),
     Mutant(
-        "a buffer of its own policy is averaged over layers in training only",
+        "policies of buffers are passed over",
         "dream_trainer/modules/joined_buffers.py",
-        "_Buffer(name, part, key, chosen or default, is_norm and chosen is None)",
-        "_Buffer(name, part, key, default, is_norm)",
+        "                policy: BufferPolicy | None = chosen\n",
+        "                policy: BufferPolicy | None = None\n",
         "tests/trainer/test_joined_buffers.py -k as_their_policies",
     ),
     Mutant(

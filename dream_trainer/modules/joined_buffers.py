@@ -68,7 +68,8 @@ class JoinedBuffers:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy], given_by: str) -> None:
-        self._models, self._policies, self._given_by = models, dict(policies), given_by
+        self._models, self._given_by = models, given_by
+        self._policies: dict[str, BufferPolicy] = dict(policies)
         self._joined: list[_Buffer] | None = None
         self._shapes: list[torch.Size] = []
         self._check_policies()
@@ -84,10 +85,10 @@ class JoinedBuffers:
             for key, tensor in part.named_buffers(recurse=False):
                 name = f"{path}.{key}"
                 chosen = next((policy for pattern, policy in self._policies.items() if re.search(pattern, name)), None)
-                default: BufferPolicy | None = None
-                if is_norm:
-                    default = "mean" if key in ("running_mean", "running_var") else "as is"
-                buffers.setdefault(id(tensor), _Buffer(name, part, key, chosen or default, is_norm and chosen is None))
+                policy: BufferPolicy | None = chosen
+                if is_norm and chosen is None:
+                    policy = "mean" if key in ("running_mean", "running_var") else "as is"
+                buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, is_norm and chosen is None))
         return [*buffers.values()]
 
     def averaged_storages(self) -> set[int]:
