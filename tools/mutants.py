@@ -617,8 +617,8 @@ MUTANTS = [
     Mutant(
         "policies of buffers are passed over",
         "dream_trainer/modules/joined_buffers.py",
-        "                policy: BufferPolicy | None = chosen\n",
-        "                policy: BufferPolicy | None = None\n",
+        "policy = chosen[0] if chosen else _default_policy(part, key)",
+        "policy = _default_policy(part, key)",
         "tests/trainer/test_joined_buffers.py -k as_their_policies",
     ),
     Mutant(

@@ -53,6 +53,12 @@ class _Buffer(NamedTuple):
         return local_tensor(tensor).detach()
 
 
+def _default_policy(module: nn.Module, key: str) -> BufferPolicy | None:
+    if not isinstance(module, _KEEP_STATISTICS):
+        return None
+    return "mean" if key in ("running_mean", "running_var") else "as is"
+
+
 class JoinedBuffers:
     """The buffers of a trainer's models.
 
@@ -81,14 +87,14 @@ class JoinedBuffers:
                 modules.setdefault(id(part), (path, part))
         buffers: dict[int, _Buffer] = {}
         for path, part in modules.values():
-            is_norm = isinstance(part, _KEEP_STATISTICS)
             for key, tensor in part.named_buffers(recurse=False):
                 name = f"{path}.{key}"
-                chosen = next((policy for pattern, policy in self._policies.items() if re.search(pattern, name)), None)
-                policy: BufferPolicy | None = chosen
-                if is_norm and chosen is None:
-                    policy = "mean" if key in ("running_mean", "running_var") else "as is"
-                buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, is_norm and chosen is None))
+                chosen: list[BufferPolicy] = [
+                    policy for pattern, policy in self._policies.items() if re.search(pattern, name)
+                ]
+                policy = chosen[0] if chosen else _default_policy(part, key)
+                of_norm = not chosen and policy is not None
+                buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, of_norm))
         return [*buffers.values()]
 
     def averaged_storages(self) -> set[int]:
