@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,26 +13,47 @@ from dream_trainer.errors import RanksDifferError
 _ABSENT = "none"
 
 
-def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str) -> None:
-    """Compares what every rank says of itself; a collective.
+def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], advice: str, *, among: int = 0) -> None:
+    """Compares facts of all ranks; a collective.
+
+    Ranks exchange a digest of their facts, and the facts themselves only if digests differ.
 
     Args:
         ranks: All of them call this.
         facts: Values by what they are the value of; compared as they are printed.
         advice: What to do where they differ, as a sentence.
+        among: Ranks that give the same number are compared with each other.
 
     Raises:
         RanksDifferError: Some differ; the same on every rank, with each rank's value.
     """
+    for of_group in differing_facts(ranks, facts, among=among):
+        refuse(told_differences(of_group), advice)
+
+
+def differing_facts(ranks: Ranks, facts: Mapping[str, Any], *, among: int = 0) -> list[dict[int, dict[str, str]]]:
+    """What ranks say that do not all say the same, by rank, for each group of them; a collective."""
+    if ranks.world_size == 1:
+        return []
     spelled_facts = {name: value if isinstance(value, str) else repr(value) for name, value in facts.items()}
-    refuse(told_differences(ranks.all_gather_object(spelled_facts)), advice)
+    digest = hashlib.sha256(repr(sorted(spelled_facts.items())).encode(errors="surrogatepass")).digest()
+    digests = ranks.all_gather_object((among, digest))
+    groups = [group for group, _ in dict.fromkeys(digests)]
+    if len(set(groups)) == len(groups):
+        return []
+    every = ranks.all_gather_object((among, spelled_facts))
+    return [
+        {rank: of_rank for rank, (other, of_rank) in enumerate(every) if other == group}
+        for group in dict.fromkeys(groups)
+        if groups.count(group) > 1
+    ]
 
 
-def told_differences(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """For each name whose value differs, the name and each value with its ranks; `every` is in rank order."""
-    names = dict.fromkeys(name for facts in every for name in facts)
-    by_name = {name: [facts.get(name, _ABSENT) for facts in every] for name in names}
-    return [f"{name} ({_spelled(values)})" for name, values in by_name.items() if len(set(values)) > 1]
+def told_differences(every: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """For each name whose value differs, the name and each value with its ranks; `every` is by rank."""
+    names = dict.fromkeys(name for facts in every.values() for name in facts)
+    by_name = {name: {rank: facts.get(name, _ABSENT) for rank, facts in every.items()} for name in names}
+    return [f"{name} ({_spelled(values)})" for name, values in by_name.items() if len(set(values.values())) > 1]
 
 
 def refuse(differences: Sequence[str], advice: str) -> None:
@@ -43,10 +65,10 @@ def refuse(differences: Sequence[str], advice: str) -> None:
         )
 
 
-def _spelled(values: Sequence[str]) -> str:
+def _spelled(values: Mapping[int, str]) -> str:
     """Each value with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     spelled = [f"{value[:200]} on {_spelled_ranks(holders)}" for value, holders in list(ranks.items())[:4]]
     return "; ".join([*spelled, "..."] if len(ranks) > 4 else spelled)

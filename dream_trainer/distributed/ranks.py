@@ -77,6 +77,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def data_peers(self) -> int:
+        """The same number on ranks that have the same parts of models and other data."""
+        return self.rank // (self.world_size // self.stages) * self.data_copies + self.rank % self.data_copies
+
+    @property
     def counts_data(self) -> bool:
         """Whether this rank is the one of those that see the same data by which each token is counted once."""
         return self.rank % self.data_copies == 0 and self._is_of_last_stages

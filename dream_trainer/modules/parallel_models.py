@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.local_gradients import LocalGradients
-from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
 from dream_trainer.modules.sharded_model import ShardedModel, exchange_in
 from dream_trainer.modules.sharding import fsdp_modules
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from dream_trainer.distributed.world import World
     from dream_trainer.modules.expert_balance import ExpertBalance
+    from dream_trainer.modules.joined_buffers import JoinedBuffers
 
 
 class ParallelModels:
@@ -29,15 +29,16 @@ class ParallelModels:
         gradients: What this rank's backwards gave to them.
         experts: The mixtures of experts whose loads are balanced; None without.
         whole_in_steps: The models that are sharded between steps only.
+        buffers: The models' buffers; None until setup.
     """
 
     def __init__(self) -> None:
         self.gradients = LocalGradients()
         self.experts: ExpertBalance | None = None
+        self.buffers: JoinedBuffers | None = None
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
-        self._norms: list[nn.Module] = []  # whose running statistics differ between ranks
         self._world: World | None = None
         self.whole_in_steps: list[ShardedModel] = []
         self._optimizers: Callable[[], Iterable[Optimizer]] = list
@@ -76,7 +77,6 @@ class ParallelModels:
         for module in self._wrapped:
             watch_gradients(module, self.gradients)
         self._shared = [module for module in self._wrapped if is_shared(module)]
-        self._norms = norms_with_statistics(models) if world.averaging_group() is not None else []
         self._optimizers = optimizers
         for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
@@ -95,11 +95,12 @@ class ParallelModels:
             elif self._policy == "defer_all_reduce":
                 module.set_requires_all_reduce(enabled, recurse=False)
 
-    def average_statistics(self) -> None:
-        """Makes what forwards counted equal on all ranks of a step, after a window's last micro-batch; a collective:
-        running statistics, and loads of experts."""
-        if self._norms and self._world is not None:
-            average_statistics(self._norms, self._world.averaging_group())
+    def join_buffers(self) -> None:
+        """Makes what forwards changed equal on all ranks of a step, after a window's last micro-batch; a collective:
+        buffers by their policies, and loads of experts."""
+        group = None if self._world is None else self._world.averaging_group()
+        if self.buffers is not None and self._world is not None and group is not None:
+            self.buffers.join(self._world, group)
         if self.experts is not None:
             self.experts.update()
 

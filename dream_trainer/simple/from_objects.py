@@ -19,6 +19,7 @@ from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.nested import concatenated
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.modules.joined_buffers import BufferPolicy
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
 from dream_trainer.simple.given_data import (
@@ -122,6 +123,8 @@ class Trainer:
         loggers: Where numbers go; needs `name`. None: a file, metrics.jsonl.
         checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
             validation, keeping the newest and the best.
+        buffers: How several ranks join buffers that forwards change: "mean", "rank 0" or "as is", by regular expression
+            on names such as "model.running". None compares them.
         progress: Whether a line is printed after each epoch, and every ten seconds in long ones.
 
     Raises:
@@ -180,6 +183,7 @@ class Trainer:
         runs_dir: str | None = None,
         loggers: tuple[LoggerName, ...] | None = None,
         checkpoints: CheckpointParameters | None = None,
+        buffers: Mapping[str, BufferPolicy] | None = None,
         progress: bool = True,
     ) -> None:
         refuse_no_model(model)
@@ -221,6 +225,7 @@ class Trainer:
             monitor=watched,
             better=better,
             has_name=name is not None,
+            buffers=buffers or {},
         )
         me: weakref.ref[Trainer] = weakref.ref(self)  # so that a trainer nobody has any more is closed at once
         functions = [_telling(me, function) for function in callbacks if not isinstance(function, Callback)]
@@ -320,7 +325,7 @@ class Trainer:
         """
         if data is None and self.dream._given.val is None:
             raise ConfigError("evaluate() goes over val=, and there is none. Give val=, or evaluate(data).")
-        return self.dream.evaluate(_loader(data, batch_size, self.dream._given))
+        return self.dream.evaluate(self.dream._given.loader_of(data, batch_size))
 
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """What the model says of `data`, on the CPU, in the data's order, on every rank.
@@ -337,7 +342,7 @@ class Trainer:
         """
         data = as_rows(data)
         refuse_one_row(data, self.dream._given.train)
-        results = self.dream.predict(_loader(data, batch_size, self.dream._given))
+        results = self.dream.predict(self.dream._given.loader_of(data, batch_size))
         return concatenated(results, self.dream.say_uneven)
 
     def stop(self, reason: str = "requested") -> None:
@@ -442,8 +447,3 @@ def _telling(me: weakref.ref[Trainer], function: EpochFunction) -> Callable[[int
         function(trainer, epoch, metrics)
 
     return tell
-
-
-def _loader(data: Any, batch_size: int | None, given: Given) -> Any:
-    options = given.options if batch_size is None else given.options._replace(batch_size=as_int(batch_size))
-    return None if data is None else as_loader(data, options, "data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,11 +20,12 @@ from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
 from dream_trainer.simple.best_weights import best_of, take_weights
 from dream_trainer.simple.described import described
-from dream_trainer.simple.given_data import LoaderOptions
+from dream_trainer.simple.given_data import LoaderOptions, as_loader
 from dream_trainer.simple.given_metrics import GivenMetrics, telling_of
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
+from dream_trainer.simple.integers import as_int
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
 from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.dream import DreamTrainer
@@ -32,6 +34,7 @@ from dream_trainer.trainer.other_run import changed_fields
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest
     from dream_trainer.config.branch_parameters import BranchParameters
+    from dream_trainer.modules.joined_buffers import BufferPolicy
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 logger = logging.getLogger("dream_trainer")
@@ -58,6 +61,7 @@ class Given(NamedTuple):
         monitor: Metric of validations that the run goes by; None for none.
         better: Whether lower or higher values of it are better.
         has_name: Whether the run is kept, to be found again.
+        buffers: How ranks join buffers, by pattern.
     """
 
     model: nn.Module
@@ -74,6 +78,12 @@ class Given(NamedTuple):
     monitor: str | None
     better: Literal["min", "max"]
     has_name: bool
+    buffers: Mapping[str, BufferPolicy]
+
+    def loader_of(self, data: Any, batch_size: int | None) -> Any:
+        """A loader over `data`; None over none."""
+        options = self.options if batch_size is None else self.options._replace(batch_size=as_int(batch_size))
+        return None if data is None else as_loader(data, options, "data")
 
 
 class ObjectsTrainer(DreamTrainer):
@@ -88,6 +98,8 @@ class ObjectsTrainer(DreamTrainer):
         "give another name=, which trains from the start, or from the checkpoint with checkpoints="
         "dt.CheckpointParameters(resume=<its path>, branch=dt.BranchParameters({words}))"
     )
+
+    _policies_in = "buffers="
 
     def __init__(self, config: ObjectsConfig, given: Given) -> None:
         super().__init__(config)
@@ -138,6 +150,10 @@ class ObjectsTrainer(DreamTrainer):
         self.model = self._given.model
         if not self.model.training:
             self.model.train()
+
+    def buffer_policies(self) -> Mapping[str, BufferPolicy]:
+        """What is given."""
+        return self._given.buffers
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
         """The loaders are there already."""

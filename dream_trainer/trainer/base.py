@@ -318,7 +318,7 @@ class BaseTrainer(AbstractTrainer):
         state, feed = self._window, self._data.feed
         stepped = self._accumulation.finish_window()
         self._optimizer_step.settle_when_full()
-        self._parallel.average_statistics()
+        self._parallel.join_buffers()
         feed.trained(window)
         self.progress.finish_window(stepped=stepped, samples=state.samples, tokens=state.tokens, end=window.end)
         state.tokens = 0

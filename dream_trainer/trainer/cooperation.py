@@ -39,6 +39,8 @@ class Cooperation:
         "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
         "branch=BranchParameters({words})"
     )
+    # Where policies of buffers are given, for messages.
+    _policies_in: ClassVar[str] = "buffer_policies()"
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()

@@ -7,7 +7,7 @@ so that a user's needs no `super()`; who listens is worked out once, in event_ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from dream_trainer.errors import HookError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dream_trainer.modules.joined_buffers import BufferPolicy
 
 
 class Hooks:
@@ -59,6 +61,28 @@ class Hooks:
         from dream_trainer.modules.entry_points import forward_methods
 
         return forward_methods(module)
+
+    def buffer_policies(self) -> Mapping[str, BufferPolicy]:
+        """How ranks join buffers that forwards change, by regular expression, searched for in `<model>.<name>`.
+
+        - `"mean"`: the mean over the data-parallel ranks, after each accumulation step; for running averages. Those of
+          batch and instance norms have it by default.
+        - `"rank 0"`: rank 0's values on all ranks, after each accumulation step, as DistributedDataParallel does it;
+          for queues, and for integers.
+        - `"as is"`: each rank keeps its own; for buffers that may differ. Exports have rank 0's.
+
+        Other buffers are compared at each validation and save, and if they differ, a warning names them. The first
+        pattern that matches counts.
+
+        Default: none.
+
+        Example:
+            ```python
+            def buffer_policies(self):
+                return {r"quantizer\\.codebook": "mean", r"queue": "rank 0", r"calls": "as is"}
+            ```
+        """
+        return {}
 
     def pipeline_stages(self, model: nn.Module, n_stages: int) -> Sequence[Sequence[str]] | None:
         """The names of what each stage of a pipeline holds of `model` (PipelineParallelMixin): of parts, as

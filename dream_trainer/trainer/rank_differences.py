@@ -1,13 +1,18 @@
-"""What of a run has to be the same on all ranks: config, data and optimizers, compared while it is set up, and state.
+"""What of a run has to be the same on all ranks: config, modules, data and optimizers, compared while it is set up, and
+state.
 
 Left out is what may well differ: devices, time-outs, places of files, callbacks, loggers and the user's own fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+from torch import Tensor
 
 from dream_trainer.data.loader import loader_batch_size, training_loaders
 from dream_trainer.data.probe import Summary, differing, probed
@@ -17,6 +22,7 @@ from dream_trainer.errors import RanksDifferError
 if TYPE_CHECKING:
     from dream_trainer.config.trainer_config import BaseTrainerConfig
     from dream_trainer.data.loader import ShardReader
+    from dream_trainer.distributed.ranks import Ranks
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 _MAY_DIFFER = (
@@ -33,6 +39,16 @@ _MAY_DIFFER = (
     "mlflow",
     "trackio",
 )
+
+_IN_ONE_ORDER = (
+    "Build them in one order on every rank: iterate over a list or sorted(...), not over a set, whose order differs "
+    "between processes."
+)
+
+_DIFFERENT_BUFFERS = "buffers of ranks"
+
+# Ranks may add up in other orders, in float32.
+_ROUNDING = 1e-5
 
 # Which implementation runs is chosen by the machine.
 _NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -59,6 +75,36 @@ def _config_facts(config: BaseTrainerConfig) -> dict[str, str]:
     return facts
 
 
+def refuse_different_modules(world: Ranks, kind: str, modules: Mapping[str, nn.Module]) -> None:
+    """Compares the order, names and classes of modules, and the names, shapes and types of their tensors; a collective.
+
+    Args:
+        world: The ranks.
+        kind: "models" or "metrics".
+        modules: By name; whole ones, before they are changed for this rank.
+
+    Raises:
+        RanksDifferError: The message names the first that differ, with each rank's; the same on every rank.
+    """
+    if world.world_size == 1:
+        return
+    facts = {kind: ", ".join(modules)}
+    for name, module in modules.items():
+        parts: dict[str, Iterable[str]] = {
+            "parameter": (_described(path, tensor) for path, tensor in module.named_parameters()),
+            "buffer": (_described(path, tensor) for path, tensor in module.named_buffers()),
+            "module": (f"{path}: {type(part).__name__}" for path, part in module.named_modules()),
+        }
+        for part, described in parts.items():
+            facts |= {f"{part} {index} of self.{name}": of_one for index, of_one in enumerate(described)}
+    refuse_differences(world, facts, _IN_ONE_ORDER)
+
+
+def _described(path: str, tensor: Tensor) -> str:
+    of_type = f"{path} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+    return of_type if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{of_type}, frozen"
+
+
 def agree_on_data(trainer: AbstractTrainer) -> int | None:
     """Compares the loaders, and samples of the datasets that are dealt to ranks; a collective.
 
@@ -79,7 +125,7 @@ def agree_on_data(trainer: AbstractTrainer) -> int | None:
     known = {name: reader for name, reader in readers.items() if reader is not None}
     data_of_ranks = world.all_gather_object((_data_facts(trainer, readers), stream.steps_per_epoch, probed(known)))
     refuse(
-        told_differences([facts for facts, _, _ in data_of_ranks]),
+        told_differences({rank: facts for rank, (facts, _, _) in enumerate(data_of_ranks)}),
         "The trainer deals one dataset to all ranks: give each the whole of it, with the same options (it may have "
         "been split by rank already), or wrap a loader over this rank's part in PerRankLoader.",
     )
@@ -151,7 +197,7 @@ def _other_sample(name: str, dataset: Any, number: int, part: str, rank: int) ->
 
 
 def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
-    """Compares optimizers, their options, and schedulers; a collective.
+    """Compares optimizers, their options and the order of their parameters, and schedulers; a collective.
 
     Raises:
         RanksDifferError: The message names what differs and each rank's value; the same on every rank.
@@ -161,8 +207,6 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
         facts[f"optimizer {name!r}: class"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             prefix = f"optimizer {name!r}, group {index}"
-            if trainer.world.stages == 1:
-                facts[f"{prefix}: parameters"] = len(group["params"])
             for key, value in group.items():
                 if key not in _NOT_OPTIONS:
                     facts |= plain_facts(f"{prefix}: {key}", _number(value))
@@ -174,6 +218,54 @@ def refuse_different_optimizers(trainer: AbstractTrainer) -> None:
     if trainer.world.stages > 1:
         advice += " Stages of a pipeline need the same groups in the same order, if with other parameters."
     refuse_differences(trainer.world, facts, advice)
+    names = {
+        id(parameter): f"{name}.{path}"
+        for name, model in trainer.named_models().items()
+        for path, parameter in model.named_parameters()
+    }
+    order = {
+        f"optimizer {name!r}, group {number}, parameter {index}": names.get(id(parameter), "of no model")
+        for name, optimizer in trainer.named_optimizers().items()
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    }
+    refuse_differences(trainer.world, order, _IN_ONE_ORDER, among=trainer.world.stage_rank)
+
+
+def agreed_metrics(world: Ranks, metrics: dict[str, float]) -> dict[str, float]:
+    """A validation's values, the same on every rank: rank 0's, if no rank's differ by more than rounding; a collective.
+
+    Raises:
+        RanksDifferError: The message has those that differ by more, with each rank's value; the same on every rank.
+    """
+    first, *others = of_ranks = world.all_gather_object(metrics)
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    apart = [name for name in names if not all(_is_close(first.get(name), other.get(name)) for other in others)]
+    if apart:
+        spelled = [{name: repr(value) for name, value in of_rank.items() if name in apart} for of_rank in of_ranks]
+        refuse(
+            told_differences(dict(enumerate(spelled))),
+            "A validation's values decide on all ranks at once. Have the metric compute over the samples of all ranks: "
+            "keep what it counts in states of add_state(..., dist_reduce_fx=...) and leave sync_on_compute at True.",
+        )
+    return dict(first)
+
+
+def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
+    """Compares the models' buffers across ranks with other data, until a warning has named some; a collective."""
+    buffers = trainer._parallel.buffers
+    if buffers is None or _DIFFERENT_BUFFERS in trainer._said_once:
+        return
+    names = buffers.different(trainer.world)
+    if names:
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        trainer.warn_once(
+            _DIFFERENT_BUFFERS,
+            f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
+            "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
+            f'{trainer._policies_in}, such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
+            'integers, or "as is" to leave them.',
+        )
 
 
 def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, str]) -> None:
@@ -195,8 +287,12 @@ def say_what_only_rank_0_keeps(trainer: AbstractTrainer, digests: Mapping[str, s
         )
 
 
+def _is_close(one: float | None, other: float | None) -> bool:
+    if one is None or other is None or math.isnan(one) or math.isnan(other):
+        return repr(one) == repr(other)
+    return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING / 100)
+
+
 def _number(value: Any) -> Any:
     """A learning rate may be a tensor."""
-    from torch import Tensor
-
     return value.item() if type(value) is Tensor and value.numel() == 1 and not value.is_meta else value

@@ -2,8 +2,8 @@
 
 A round begins with the same parameters on all workers, which are kept. At its end each worker's way from there is
 averaged over the workers, in flat buckets, and an outer SGD takes the mean as its gradient: with a learning rate of 1
-and no momentum that gives the average of the parameters, and leaves what nobody changed as it was, to the bit. Running
-statistics of batch norm are averaged in the same way, without the outer SGD.
+and no momentum that gives the average of the parameters, and leaves what nobody changed as it was, to the bit. Buffers
+whose policy is the mean (modules/joined_buffers.py) are averaged in the same way, without the outer SGD.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
 from dream_trainer.errors import StepError
-from dream_trainer.modules.norm_statistics import norms_with_statistics
 from dream_trainer.trainer.no_rounds import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
 
@@ -165,7 +164,7 @@ class Rounds(NoRounds):
 
     def _averaged(self) -> dict[str, Tensor]:
         """What workers have of their own and average, by its name in checkpoints: parameters that optimizers have, and
-        running statistics. Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
+        buffers with a mean. Asked for each time: FSDP2 may give a parameter another local tensor at the first forward.
         """
         trainer, models = self._trainer, self._trainer.named_models()
         groups = [group for optimizer in trainer.named_optimizers().values() for group in optimizer.param_groups]
@@ -173,9 +172,9 @@ class Rounds(NoRounds):
         averaged: dict[str, Tensor] = {name: p for name, p in model_parameters(models).items() if id(p) in owned}
         if self._world.workers == 1:
             return averaged
-        norms = norms_with_statistics(models.values())
-        statistics = {storage_id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}
-        return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in statistics}
+        buffers = trainer._parallel.buffers
+        joined = set() if buffers is None else buffers.averaged_storages()
+        return averaged | {name: b for name, b in model_buffers(models).items() if storage_id(b) in joined}
 
     def _make_room(self, averaged: Mapping[str, Tensor]) -> None:
         """For what each round keeps of `averaged`, and for the outer momentum, which stays."""

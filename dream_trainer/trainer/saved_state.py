@@ -38,7 +38,7 @@ from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
-from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps
+from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
 from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.origins import origin_of
@@ -114,6 +114,7 @@ def snapshot(
 
     shared, rank_state, random_tensors, digests = on_all_ranks(world, f"save step {trainer.global_step}", serialise)
     say_what_only_rank_0_keeps(trainer, digests)
+    warn_of_different_buffers(trainer)
     differing_tensors = {name: tensor.clone() for name, tensor in rank_buffers(models, world=world).items()}
     if copies is not None:
         made_for_this = {name for name, tensor in tensors.items() if own.get(name) is not tensor}  # nobody keeps them
@@ -214,7 +215,7 @@ def _given_state(trainer: AbstractTrainer) -> dict[str, Any]:
 
 
 def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Of what is the user's in the state of which rank 0's is saved, by the method and the key that gives it."""
+    """Of state of which rank 0's is saved, and which the user's code gives or moves, by what it is called."""
     if trainer.world.world_size == 1:
         return {}
     states = {"_mixin_state()": mixins, "state_dict()": given["user"]}
@@ -224,6 +225,9 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
         for name, state in states.items()
         for key, value in (state if isinstance(state, Mapping) else {"all": state}).items()
     }
+    parts |= {f"the schedule {name}": state for name, state in given["schedulers"].items()}
+    for name, optimizer in trainer.named_optimizers().items():
+        parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups]
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 

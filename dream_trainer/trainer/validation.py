@@ -21,6 +21,7 @@ from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.modules.forward_state import in_evaluation
 from dream_trainer.modules.precision import float32_products
 from dream_trainer.trainer.log_options import unlogged
+from dream_trainer.trainer.rank_differences import agreed_metrics, warn_of_different_buffers
 
 if TYPE_CHECKING:
     from dream_trainer.data.validation_data import ValidationBatches
@@ -48,10 +49,12 @@ def validate(
     Raises:
         HookError: The step did not return a dict.
         DataError: A rank has no batch at all, and other ranks need it in their collectives.
+        RanksDifferError: The ranks end with different values.
         Interrupted: A signal ended the validation, on all ranks.
     """
     metrics: dict[str, float] = {}
     with validation_mode(trainer), trainer._validation_context():
+        warn_of_different_buffers(trainer)
         trainer._notify("pre_val_epoch")
         for name, batches in loaders.items():
             trainer.val_name = name
@@ -70,7 +73,7 @@ def validate(
                 )
             logged |= of_metrics
             metrics |= {prefix + key: value for key, value in logged.items()}
-    return metrics
+    return agreed_metrics(trainer.world, metrics)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def test_the_page_on_extending_lists_every_hook_that_mixins_share() -> None:
         "_notify",
         "_saver",
         "_another_run",
+        "_policies_in",
         "_workers",
         "_rounds",
         "_takeover",

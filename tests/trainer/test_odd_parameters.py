@@ -164,7 +164,7 @@ def test_a_parameter_of_two_models_is_refused_by_name_where_they_are_wrapped() -
 
 def averaged_by_hand() -> list[list[float]]:
     from dream_trainer.distributed.world import World
-    from dream_trainer.modules.norm_statistics import average_statistics, norms_with_statistics
+    from dream_trainer.modules.joined_buffers import JoinedBuffers
 
     world = World(dt.DeviceParameters(device="cpu"), shard_by_default=False)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(2)).double()
@@ -172,7 +172,7 @@ def averaged_by_hand() -> list[list[float]]:
         norm.running_mean.fill_(10 * index + world.rank)
     model[1].train(world.rank == 0)  # frozen on one rank
     model[2].eval()
-    average_statistics(norms_with_statistics([model]), world.averaging_group())
+    JoinedBuffers({"model": model}, {}, "buffer_policies()").join(world, world.averaging_group())
     found = [norm.running_mean.tolist() for norm in model]
     world.close()
     return found

@@ -114,6 +114,12 @@ def _refuse_what_needs_all_ranks(trainer: LocalSGDMixin) -> None:
 
 
 def _refuse_what_crosses_workers(trainer: LocalSGDMixin) -> None:
+    buffers = trainer._parallel.buffers
+    taken = [] if buffers is None else buffers.with_policy("rank 0")
+    if taken:
+        raise ConfigError(
+            f'the policy of buffer {taken[0]} is "rank 0", and workers have no rank in common. Use "mean" or "as is".'
+        )
     for name, model in trainer.named_models().items():
         for path, module in model.named_modules(prefix=name):
             if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:

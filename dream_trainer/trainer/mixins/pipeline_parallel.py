@@ -88,7 +88,7 @@ class PipelineParallelMixin(AbstractTrainer):
         super().apply_pipeline_parallel(mesh)
         from dream_trainer.compat.pipelining import ranks_of_stages
         from dream_trainer.modules.cut_models import remember_ties, ties_of
-        from dream_trainer.modules.norm_statistics import batch_norms
+        from dream_trainer.modules.joined_buffers import batch_norms
         from dream_trainer.modules.pipeline_stages import keep_only, stages_of_models
         from dream_trainer.modules.stage_lists import number_lists
         from dream_trainer.optim.whole_parameters import remember_whole

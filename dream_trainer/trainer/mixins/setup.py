@@ -26,6 +26,7 @@ from dream_trainer.modules.cut_models import is_cut
 from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
+from dream_trainer.modules.joined_buffers import JoinedBuffers
 from dream_trainer.modules.metrics import parts
 from dream_trainer.modules.norm_precision import norms_in_float32
 from dream_trainer.modules.parameter_marks import ParameterMarks
@@ -53,7 +54,7 @@ from dream_trainer.trainer.model_setup import (
     split_layers,
     split_mixtures,
 )
-from dream_trainer.trainer.rank_differences import refuse_different_optimizers
+from dream_trainer.trainer.rank_differences import refuse_different_modules, refuse_different_optimizers
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
@@ -114,6 +115,8 @@ class SetupMixin(AbstractTrainer):
         """Runs the stages after `configure`, up to but without the resume."""
         super().setup()
         models = self.named_models()
+        refuse_different_modules(self.world, "models", models)
+        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies(), self._policies_in)
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
@@ -337,6 +340,7 @@ def _configure_metrics(trainer: SetupMixin) -> None:
         metric.to(trainer.world.device)
         for part in parts(metric):
             part.process_group = trainer.world.data_group
+    refuse_different_modules(trainer.world, "metrics", trainer.named_metrics())
 
 
 CONFIGURE: tuple[SetupStage, ...] = (

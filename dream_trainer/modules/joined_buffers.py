@@ -1,0 +1,249 @@
+"""Buffers that each rank's forwards change, and how ranks join them: mean, rank 0's, or as they are.
+
+Ranks join after each accumulation step, so that training, validations, checkpoints and exports have the same values on
+every rank, whenever one validates or saves. An update that is linear in what a rank's samples give, as that of batch
+norm's running mean, then has the values of one process that sees all samples.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dream_trainer.compat.module_buffers import is_persistent
+from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, storage_id
+from dream_trainer.distributed.equality import differing_facts, refuse_differences
+from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.equal_weights import digest_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dream_trainer.distributed.ranks import Ranks
+
+BufferPolicy = Literal["mean", "rank 0", "as is"]
+
+_KEEP_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+class _Buffer(NamedTuple):
+    """Where a buffer is, since a forward may put another tensor into its place."""
+
+    name: str
+    module: nn.Module
+    key: str
+    policy: BufferPolicy | None
+    """None without one."""
+    counts_in_training: bool
+    """Whether only ranks count on which the module trains."""
+
+    @property
+    def value(self) -> Tensor:
+        """This rank's part, if the buffer is a DTensor."""
+        tensor: Tensor = self.module.get_buffer(self.key)
+        return local_tensor(tensor).detach()
+
+
+def _default_policy(module: nn.Module, key: str) -> BufferPolicy | None:
+    if not isinstance(module, _KEEP_STATISTICS):
+        return None
+    return "mean" if key in ("running_mean", "running_var") else "as is"
+
+
+class JoinedBuffers:
+    """The buffers of a trainer's models.
+
+    Args:
+        models: By name.
+        policies: Policies by regular expression, searched for in `<model>.<name>`; the first that matches counts.
+            Running statistics of batch and instance norms that none matches are averaged over the ranks on which the
+            layer trains, and counts of their batches are left as they are.
+        given_by: Where the user writes policies, for messages.
+
+    Raises:
+        ConfigError: A pattern or policy is not understood, or matches no buffer, or "mean" matches integers.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy], given_by: str) -> None:
+        self._models, self._given_by = models, given_by
+        self._policies: dict[str, BufferPolicy] = dict(policies)
+        self._joined: list[_Buffer] | None = None
+        self._shapes: list[torch.Size] = []
+        self._check_policies()
+
+    def _buffers(self) -> list[_Buffer]:
+        modules: dict[int, tuple[str, nn.Module]] = {}
+        for name, model in self._models.items():
+            for path, part in model.named_modules(prefix=name):
+                modules.setdefault(id(part), (path, part))
+        buffers: dict[int, _Buffer] = {}
+        for path, part in modules.values():
+            for key, tensor in part.named_buffers(recurse=False):
+                name = f"{path}.{key}"
+                chosen: list[BufferPolicy] = [
+                    policy for pattern, policy in self._policies.items() if re.search(pattern, name)
+                ]
+                policy = chosen[0] if chosen else _default_policy(part, key)
+                of_norm = not chosen and policy is not None
+                buffers.setdefault(id(tensor), _Buffer(name, part, key, policy, of_norm))
+        return [*buffers.values()]
+
+    def averaged_storages(self) -> set[int]:
+        """What identifies the storage of each buffer that is averaged (`storage_id`)."""
+        return {storage_id(buffer.value) for buffer in self._buffers() if buffer.policy == "mean"}
+
+    def with_policy(self, policy: BufferPolicy) -> list[str]:
+        """Names of the buffers that have it."""
+        return [buffer.name for buffer in self._buffers() if buffer.policy == policy]
+
+    def different(self, ranks: Ranks) -> list[str]:
+        """Names of the buffers that checkpoints have once, and that differ between ranks with other data; a collective.
+
+        Left out are those that may differ by their policy, and sparse ones.
+        """
+        if ranks.world_size == 1:
+            return []
+        buffers = [b for b in self._buffers() if b.policy != "as is" and is_persistent(b.module, b.key)]
+        values = {buffer.name: buffer.value for buffer in buffers}
+        plain = {name: v for name, v in values.items() if type(v) is Tensor and v.layout == torch.strided}
+        digests = {name: digest_of(value) for name, value in plain.items()}
+        names: set[str] = set()
+        for of_group in differing_facts(ranks, digests, among=ranks.data_peers):
+            of_ranks = of_group.values()
+            names |= {name for one in of_ranks for name in one if len({other.get(name) for other in of_ranks}) > 1}
+        return sorted(names)
+
+    def _check_policies(self) -> None:
+        named = self._buffers() if self._compiled() else []
+        for pattern in self._policies:
+            if not any(re.search(pattern, buffer.name) for buffer in named):
+                names = ", ".join(buffer.name for buffer in named[:10]) or "none"
+                raise ConfigError(
+                    f"{self._given_by} has {pattern!r}, which matches no buffer. The buffers are: {names}."
+                )
+        self._check_types(named)
+
+    def _compiled(self) -> bool:
+        """Whether there are policies; raises ConfigError for those that are not understood."""
+        for pattern, policy in self._policies.items():
+            if policy not in get_args(BufferPolicy):
+                raise ConfigError(
+                    f"{self._given_by} has {policy!r} for {pattern!r}. Use one of "
+                    f"{', '.join(map(repr, get_args(BufferPolicy)))}."
+                )
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"{self._given_by} has {pattern!r}, which is not a regular expression ({error}). Escape literal "
+                    "characters with a backslash."
+                ) from error
+        return bool(self._policies)
+
+    def _check_types(self, buffers: Iterable[_Buffer]) -> None:
+        for buffer in buffers:
+            dtype = buffer.value.dtype
+            if buffer.policy == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+                raise ConfigError(
+                    f'{self._given_by} has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" or '
+                    '"as is".'
+                )
+
+    @torch.no_grad()
+    def join(self, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        """Makes buffers equal on the ranks of a step, as their policies say; a collective.
+
+        Which buffers there are is found out the first time, when forwards have made those that they make.
+
+        Args:
+            ranks: All ranks, which compare names and shapes the first time.
+            group: The ranks of the step; None for all.
+
+        Raises:
+            RanksDifferError: The ranks have other buffers, or other shapes, the first time.
+            StepError: A buffer has another shape than the first time.
+        """
+        if self._joined is None:
+            self._joined = [buffer for buffer in self._buffers() if buffer.policy in ("mean", "rank 0")]
+            self._check_types(self._joined)
+            self._shapes = [buffer.value.shape for buffer in self._joined]
+            facts = {b.name: f"{b.value.dtype} {[*b.value.shape]}" for b in self._joined}
+            refuse_differences(ranks, facts, _SAME_SHAPE, among=ranks.data_peers)
+        if not self._joined:
+            return
+        values = [buffer.value for buffer in self._joined]
+        if [value.shape for value in values] != self._shapes:
+            self._refuse_other_shapes(values)
+        pairs = [*zip(self._joined, values, strict=True)]
+        for device in dict.fromkeys(value.device for value in values):
+            here = [(buffer, value) for buffer, value in pairs if value.device == device]
+            _average([pair for pair in here if pair[0].policy == "mean"], group)
+            _take_first([value for buffer, value in here if buffer.policy == "rank 0"], group)
+
+    def _refuse_other_shapes(self, values: Sequence[Tensor]) -> None:
+        assert self._joined is not None  # the caller has them
+        for buffer, value, shape in zip(self._joined, values, self._shapes, strict=True):
+            if value.shape != shape:
+                raise StepError(
+                    f"buffer {buffer.name} has the shape {[*value.shape]} and had {[*shape]}, and ranks join it by "
+                    f"{buffer.policy!r}. {_SAME_SHAPE}"
+                )
+
+
+_SAME_SHAPE = 'A buffer that ranks join keeps one shape on every rank: fill a part of it, or choose "as is" for it.'
+
+
+def _average(buffers: Sequence[tuple[_Buffer, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Averages over the ranks on which buffers count, in one collective; one that counts on none stays as it is."""
+    import torch.distributed as dist
+
+    if not buffers:
+        return
+    values = [torch.view_as_real(value) if value.is_complex() else value for _, value in buffers]
+    flat = torch.cat([value.flatten() for value in values])
+    if flat.element_size() < 4:  # too short for sums
+        flat = flat.float()
+    is_counted = tuple([buffer.module.training or not buffer.counts_in_training for buffer, _ in buffers])
+    counts, sizes = _counts(is_counted, tuple([value.numel() for value in values]), flat.device)
+    of_elements = counts.repeat_interleave(sizes, output_size=len(flat))
+    sums = torch.cat((flat.masked_fill(~of_elements, 0), counts.to(flat.dtype)))
+    dist.all_reduce(sums, group=group)
+    n_ranks = sums[len(flat) :].repeat_interleave(sizes, output_size=len(flat))
+    averaged = torch.where(n_ranks > 0, sums[: len(flat)] / n_ranks, flat)
+    parts = averaged.split([value.numel() for value in values])
+    foreach_copy_(values, [part.view_as(value) for part, value in zip(parts, values, strict=True)])
+
+
+@lru_cache(maxsize=16)
+def _counts(is_counted: tuple[bool, ...], sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same on the device, where making them waits for it."""
+    return torch.tensor(is_counted, device=device), torch.tensor(sizes, device=device)
+
+
+def _take_first(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrites with the values of the group's first rank, whatever their types, in one collective."""
+    import torch.distributed as dist
+
+    if not values:
+        return
+    flat = torch.cat([value.contiguous().flatten().view(torch.uint8) for value in values])
+    dist.broadcast(flat, group=group, group_src=0)
+    parts = flat.split([value.nbytes for value in values])
+    for value, part in zip(values, parts, strict=True):
+        value.copy_(part.clone().view(value.dtype).view(value.shape))  # a part may begin between two elements
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The names of the layers that normalise over samples in training; frozen ones are taken to be in evaluation."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    norms = [(name, part) for name, part in model.named_modules() if isinstance(part, kinds)]
+    return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
