@@ -140,7 +140,7 @@ def keep_within(module: nn.Module, budget: Budget, keep: Sequence[str], name: st
         module: Its forward may change attributes and buffers; a second run changes nothing.
         budget: That of its model.
         keep: Operations that are expensive, such as `"aten.mm.default"`.
-        name: What errors call it.
+        name: Its name in errors.
 
     Raises:
         ValueError: PyTorch has no operation of a given name.

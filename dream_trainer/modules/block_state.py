@@ -51,7 +51,7 @@ class BlockState:
     def __init__(self, block: nn.Module, given: Any, moves: Moves) -> None:
         self._moves = moves
         modules = list(block.modules())
-        self._contents: list[tuple[Any, Any]] = []  # containers, and what is in each
+        self._contents: list[tuple[Any, Any]] = []  # each container with its content
         self._noted: list[tuple[Key, Tensor]] = []
         for index, module in enumerate(modules):
             self._note(vars(module), index)
@@ -63,9 +63,7 @@ class BlockState:
             key not in moves.written and moves.versions.get(key) != version
             for (key, _), version in zip(self._noted, self._versions, strict=True)
         )
-        self._copies = {
-            id(tensor): _copy(tensor) for key, tensor in self._noted if self.is_new or key in moves.written
-        }
+        self._copies = {id(tensor): _copy(tensor) for key, tensor in self._noted if self.is_new or key in moves.written}
         self._n_own = len(self._contents)
         self._contents += [(container, _content(container)) for container in _containers(given)]
 
@@ -81,13 +79,13 @@ class BlockState:
                 self._noted += [((index, name), tensor) for tensor in tensors_in(value)]
 
     def look(self, block: str) -> None:
-        """Sees what the forward that began here has written into; waits for the device where that is not known yet.
+        """Notes what the forward since then has written into; waits for the device if that is not known yet.
 
         Args:
-            block: What the block is called in errors.
+            block: The block's name in errors.
 
         Raises:
-            StepError: It wrote into a tensor that it had left alone before.
+            StepError: It wrote into a tensor for the first time, after its first calls.
         """
         moves = self._moves
         for (key, tensor), version in zip(self._noted, self._versions, strict=True):
@@ -108,7 +106,7 @@ class BlockState:
         self._copies = {number: copy for number, copy in self._copies.items() if number in written}
 
     def let_graphs_go(self) -> None:
-        """Keeps of tensors that earlier forwards left on modules only the values."""
+        """Keeps only the values of tensors that earlier forwards left on modules, since their graphs hold memory."""
         for _, content in self._contents[: self._n_own]:
             if isinstance(content, dict):
                 for name, value in content.items():

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dream_trainer.compat.pytorch import foreach_copy_
+from dream_trainer.modules.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,6 +31,13 @@ def norms_with_statistics(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The layers of `models` with running statistics of their rank's own; `nn.SyncBatchNorm`'s are common already."""
     parts = {id(part): part for model in models for part in model.modules()}.values()
     return [part for part in parts if isinstance(part, _KEEP_STATISTICS) and part.running_mean is not None]
+
+
+def unread_in_training(module: nn.Module) -> frozenset[str]:
+    """The buffers of a layer that its forward in training writes into and does not read."""
+    if isinstance(module, (*_KEEP_STATISTICS, nn.SyncBatchNorm)):
+        return frozenset(module._buffers)
+    return frozenset({"loads"}) if isinstance(module, MoE) else frozenset()
 
 
 def batch_norms(model: nn.Module) -> list[str]:

@@ -6,6 +6,7 @@ are expensive to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the lev
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -30,10 +31,10 @@ class Recomputed(Changed):
     _contexts: Any = None  # makes the pair of contexts of selective checkpointing
     _moves: Moves | None = None  # what its forwards write into; known from the first on
     block_name = ""
-    """What errors call it; its class if it is empty."""
+    """Its name in errors; the name of its class if it is empty."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, checkpointed where a backward can follow."""
+        """The module's own forward, checkpointed if a backward can follow."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled one is traced once for both runs
@@ -42,7 +43,7 @@ class Recomputed(Changed):
             return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
         if self._moves is None:
             self._moves = Moves()
-        call = Call(self, super().forward, (args, kwargs), self._moves)
+        call = BlockCall(self, super().forward, (args, kwargs), self._moves)
         contexts = partial(call.contexts, self._contexts)
         with set_checkpoint_early_stop(not call.is_watched and not _saves_too_early(self)):
             output = checkpoint(call.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -50,7 +51,7 @@ class Recomputed(Changed):
         return output
 
 
-class Call:
+class BlockCall:
     """One call of a block: its first run, and a second one in each backward through it.
 
     A second run has the parameters as frozen as they were in the first, the modes that override functions, Python's
@@ -96,7 +97,7 @@ class Call:
         """The first run gave `output`.
 
         Raises:
-            StepError: It wrote into what it had left alone before.
+            StepError: It wrote into a tensor for the first time, after its first calls.
         """
         self._state.look(named(self._block))
         self._state.let_graphs_go()
@@ -104,7 +105,7 @@ class Call:
             self._expected = _values(output)
 
     def __enter__(self) -> None:
-        _last.block = self._block
+        _last.block = weakref.ref(self._block)
         self._found = None
         with ExitStack() as stack:
             for parameter, required in self._flags:
@@ -140,7 +141,7 @@ _REMEDY = (
 
 
 class _Last:
-    block: Recomputed | None = None
+    block: Callable[[], Recomputed | None] | None = None
 
 
 _last = _Last()  # the block that was computed again last
@@ -148,13 +149,13 @@ _last = _Last()  # the block that was computed again last
 
 def mismatch(error: Exception) -> StepError:
     """What is raised for PyTorch's error that a second run kept something else than the first."""
-    block, _last.block = _last.block, None
+    block = None if _last.block is None else _last.block()
     name = "a block" if block is None else named(block)
     return StepError(f"{name} does something else when it is computed again: {str(error).splitlines()[0]} {_REMEDY}")
 
 
 def named(block: Recomputed) -> str:
-    """What errors call a block."""
+    """The name of a block in errors."""
     name = own_class(block).__name__
     return f"{block.block_name} ({name})" if block.block_name else f"a block of class {name}"
 
@@ -195,7 +196,7 @@ def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> No
     Args:
         module: Its forward may change attributes and buffers; a second run changes nothing.
         keep: Operations whose outputs are kept, such as `"aten.mm.default"`; none recomputes everything.
-        name: What errors call it.
+        name: Its name in errors.
 
     Raises:
         ValueError: PyTorch has no operation of a given name.

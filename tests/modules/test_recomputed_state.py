@@ -1,4 +1,4 @@
-"""Whatever a block's forward changes, a second run of it in backward starts from what the first one did, and is unseen."""
+"""Whatever a block's forward changes, a second run of it in backward starts where the first one did, and is unseen."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "attributes": Remembers,
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
     "instance norm": lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Unflatten(0, (-1, 3)), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten(0, 1)
+        nn.Linear(WIDTH, WIDTH),
+        nn.Unflatten(0, (-1, 3)),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+        nn.Flatten(0, 1),
     ),
     "random relu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()),
     "choice": OneDistribution,
