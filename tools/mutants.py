@@ -1974,6 +1974,27 @@ MUTANTS = [
         "tests/modules/test_activation_budget.py -k numbers",
     ),
     Mutant(
+        "adapters keep what they made of a random base",
+        "dream_trainer/weights/adapters.py",
+        "    begin_again(model, {",
+        "    dict({",
+        "tests/weights/test_first_values.py -k start_from_the_base",
+    ),
+    Mutant(
+        "a base that was changed with its adapters is loaded over",
+        "dream_trainer/weights/adapters.py",
+        "    elif first.changed:\n",
+        "    elif False:\n",
+        "tests/weights/test_first_values.py -k changed_with",
+    ),
+    Mutant(
+        "adapters start again from weights before they were cast",
+        "dream_trainer/meta/derived.py",
+        "        chain.append(op.args[0])\n",
+        "        return chain\n",
+        "tests/weights/test_first_values.py -k magnitudes",
+    ),
+    Mutant(
         "what blocks are given counts for each of them",
         "dream_trainer/modules/activation_budget.py",
         'budget.held.add(saved if way == "none" else entering)',
