@@ -50,8 +50,8 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
                 what = f"a {type(found).__name__}" if isinstance(found, nn.Module) else "a tensor"
                 raise InitError(
                     f"self.{place} holds {what} that no module has as its own, so it stayed on the meta device. "
-                    "Assign it to the module or to the trainer, with requires_grad_(False) if it is not trained; nn.ModuleList "
-                    "and nn.ModuleDict hold several."
+                    "Assign it to the module or to the trainer, with requires_grad_(False) if it is not trained; "
+                    "nn.ModuleList and nn.ModuleDict hold several."
                 )
 
 
