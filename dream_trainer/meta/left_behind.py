@@ -47,6 +47,8 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
         parts = root.named_modules(prefix=root_name) if isinstance(root, nn.Module) else [(root_name, root)]
         for name, part in parts:
             for place, found in _reached(name, part, known, seen, is_part=isinstance(part, nn.Module)):
+                if isinstance(found, Tensor) and not isinstance(root, nn.Module):
+                    continue  # an optimizer over a trainer's list of parameters is refused later, with its name
                 what = f"a {type(found).__name__}" if isinstance(found, nn.Module) else "a tensor"
                 raise InitError(
                     f"self.{place} holds {what} that no module has as its own, so it stayed on the meta device. "
