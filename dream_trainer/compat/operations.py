@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.checkpoint import _StopRecomputationError
+
+StopRecomputation = _StopRecomputationError
+"""Ends the second run of a checkpointed forward when all that its backward needs is there."""
 
 EXPENSIVE_OPERATIONS = (
     "aten.mm.default",

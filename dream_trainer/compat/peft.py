@@ -98,14 +98,40 @@ def trained_copies(model: PeftModel) -> list[tuple[nn.Module, nn.Module]]:
     ]
 
 
-def adapters_taken_out_of_the_base(model: PeftModel) -> str | None:
-    """The way of starting adapters that changes the base's weights with them (PiSSA, OLoRA, CorDA, LoftQ), if one is
-    used."""
+def adapted_weights(model: PeftModel) -> list[str]:
+    """The names in the model of the base's weights that adapters are put on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [
+        f"{name}.base_layer.{inner}"
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+        for inner, _ in module.get_base_layer().named_parameters()
+    ]
+
+
+def may_start_from_the_base(model: PeftModel) -> str:
+    """A setting of an adapter under which it may start from the base's weights; "" if none does.
+
+    Of LoRA all ways to start are known; of the others, those that draw numbers or are constant.
+    """
     for config in model.peft_config.values():
-        way = vars(config).get("init_lora_weights")
-        if isinstance(way, str) and way.startswith(("pissa", "olora", "corda", "loftq")):
-            return way
-    return None
+        values, kind = vars(config), str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in _START_BY_THEMSELVES:
+            return f"peft_type={kind!r}"
+        way = values.get("init_lora_weights", True)
+        if way not in (True, False, "gaussian", "orthogonal", "eva"):
+            return f"init_lora_weights={way!r}"
+        found = next((name for name in ("use_dora", "kasa_config") if values.get(name)), None)
+        if found is not None:
+            return f"{found}={values[found]!r}"
+    return ""
+
+
+_START_BY_THEMSELVES = {
+    *("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "BOFT", "OFT", "HRA", "HIRA", "VERA", "PVERA", "RANDLORA", "VBLORA"),
+    *("FOURIERFT", "WAVEFT", "GRALORA", "GLORA", "LILY", "PEANUT", "BEFT", "C3A", "MISS", "ROAD", "UNILORA"),
+}
 
 
 def describe_adapters(

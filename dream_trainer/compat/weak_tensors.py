@@ -25,3 +25,7 @@ class OfTensors(Generic[V]):
     def get(self, tensor: Tensor) -> V | None:
         """The value of `tensor`; None if it has none."""
         return cast("V | None", self._values.get(tensor))
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._values.clear()

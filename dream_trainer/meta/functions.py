@@ -98,6 +98,9 @@ DRAWS = {
 }
 """Functions whose result is random."""
 
+CASTS = {"to", "type", "double", "float", "half", "bfloat16", "clone", "contiguous"}
+"""Functions whose result is their argument in another memory, and maybe of another dtype."""
+
 _INPLACE_OPERATORS = {
     *(
         "__iadd__",

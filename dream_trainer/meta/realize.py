@@ -217,6 +217,15 @@ def _cut(full: Tensor, part: Tensor) -> None:
     local_tensor(part).copy_(local_tensor(cut))
 
 
+@torch.no_grad()
+def fill(tensor: Tensor, full: Tensor) -> None:
+    """Gives a tensor, sharded or not, its part of the values of `full`, which every rank has in whole."""
+    if _is_dtensor(tensor):
+        _cut(full.to(tensor.dtype), tensor)
+    else:
+        tensor.copy_(full)
+
+
 def _put(place: _Place, real: Tensor) -> None:
     """Turns a meta tensor into `real`: the same object if PyTorch can, else the same slots."""
     old = place.tensor

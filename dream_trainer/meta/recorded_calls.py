@@ -7,7 +7,7 @@ of tensors, so views, `nn.Parameter(...)`, `.data` and `.data = ...` need no rec
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class RecordedCalls:
         self.ops: list[Op] = []
         self.storages: dict[int, _Storage] = {}
         self.foreign: set[int] = set()
+        self.asked: dict[int, int] = {}  # storages whose values the code saw, and after how many calls it did so last
 
     def ref(self, tensor: Tensor) -> Ref:
         """How to find `tensor` (on meta) again; a meta tensor never seen before counts as uninitialised."""
@@ -154,13 +155,24 @@ class RecordedCalls:
         """Whether the storage was on meta before any recorded call, and nothing has been written to it since."""
         return ref.storage in self.foreign and self.is_untouched(ref)
 
-    def replay(self, ref: Ref) -> tuple[torch.UntypedStorage, bool]:
+    def calls_behind(self, storage: int) -> list[int]:
+        """Numbers, ascending, of the calls that made a storage what it is now."""
+        return self._needed(storage)
+
+    def replay(
+        self, ref: Ref, given: Mapping[int, torch.UntypedStorage] | None = None
+    ) -> tuple[torch.UntypedStorage, bool]:
         """Runs the calls that made a storage what it is now.
+
+        Args:
+            ref: The storage.
+            given: Storages that are taken as they are here, instead of being made by their calls.
 
         Returns:
             The real storage in CPU memory, and whether uninitialised memory went into any of those calls.
         """
-        numbers = self._needed(ref.storage)
+        given = given or {}
+        numbers = self._needed(ref.storage, given)
         last_use: dict[int, int] = {ref.storage: len(self.ops)}
         for number in numbers:
             op = self.ops[number]
@@ -170,13 +182,13 @@ class RecordedCalls:
                 *(output.storage for _, output in op.outputs),
             ):
                 last_use[storage] = max(number, last_use.get(storage, 0))
-        live: dict[int, torch.UntypedStorage] = {}
+        live: dict[int, torch.UntypedStorage] = dict(given)
         random_state, default_dtype = torch.get_rng_state(), torch.get_default_dtype()
         try:
             with torch.no_grad(), without_torch_function():
                 for number in numbers:
                     self._run(number, live)
-                    for storage in [key for key in live if last_use[key] <= number]:
+                    for storage in [key for key in live if last_use.get(key, -1) <= number]:
                         del live[storage]
         finally:
             torch.default_generator.set_state(random_state)
@@ -202,7 +214,7 @@ class RecordedCalls:
             is_conj,
         )
 
-    def _needed(self, storage: int) -> list[int]:
+    def _needed(self, storage: int, given: Collection[int] = ()) -> list[int]:
         """Numbers, ascending, of the calls that the storage's present values depend on.
 
         Walks from writes to what they read; every storage keeps its own list of writers, so the cost is that of the
@@ -213,6 +225,8 @@ class RecordedCalls:
         pending = [(storage, len(self.ops))]
         while pending:
             key, bound = pending.pop()
+            if key in given:
+                continue
             writers = self.storages[key].writers
             index = bisect_left(writers, bound) - 1
             if index < 0 or (key, writers[index]) in seen:

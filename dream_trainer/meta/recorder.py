@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from dream_trainer.compat.pytorch import storage_id, write_count
@@ -92,6 +93,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in EMPTY:
             self.history.append_source(result)
+            if result.numel() == 0 and not is_asked_for:
+                return func(*args, **kwargs)  # `torch.load` points it to what it has read, which nobody can record
             return result
         on_cpu = {**kwargs, "device": "cpu"}
         on_cpu.pop("pin_memory", None)
@@ -137,6 +140,8 @@ class Recorder(TorchFunctionMode):
         """Properties alias or describe; those of the device tell what the code would see without the tape."""
         name, tensor = property_of(func), args[0]
         if name_of(func) == "__set__":
+            if name == "data" and args[1].is_meta and not tensor.is_meta and _has_no_elements(tensor):
+                return _become(tensor, args[1])
             if name == "data" and tensor.is_meta != args[1].is_meta:
                 value = self._real(args[1]) if args[1].is_meta else self._given(args[1])
                 return func(tensor, value)
@@ -158,6 +163,7 @@ class Recorder(TorchFunctionMode):
         if not (isinstance(leaf, Tensor) and leaf.is_meta):
             return leaf
         ref = self.history.ref(leaf)
+        self.history.asked[ref.storage] = len(self.history.ops)
         return ref.view(self.history.replay(ref)[0])
 
     def _read(
@@ -331,11 +337,23 @@ def _is_empty(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.numel() == 0
 
 
+def _has_no_elements(tensor: Tensor) -> bool:
+    """Whether nothing is in it; a parameter of a lazy module, which cannot be asked, has none."""
+    return is_lazy(tensor) or tensor.numel() == 0
+
+
 def _is_opaque(tensor: Tensor) -> bool:
     """Whether a subclass (DTensor, quantised weights ...) dispatches by itself and is left alone."""
     cls: Any = type(tensor)
     plain: Any = Tensor
     return cls.__torch_dispatch__ is not plain.__torch_dispatch__
+
+
+def _become(tensor: Tensor, recorded: Tensor) -> None:
+    """`tensor.data = recorded` for a real tensor without elements, such as the parameter of a lazy module."""
+    new = torch.Tensor._make_subclass(type(tensor), recorded.detach(), tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -20,8 +20,9 @@ from dream_trainer.compat.kept_bytes import Held, Remembered, noted
 from dream_trainer.compat.operations import operation
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.block_state import BlockState, Moves
 from dream_trainer.modules.class_change import change_class, own_class
-from dream_trainer.modules.recompute import Recomputed, counts_at_rest
+from dream_trainer.modules.recompute import Recomputed, named
 
 Way = Literal["none", "selective", "full"]
 
@@ -32,7 +33,7 @@ class KeptBytes(NamedTuple):
     Attributes:
         none: Without recomputation.
         selective: With what is expensive.
-        full: With what enters it alone.
+        full: With what enters it, and copies of what its forward writes into.
         if_none: Without recomputation in the blocks before, too.
     """
 
@@ -109,8 +110,12 @@ class Budgeted(Recomputed):
         entering.add((args, kwargs))
         device = next((p.device for p in self.parameters()), None)
         n_writes = entering.n_writes()
-        with preserved_random_state(device), counts_at_rest(self), noted(saved, outputs, self._operations):
+        state = BlockState(self, (args, kwargs), Moves())
+        with preserved_random_state(device), noted(saved, outputs, self._operations):
             super(Recomputed, self).forward(*args, **kwargs)
+        state.look(named(self))
+        copied = state.n_bytes_copied()
+        state.undo()
         if entering.n_writes() != n_writes:
             raise ConfigError(
                 f"The forward of {own_class(self).__name__} changes what it is given in place, so that it cannot be "
@@ -118,7 +123,7 @@ class Budgeted(Recomputed):
                 '`x += y`, or use activation_checkpointing="none".'
             )
         budget = self._budget
-        before, full = budget.held, entering.n_bytes(own, budget.held)
+        before, full = budget.held, entering.n_bytes(own, budget.held) + copied
         expensive = outputs.n_bytes(entering)
         if_none = saved.n_bytes(own, budget.held_without)
         way = budget.choose(KeptBytes(saved.n_bytes(own, before), full + expensive, full, if_none))
@@ -128,18 +133,19 @@ class Budgeted(Recomputed):
         return way
 
 
-def keep_within(module: nn.Module, budget: Budget, keep: Sequence[str]) -> None:
+def keep_within(module: nn.Module, budget: Budget, keep: Sequence[str], name: str = "") -> None:
     """Makes `module` recompute in backward what `budget` asks it to.
 
     Args:
-        module: Any but one whose forward has side effects, such as counting its calls.
+        module: Its forward may change attributes and buffers; a second run changes nothing.
         budget: That of its model.
         keep: Operations that are expensive, such as `"aten.mm.default"`.
+        name: Its name in errors.
 
     Raises:
         ValueError: PyTorch has no operation of a given name.
     """
     change_class(module, Budgeted)
     budgeted = cast("Budgeted", module)
-    budgeted._budget = budget
+    budgeted._budget, budgeted.block_name = budget, name
     budgeted._operations = [op for name in keep if (op := operation(name)) is not None]

@@ -21,6 +21,7 @@ from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.equal_weights import digest_of
+from dream_trainer.modules.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,6 +34,13 @@ _KEEP_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+
+
+def unread_in_training(module: nn.Module) -> frozenset[str]:
+    """The buffers of a layer that its forward in training writes into and does not read."""
+    if isinstance(module, (*_KEEP_STATISTICS, nn.SyncBatchNorm)):
+        return frozenset(module._buffers)
+    return frozenset({"loads"}) if isinstance(module, MoE) else frozenset()
 
 
 class _Buffer(NamedTuple):

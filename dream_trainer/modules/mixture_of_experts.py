@@ -44,15 +44,12 @@ class MoE(nn.Module):
         balance_bias: `[n_experts]`, a buffer of checkpoints: what is added to scores to choose by.
         loads: `[n_experts]`, int64: tokens of each expert in this rank's forwards since the last optimizer step.
 
-        counts_tokens: 1; 0 while a forward runs again in a backward.
-
     Raises:
         ConfigError: A size is below 1, `top_k` is above `n_experts`, or `balance_rate` is below 0.
     """
 
     balance_bias: Tensor
     loads: Tensor
-    counts_tokens = 1
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class MoE(nn.Module):
         following = torch.arange(1, self.n_experts + 1, device=x.device)
         counts = torch.searchsorted(by_expert, following).diff(prepend=following.new_zeros(1))
         if self.training and self.router.weight.requires_grad:
-            self.loads.add_(counts, alpha=self.counts_tokens)
+            self.loads.add_(counts)
         rows = self.experts(tokens[order // self.top_k], counts)
         of_tokens = torch.empty_like(rows).index_copy_(0, order, rows).view(-1, self.top_k, width)
         out = (of_tokens * weights.unsqueeze(-1)).sum(1).to(rows.dtype)

@@ -6,132 +6,197 @@ are expensive to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the lev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from dream_trainer.compat.generator_bytes import PythonState, python_state, set_python_state
-from dream_trainer.compat.operations import operation
+from dream_trainer.compat.generator_bytes import python_state, set_python_state
+from dream_trainer.compat.operations import StopRecomputation, operation
 from dream_trainer.compat.pytorch import function_modes
-from dream_trainer.modules.class_change import Changed, change_class
-from dream_trainer.modules.mixture_of_experts import MoE
+from dream_trainer.errors import StepError
+from dream_trainer.modules.block_state import BlockState, Moves, put_back, tensors_in
+from dream_trainer.modules.class_change import Changed, change_class, own_class
 
 
 class Recomputed(Changed):
     """Keeps the inputs of its forward, and computes the rest again in backward."""
 
     _contexts: Any = None  # makes the pair of contexts of selective checkpointing
+    _moves: Moves | None = None  # what its forwards write into; known from the first on
+    block_name = ""
+    """Its name in errors; the name of its class if it is empty."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, checkpointed where a backward can follow."""
+        """The module's own forward, checkpointed if a backward can follow."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        if self._contexts is not None:
-            kwargs["context_fn"] = self._contexts
-        # A compiled one is traced once for both runs.
-        forward = super().forward if torch.compiler.is_compiling() else as_frozen_as_now(super().forward, self)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():  # a compiled one is traced once for both runs
+            if self._contexts is not None:
+                kwargs["context_fn"] = self._contexts
+            return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        if self._moves is None:
+            self._moves = Moves()
+        call = BlockCall(self, super().forward, (args, kwargs), self._moves)
+        contexts = partial(call.contexts, self._contexts)
+        with set_checkpoint_early_stop(not call.is_watched and not _saves_too_early(self)):
+            output = checkpoint(call.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        call.has_run(output)
+        return output
 
 
-def as_frozen_as_now(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`forward`, whenever it runs, with the parameters of `module` as frozen as they are now.
+class BlockCall:
+    """One call of a block: its first run, and a second one in each backward through it.
 
-    A loss may be computed while a model is `frozen` and go backward afterwards: what is computed again there would give
-    it gradients, and would not fit what the first run kept. Batch norm's statistics move, and experts' tokens are
-    counted, in the first run alone.
+    A second run has the parameters as frozen as they were in the first, the modes that override functions, Python's
+    random numbers, and the block's state as it was then; afterwards all of it is as it was before. So a loss may be
+    computed while a model is `frozen` and go backward later, batch norm's statistics move once, and experts count
+    their tokens once.
+
+    Args:
+        block: The block.
+        forward: Its own forward.
+        given: The arguments and keyword arguments.
+        moves: What its forwards write into.
+
+    Attributes:
+        is_watched: Whether it is the first in these modes, whose second run has to give what the first one gave.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    modes = function_modes()  # backward runs without
-    python = python_state()  # of torch's it is kept already
-    has_run = False
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_run
-        changed = [(parameter, required) for parameter, required in flags if parameter.requires_grad is not required]
-        for parameter, required in changed:
-            parameter.requires_grad_(required)
-        again = _again(module, modes, python) if has_run else nullcontext()
-        has_run = True
-        try:
-            with again:
-                return forward(*args, **kwargs)
-        finally:
-            for parameter, required in changed:
-                parameter.requires_grad_(not required)
+    def __init__(self, block: Recomputed, forward: Callable[..., Any], given: Any, moves: Moves) -> None:
+        self._block, self._forward = block, forward
+        self._state = BlockState(block, given, moves)
+        self.is_watched = self._state.is_new
+        self._flags = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
+        self._modes = function_modes()  # backward runs without
+        self._python = python_state()  # of torch's it is kept already
+        self._inner: Any = None
+        self._expected: list[tuple[Tensor, int]] | None = None  # what the first run gave, if it is watched
+        self._found: list[tuple[Tensor, int]] | None = None
+        self._again: ExitStack | None = None
 
-    return run
+    def contexts(self, own: Callable[[], tuple[Any, Any]] | None) -> tuple[Any, Any]:
+        """What the first run is in, and each second one; `own` makes those of selective checkpointing."""
+        first, self._inner = (nullcontext(), nullcontext()) if own is None else own()
+        return first, self
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
+        output = self._forward(*args, **kwargs)
+        if self._again is not None and self._expected is not None:
+            self._found = _values(output)
+        return output
 
-@contextmanager
-def _again(module: nn.Module, modes: Sequence[Any], python: PythonState) -> Iterator[None]:
-    """What the second run is in: the modes of the first that are not on, as in a backward, where none are; and Python's
-    random numbers of the first, such as skip whole layers.
-    """
-    before = python_state()
-    set_python_state(python)
-    try:
-        with counts_at_rest(module), ExitStack() as stack:
-            for mode in modes[len(function_modes()) :]:
+    def has_run(self, output: Any) -> None:
+        """The first run gave `output`.
+
+        Raises:
+            StepError: It wrote into a tensor for the first time, after its first calls.
+        """
+        self._state.look(named(self._block))
+        self._state.let_graphs_go()
+        if self.is_watched:
+            self._expected = _values(output)
+
+    def __enter__(self) -> None:
+        _last.block = weakref.ref(self._block)
+        self._found = None
+        with ExitStack() as stack:
+            for parameter, required in self._flags:
+                if parameter.requires_grad is not required:
+                    parameter.requires_grad_(required)
+                    stack.callback(parameter.requires_grad_, not required)
+            stack.callback(set_python_state, python_state())
+            set_python_state(self._python)
+            stack.callback(put_back, self._state.put_in_place())
+            for mode in self._modes[len(function_modes()) :]:
                 stack.enter_context(mode)
-            yield
-    finally:
-        set_python_state(before)
+            stack.enter_context(self._inner)
+            self._again = stack.pop_all()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        assert self._again is not None
+        stack, self._again = self._again, None
+        stack.__exit__(kind, error, trace)
+        if error is not None:
+            if not isinstance(error, StopRecomputation):
+                error.add_note(f"This was raised while {named(self._block)} was computed again. {_REMEDY}")
+        elif self._expected is not None and self._found is not None:
+            expected, self._expected = self._expected, None  # once
+            if not _are_close(expected, self._found):
+                raise StepError(f"{named(self._block)} gives other numbers when it is computed again. {_REMEDY}")
 
 
-@contextmanager
-def counts_at_rest(module: nn.Module) -> Iterator[None]:
-    """Inside, a forward of `module` leaves batch norms' statistics and experts' counts as they are."""
-    norms = [part for part in module.modules() if isinstance(part, _NORMS)]
-    mixtures = [part for part in module.modules() if isinstance(part, MoE)]
-    with statistics_at_rest(norms), loads_at_rest(mixtures):
-        yield
-
-
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+_REMEDY = (
+    "Under activation checkpointing a backward runs a block's forward again. Take from and add to lists outside of the "
+    "block, draw random numbers from PyTorch's or Python's global generator, or override "
+    "apply_activation_checkpointing to leave this block out."
 )
 
 
-@contextmanager
-def statistics_at_rest(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the running statistics of `norms` stay as they are; their outputs are the same.
-
-    By their settings, and not by putting copies back: the selective form counts every operation.
-    """
-    before = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm._buffers["num_batches_tracked"] = 0.0, None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for norm, momentum, count in before:
-            norm.momentum, norm._buffers["num_batches_tracked"] = momentum, count
+class _Last:
+    block: Callable[[], Recomputed | None] | None = None
 
 
-@contextmanager
-def loads_at_rest(mixtures: Sequence[MoE]) -> Iterator[None]:
-    """Inside, forwards of `mixtures` count no tokens; their operations are the same."""
-    for mixture in mixtures:
-        mixture.counts_tokens = 0
-    try:
-        yield
-    finally:
-        for mixture in mixtures:
-            mixture.counts_tokens = 1
+_last = _Last()  # the block that was computed again last
 
 
-def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:
+def mismatch(error: Exception) -> StepError:
+    """What is raised for PyTorch's error that a second run kept something else than the first."""
+    block = None if _last.block is None else _last.block()
+    name = "a block" if block is None else named(block)
+    return StepError(f"{name} does something else when it is computed again: {str(error).splitlines()[0]} {_REMEDY}")
+
+
+def named(block: Recomputed) -> str:
+    """The name of a block in errors."""
+    name = own_class(block).__name__
+    return f"{block.block_name} ({name})" if block.block_name else f"a block of class {name}"
+
+
+def _saves_too_early(block: nn.Module) -> bool:
+    """Whether a second run has to go on to its end: an `nn.RReLU` draws its noise after it has saved it."""
+    return any(isinstance(module, nn.RReLU) for module in block.modules())
+
+
+def _values(output: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that a block gave, and how often each has been written to."""
+    return [(tensor.detach(), tensor._version) for tensor in tensors_in(output)]
+
+
+@torch.no_grad()
+def _are_close(expected: Sequence[tuple[Tensor, int]], found: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether all are the same within rounding: some kernels of GPUs add in another order each time."""
+    if len(expected) != len(found):
+        return False
+    for (one, version), (other, _) in zip(expected, found, strict=True):
+        if one._version != version:
+            continue  # the model has written into it since
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if torch.equal(one, other) or not one.numel():
+            continue
+        if not one.is_floating_point():
+            return False
+        missed = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs().max()
+        if not missed <= torch.finfo(one.dtype).eps ** 0.5 * one.abs().nan_to_num(posinf=0.0).max():
+            return False
+    return True
+
+
+def recompute(module: nn.Module, keep: Sequence[str] = (), name: str = "") -> None:
     """Makes `module` recompute its activations in backward.
 
     Args:
-        module: Any but one whose forward has side effects, such as counting its calls.
+        module: Its forward may change attributes and buffers; a second run changes nothing.
         keep: Operations whose outputs are kept, such as `"aten.mm.default"`; none recomputes everything.
+        name: Its name in errors.
 
     Raises:
         ValueError: PyTorch has no operation of a given name.
@@ -143,3 +208,4 @@ def recompute(module: nn.Module, keep: Sequence[str] = ()) -> None:
         operations = [op for name in keep if (op := operation(name)) is not None]
         contexts = staticmethod(partial(create_selective_checkpoint_contexts, operations))
     change_class(module, Recomputed, key=tuple(keep), _contexts=contexts)
+    cast("Recomputed", module).block_name = name

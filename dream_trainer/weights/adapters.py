@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dream_trainer.checkpoint.files import local_path
-from dream_trainer.compat.peft import Adapters, adapters_taken_out_of_the_base, base_names, peft_model, trained_copies
+from dream_trainer.compat.peft import Adapters, base_names, may_start_from_the_base, peft_model, trained_copies
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.weights.adapter_config import refuse_other_config
 from dream_trainer.weights.adapter_record import whole_adapters
+from dream_trainer.weights.first_values import FirstValues, begin_again, first_values_of
 from dream_trainer.weights.load import load_weights
 from dream_trainer.weights.load_report import LoadReport
 
@@ -34,9 +36,11 @@ def load_base_weights(
     strict: bool = True,
     world: Ranks | None = None,
 ) -> LoadReport:
-    """Fills the base of a model that peft has wrapped; its adapters keep their values. Every rank calls this.
+    """Fills the base of a model that peft has wrapped. Every rank calls this.
 
-    Modules that are trained whole beside the adapters (`modules_to_save`) get the base's values too.
+    Adapters that started from the base's weights, such as DoRA's magnitudes, start again from those that were loaded;
+    all others keep their values. Modules that are trained whole beside the adapters (`modules_to_save`) get the base's
+    values too.
 
     Args:
         model: What `peft.get_peft_model` returned; call this from the trainer's `load_pretrained`.
@@ -51,19 +55,14 @@ def load_base_weights(
 
     Raises:
         CheckpointError: As `load_weights`.
-        ConfigError: `model` is not wrapped by peft, its adapters were made from the base's weights, or `renames` has a
-            faulty regular expression.
+        ConfigError: `model` is not wrapped by peft, making its adapters changed the base's weights (PiSSA), or
+            `renames` has a faulty regular expression.
     """
     wrapped = peft_model(model)
     if wrapped is None:
         raise ConfigError(f"{type(model).__name__} is not wrapped by peft. Use load_weights.")
-    taken_out = adapters_taken_out_of_the_base(wrapped)
-    if taken_out is not None:
-        raise ConfigError(
-            f"init_lora_weights={taken_out!r} computes the adapters from the base's weights and takes them out of "
-            "these, so the base must be there before they are made, and not be loaded over afterwards. Call "
-            "from_pretrained, and get_peft_model on what it returns, in configure_models."
-        )
+    first = first_values_of(model)
+    _refuse_what_started_from_another_base(wrapped, first)
     names = list(model.state_dict(keep_vars=True))
     base = base_names(wrapped, names)
     moved = {author: name for author, name in base.items() if author != name}
@@ -80,7 +79,36 @@ def load_base_weights(
         for original, copy in trained_copies(wrapped):
             for source, target in zip(original.parameters(), copy.parameters(), strict=True):
                 local_tensor(target).copy_(local_tensor(source))
+        copies = {id(target) for _, copy in trained_copies(wrapped) for target in copy.parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    begin_again(model, {name: one for name, one in first.derived.items() if id(parameters.get(name)) not in copies})
     return report
+
+
+def _refuse_what_started_from_another_base(model: Any, first: FirstValues) -> None:
+    remedy = "Call from_pretrained, and get_peft_model on what it returns, in configure_models."
+    if not first.is_known:
+        setting = may_start_from_the_base(model)
+        if setting:
+            raise ConfigError(
+                f"adapters with {setting} may start from the base's weights, and this model was not built in "
+                "configure_models or is not loaded in load_pretrained, so that they cannot start again from what is "
+                f"loaded. {remedy}"
+            )
+    elif first.changed:
+        raise ConfigError(
+            f"{first.changed} was changed when its adapter was made from it, as under {_ways(model)}, so that the base "
+            f"cannot be loaded over it afterwards. {remedy}"
+        )
+    elif first.asked:
+        raise ConfigError(
+            f"peft looked at the values of {first.asked} when it made the adapters, as under {_ways(model)}, so that "
+            f"they may have started from another base than what is loaded. {remedy}"
+        )
+
+
+def _ways(model: Any) -> str:
+    return may_start_from_the_base(model) or "its config"
 
 
 def load_adapters(

@@ -96,9 +96,21 @@ def load_weights(
     for target in matched.targets:
         remember_origin(target.tensor, Origin(str(path.resolve()), target.source))
     if world.is_main and not report.is_complete:
-        messages = filter(None, (str(report), rename_hint(report)))
+        messages = filter(None, (str(report), rename_hint(report), _random_embeddings(model, report)))
         logger.warning("%s fits the model in part: %s", path, "\n  ".join(messages))
     return report
+
+
+def _random_embeddings(model: nn.Module, report: LoadReport) -> str:
+    """A line on embeddings of which no row was loaded, as after a change of the vocabulary; "" if there is none."""
+    weights = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    kept = sorted(weights & {*report.missing, *report.mismatched})
+    if not kept:
+        return ""
+    return (
+        f"All rows of {', '.join(kept)} keep their initial values. To load the rows that both have, resize the "
+        "embedding in configure_models (docs/pretrained.md#a-resized-vocabulary)."
+    )
 
 
 def _verify(files: WeightFiles, targets: Sequence[_Target], task: str, world: Ranks) -> None:

@@ -72,6 +72,11 @@ def refusal(report: LoadReport) -> str:
         ways = ["use renames to turn the file's names into the model's"] if report.missing and report.unexpected else []
         ways += ["use strict=False to load what fits"] if report.loaded else []
         advice = (", or ".join(ways) or "is it a file of this model").capitalize() + ("." if ways else "?")
+        if report.missing and report.unexpected:
+            advice += (
+                " If the model's own load_state_dict translates these names (fused or packed weights), call it or "
+                "from_pretrained in configure_models."
+            )
     return "\n  ".join([f"{what}; nothing was written.", *_problems(report), advice])
 
 

@@ -128,7 +128,6 @@ def test_only_training_counts_and_what_is_computed_again_counts_once() -> None:
         recompute(block, keep)
         block(x).sum().backward()
         assert layer.loads.sum() == 10
-        assert layer.counts_tokens == 1
         layer.balance(layer.loads.clone())
 
 

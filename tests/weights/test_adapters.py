@@ -187,13 +187,6 @@ class Untouched(Tied):
     changes = {"target_modules": ["up"], "modules_to_save": None}
 
 
-@pytest.mark.parametrize("way", ["pissa", "olora"])
-def test_a_base_is_not_loaded_under_adapters_that_were_taken_out_of_it(way: str) -> None:
-    model = get_peft_model(Net(), lora(init_lora_weights=way, target_modules=["up"]))  # peft takes no float64 here
-    with pytest.raises(ConfigError, match=f"init_lora_weights='{way}' .* Call from_pretrained"):
-        dt.load_base_weights(model, "base.safetensors")
-
-
 def test_what_cannot_be_merged_is_named(runs: Runs) -> None:
     with make("dora", 1, kind=Dora, resume=None) as trainer:
         trainer.fit()

@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -456,3 +457,31 @@ def test_an_index_file_that_names_itself_is_refused_instead_of_read_for_ever(tmp
 def test_addresses_of_servers_are_refused_by_name(path: str | Path) -> None:
     with pytest.raises(ConfigError, match="https: is no place that is read"):
         load_weights(nn.Linear(1, 1), path)
+
+
+class Fused(nn.Module):
+    """Has two of the file's tensors as one, which its hook puts together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.qk = nn.Linear(4, 8, bias=False)
+        self.register_load_state_dict_pre_hook(self.fuse)
+
+    @staticmethod
+    def fuse(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        if f"{prefix}q.weight" in state:
+            parts = [state.pop(f"{prefix}{part}.weight") for part in "qk"]
+            state[f"{prefix}qk.weight"] = torch.cat(parts)
+
+
+def test_names_that_a_models_hooks_translate_and_a_whole_embedding_are_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"embed.weight": torch.ones(6, 4), "q.weight": torch.ones(4, 4), "k.weight": torch.ones(4, 4)}, file)
+    with pytest.raises(CheckpointError, match="call it or from_pretrained in configure_models"):
+        load_weights(Fused(), file)
+    save_file({"embed.weight": torch.ones(6, 4), "qk.weight": torch.ones(8, 4)}, file)
+    load_weights(Fused(), file, strict=False)
+    assert "All rows of embed.weight keep their initial values" in caplog.text

@@ -70,13 +70,14 @@ class ActivationCheckpointingMixin(AbstractTrainer):
         for name, blocks in blocks_of.items():
             if not blocks:
                 continue
+            names = {part: f"{name}.{place}" for place, part in self.named_models()[name].named_modules()}
             if parameters.memory_budget is not None:
                 budget = Budget(parameters.memory_budget, len(blocks), partial(_tell, self, name))
                 for block in blocks:
-                    keep_within(block, budget, parameters.keep)
+                    keep_within(block, budget, parameters.keep, names.get(block, name))
                 continue
             for block in blocks[:: parameters.every_n_blocks]:
-                recompute(block, parameters.keep if mode == "selective" else ())
+                recompute(block, parameters.keep if mode == "selective" else (), names.get(block, name))
 
     def _look_at_models_without_blocks(self, without: Sequence[str], count: int) -> None:
         if not without:

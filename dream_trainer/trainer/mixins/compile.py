@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import torch
+
 from dream_trainer.compat.async_collectives import waited
 from dream_trainer.config.compile_parameters import CompileConfigMixin, CompileParameters
-from dream_trainer.errors import ConfigError
-from dream_trainer.modules.class_change import Changed, change_class
+from dream_trainer.errors import ConfigError, StepError
+from dream_trainer.modules.block_state import BlockState, Moves
+from dream_trainer.modules.class_change import Changed, change_class, own_class
+from dream_trainer.modules.joined_buffers import unread_in_training
+from dream_trainer.modules.recompute import Recomputed
 from dream_trainer.trainer.abstract import AbstractTrainer
 
 if TYPE_CHECKING:
@@ -35,6 +40,36 @@ class Waiting(Traced):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         return super().__call__(*map(waited, args), **{name: waited(value) for name, value in kwargs.items()})
+
+
+class Watched(Traced):
+    """A compiled block that is recomputed. PyTorch compiles its second run to start from what the first one left in
+    buffers, so its first call in training looks whether it writes into one that it may read."""
+
+    _is_known = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module.
+
+        Raises:
+            StepError: It writes into a buffer, and is no norm whose statistics training does not read.
+        """
+        if self._is_known or not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        self._is_known = True
+        moves = Moves()
+        state = BlockState(self, (), moves)
+        output = super().__call__(*args, **kwargs)
+        state.look(own_class(self).__name__)
+        parts = list(self.modules())
+        read = [name for index, name in moves.written if name not in unread_in_training(parts[index])]
+        if read:
+            raise StepError(
+                f"{own_class(self).__name__} writes into {read[0]!r} in its forward, and PyTorch compiles blocks under "
+                "activation checkpointing so that backward would compute with what was written. Leave this block out "
+                "of one of the two by apply_activation_checkpointing or apply_compile, or use compile=False."
+            )
+        return output
 
 
 class CompileMixin(AbstractTrainer):
@@ -87,6 +122,8 @@ class CompileMixin(AbstractTrainer):
             if is_shared:
                 _refuse_parts_of_parts(model, parts)
             for part in parts:
+                if isinstance(part, Recomputed):
+                    change_class(part, Watched)
                 if is_split:
                     change_class(part, Waiting)
                 elif part.forward.__module__.startswith("torch."):

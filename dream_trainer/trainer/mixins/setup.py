@@ -20,6 +20,7 @@ from dream_trainer.config.device_parameters import SetupConfigMixin
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.meta.initialise import default_init
+from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.cut_models import is_cut
@@ -58,6 +59,7 @@ from dream_trainer.trainer.rank_differences import refuse_different_modules, ref
 from dream_trainer.trainer.registry import refuse_private_models, refuse_returned, refuse_strangers
 from dream_trainer.trainer.unloaded_base import UnloadedBases, frozen_draws
 from dream_trainer.trainer.user_class.class_checks import refuse_unused_parallelism
+from dream_trainer.weights.first_values import forget_first_values, remember_first_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,6 +74,7 @@ class _Build:
     Attributes:
         tape: The recorded initialisation; None once the models are real.
         built_early: Models that were there before `configure_models`.
+        assigned: The attributes that it assigned.
         plan: How the models become real; made when they are complete.
         frozen_draws: Frozen parameters that get random values.
         marks: What is put on parameters before the models are parallelised.
@@ -80,6 +83,7 @@ class _Build:
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)
+    assigned: set[str] = field(default_factory=set)
     plan: Plan | None = None
     frozen_draws: set[str] = field(default_factory=set)
     marks: ParameterMarks = field(default_factory=lambda: ParameterMarks({}))
@@ -198,9 +202,11 @@ def _configure_models(trainer: SetupMixin) -> None:
     assert build.tape is not None  # until the models are real
     with build.tape.recording():
         refuse_returned("configure_models", "self.model", trainer.configure_models())  # type: ignore[func-returns-value]
-    refuse_private_models({name: value for name, value in vars(trainer).items() if name not in before})
+    build.assigned = set(vars(trainer)) - before
+    refuse_private_models({name: value for name, value in vars(trainer).items() if name in build.assigned})
     if not trainer.named_models():
         raise HookError("configure_models assigned no module with parameters to self.")
+    refuse_lazy(trainer.named_models())
 
 
 def _init_weights(trainer: SetupMixin) -> None:
@@ -278,7 +284,9 @@ def _materialise(trainer: SetupMixin) -> None:
     build, models, world = trainer._build, trainer.named_models(), trainer.world
     assert build.plan is not None  # made before the stages that change modules
     materialize(models, build.plan, world.parameter_device)
+    refuse_hidden(models | {name: value for name, value in vars(trainer).items() if name in build.assigned})
     build.marks.put_back(models)
+    remember_first_values(models, build.plan)
     build.tape = None  # it keeps what the constructors computed
     trainer._unloaded_bases = UnloadedBases(models, build.frozen_draws)
     is_logged = type(trainer).log is not Cooperation.log
@@ -296,7 +304,10 @@ def _materialise(trainer: SetupMixin) -> None:
 
 
 def _load_pretrained(trainer: SetupMixin) -> None:
-    trainer.load_pretrained()
+    try:
+        trainer.load_pretrained()
+    finally:
+        forget_first_values()
 
 
 def _configure_optimizers(trainer: SetupMixin) -> None:

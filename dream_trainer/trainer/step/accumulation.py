@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointError as RecomputationMismatch
 
 from dream_trainer.compat import direct_calls
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
+from dream_trainer.modules.recompute import mismatch
 from dream_trainer.trainer.step.buckets import Averaging
 from dream_trainer.trainer.step.loss_scale import LossScale
 from dream_trainer.trainer.step.overlap import OverlappedAveraging
@@ -155,13 +157,16 @@ class Accumulation:
             averaging.before_backward()
         for group in self._local_gradients.graphs:
             group.hold()
-        if not self.goes_back_here:
-            pass  # the last stage's ranks do, and `step` brings the gradients here
-        elif self._backward_context is None:
-            direct_calls.backward(loss)
-        else:
-            with self._backward_context:
+        try:
+            if not self.goes_back_here:
+                pass  # the last stage's ranks do, and `step` brings the gradients here
+            elif self._backward_context is None:
                 direct_calls.backward(loss)
+            else:
+                with self._backward_context:
+                    direct_calls.backward(loss)
+        except RecomputationMismatch as error:
+            raise mismatch(error) from error
         self.turns.after_backward()
         if watches:
             self._own.note(self.turns.optimizers)
@@ -213,7 +218,10 @@ class Accumulation:
         self.turns.before_backward()
         for averaging in self._averagings:
             averaging.before_backward()
-        loss = run()
+        try:
+            loss = run()
+        except RecomputationMismatch as error:
+            raise mismatch(error) from error
         if self.losses is not None:
             self.losses.append(loss)
         self.turns.after_backward()

@@ -1,0 +1,154 @@
+"""Weights that are loaded while a model is built are kept, and what cannot be made real is an error that names it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dream_trainer as dt
+from dream_trainer.errors import InitError
+
+WIDTH = 4
+
+
+def theirs() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+
+class Built(dt.DreamTrainer):
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return torch.utils.data.DataLoader(torch.ones(4, WIDTH), 2), None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        raise AssertionError("no step is asked for")
+
+
+def built(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Built:
+    monkeypatch.chdir(tmp_path)
+    config = dt.DreamTrainerConfig(
+        project="tests",
+        group="left behind",
+        experiment="build",
+        device_parameters=dt.DeviceParameters(device="cpu"),
+        training_parameters=dt.TrainingParameters(max_steps=0),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+    )
+    trainer = type("Case", (Built,), {"configure_models": make})(config)
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"map_location": "cpu"},
+        {"map_location": lambda storage, location: storage},
+        {"weights_only": False},
+        {"mmap": True},
+        {"file": "legacy.pt"},
+    ],
+)
+def test_what_torch_load_gives_while_a_model_is_built_is_kept(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.save(theirs().state_dict(), tmp_path / "new.pt")
+    torch.save(theirs().state_dict(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+
+    class Loads(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+            rest = {name: value for name, value in options.items() if name != "file"}
+            self.load_state_dict(torch.load(options.get("file", "new.pt"), **rest))
+
+    def configure_models(self: Any) -> None:
+        self.model = Loads()
+
+    with built(configure_models, monkeypatch, tmp_path) as trainer:
+        for name, value in theirs().state_dict().items():
+            assert torch.equal(trainer.model.state_dict()[name], value), name
+
+
+def test_a_whole_model_that_torch_load_gives_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.save(theirs(), tmp_path / "model.pt")
+
+    def configure_models(self: Any) -> None:
+        self.model = torch.load("model.pt", weights_only=False)
+
+    with built(configure_models, monkeypatch, tmp_path) as trainer:
+        assert torch.equal(trainer.model[0].weight, theirs()[0].weight)
+
+
+def hidden_in(how: str) -> Any:
+    teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return {
+        "list": [teacher],
+        "tuple": (1, teacher),
+        "dict": {"teacher": teacher},
+        "nested": {"all": [(teacher,)]},
+        "partial": partial(teacher, WIDTH),
+        "argument of a partial": partial(print, teacher),
+        "method": teacher.forward,
+        "closure": lambda x: teacher(x),
+        "object": SimpleNamespace(teacher=teacher),
+        "tensor of an object": SimpleNamespace(weight=teacher.weight),
+    }[how]
+
+
+@pytest.mark.parametrize("owner", ["model.", ""])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("list", "tuple", "dict", "nested", "partial", "argument of a partial", "method", "closure", "object"),
+        "tensor of an object",
+    ],
+)
+def test_a_hidden_module_is_an_error_that_says_where(
+    how: str, owner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not owner and how in ("list", "tuple", "dict", "tensor of an object"):
+        pytest.skip("other checks refuse it")
+
+    def configure_models(self: Any) -> None:
+        self.model = theirs()
+        place = self.model if owner else self
+        place.hidden = hidden_in(how)
+
+    with pytest.raises(InitError, match=rf"self\.{owner}hidden.* holds a (Linear|tensor) .*Assign it to the module"):
+        built(configure_models, monkeypatch, tmp_path)
+
+
+def test_what_is_a_child_elsewhere_may_be_held_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def configure_models(self: Any) -> None:
+        self.model = theirs()
+        self.model.again = [self.model[0]]
+        self.model.call = partial(self.model[0].forward)
+
+    with built(configure_models, monkeypatch, tmp_path) as trainer:
+        assert not trainer.model.again[0].weight.is_meta
+
+
+def test_a_lazy_module_is_named_and_one_that_has_run_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def lazy(self: Any) -> None:
+        self.model = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
+
+    def has_run(self: Any) -> None:
+        lazy(self)
+        self.model(torch.ones(2, 3))
+
+    with pytest.raises(InitError, match=r"self.model.0 \(LazyLinear\) has parameters without a shape.* example batch"):
+        built(lazy, monkeypatch, tmp_path)
+    with built(has_run, monkeypatch, tmp_path) as trainer:
+        assert trainer.model[0].weight.shape == (WIDTH, 3)
+        assert trainer.model[0].weight.isfinite().all()

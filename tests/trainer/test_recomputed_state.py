@@ -1,0 +1,186 @@
+"""Blocks whose forwards change state train under activation checkpointing as a plain loop does, on every mesh."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import StepError
+from dream_trainer.weights.load import load_weights
+from tests.trainer.arithmetic import full
+from tests.worlds import run_world
+
+WIDTH, N_STEPS, BATCH = 4, 3, 4
+
+
+class Counts(nn.Module):
+    """Multiplies with how often it ran: in a number of its own, and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+        self.register_buffer("times", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.times.data.add_(1)
+        return torch.tanh(self.up(x) * self.times.clone() / self.calls**0.5)
+
+
+class Spectral(nn.Module):
+    """`spectral_norm` of the new and of the old kind, whose vectors move in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.old = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.old(torch.tanh(self.new(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Spectral(), Spectral()])
+        self.counts = nn.ModuleList([Counts(), Counts()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.counts):
+            x = block(x)
+        return x
+
+
+def initial() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    x = torch.randn(2 * N_STEPS * BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, x.roll(1, -1)
+
+
+class Trained(dt.DreamTrainer):
+    def configure_models(self) -> None:
+        self.model = Net().double()
+
+    def load_pretrained(self) -> None:
+        torch.save(initial().state_dict(), f"{self.world.rank}.pt")
+        load_weights(self.model, f"{self.world.rank}.pt")
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [*model.blocks, *model.counts]
+
+    def configure_dataloaders(self) -> tuple[Any, None]:
+        return DistributedDataLoader(TensorDataset(*samples()), BATCH // self.world.world_size, shuffle=False), None
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = F.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+
+def config_of(mode: str, **devices: Any) -> dt.DreamTrainerConfig:
+    return dt.DreamTrainerConfig(
+        project="tests",
+        group="recomputed state",
+        experiment=f"{mode} {len(devices)}",
+        device_parameters=dt.DeviceParameters(device="cpu", activation_checkpointing=mode, **devices),
+        training_parameters=dt.TrainingParameters(max_steps=N_STEPS, gradient_accumulation_steps=2),
+        checkpoint_parameters=dt.CheckpointParameters(save_every_n_epochs=None, save_at_end=False),
+        logger_parameters=dt.LoggerParameters(loggers=()),
+    )
+
+
+def by_hand() -> dict[str, Tensor]:
+    """A plain loop over the same batches."""
+    model = initial()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = samples()
+    for step in range(N_STEPS):
+        for part in range(2):
+            begin = (2 * step + part) * BATCH
+            (F.mse_loss(model(x[begin : begin + BATCH]), y[begin : begin + BATCH]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def observe(directory: str, layouts: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    os.chdir(directory)
+    found = []
+    for devices in layouts:
+        for mode in ("full", "selective"):
+            with Trained(config_of(mode, **devices)) as trainer:
+                trainer.fit()
+                found.append({name: full(value.detach()).clone() for name, value in trainer.model.state_dict().items()})
+    return found
+
+
+@pytest.mark.pitfall(92)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_state_that_forwards_change_moves_once_on_every_mesh(n_ranks: int, tmp_path: Any) -> None:
+    expected = by_hand()
+    layouts = [{}] if n_ranks == 1 else [{}, {"dp_shard": 1}]
+    for runs in run_world(observe, n_ranks, str(tmp_path), layouts):
+        assert len(runs) == 2 * len(layouts)
+        for found in runs:
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name
+
+
+class Ragged(nn.Module):
+    """Keeps other shapes for backward from its tenth run on, which it counts in a list outside of it."""
+
+    def __init__(self, runs: list[int]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.rows = lambda: runs.append(0) or 1 + (len(runs) > 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)[: self.rows()]).mean(0, keepdim=True) + x
+
+
+def test_a_block_that_does_something_else_is_an_error_with_its_name(tmp_path: Any, monkeypatch: Any) -> None:
+    class Odd(Trained):
+        def configure_models(self) -> None:
+            super().configure_models()
+            runs: list[int] = []
+            self.model.blocks = nn.ModuleList(Ragged(runs).double() for _ in range(2))
+
+        load_pretrained = dt.DreamTrainer.load_pretrained
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StepError, match=r"model.blocks.0 \(Ragged\) does something else .* outside of the block"):
+        Odd(config_of("full")).fit()
+
+
+def test_a_compiled_block_that_writes_into_a_buffer_it_reads_is_an_error(tmp_path: Any, monkeypatch: Any) -> None:
+    class Compiled(Trained):
+        def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+            return list(model.counts)
+
+    monkeypatch.chdir(tmp_path)
+    config = config_of("full", compile=True)
+    config.compile_parameters = type(config.compile_parameters)(backend="aot_eager")
+    trainer = Compiled(config)
+    with pytest.raises(StepError, match=r"Counts writes into 'times' .*compile=False"):
+        trainer.fit()
+    assert trainer.global_step == 0
