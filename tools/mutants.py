@@ -75,6 +75,27 @@ MUTANTS = [
         "tests/trainer/test_reduce_gradients.py -k refused",
     ),
     Mutant(
+        "samples of validation batches are guessed",
+        "dream_trainer/trainer/validation.py",
+        "source.samples_in(batch_idx) if count.own is None else None",
+        "None",
+        "tests/trainer/test_sample_counts.py -k dealt",
+    ),
+    Mutant(
+        "samples of training batches are guessed",
+        "dream_trainer/trainer/window_counts.py",
+        "    if count.own is not None:\n",
+        "    if True:\n",
+        "tests/trainer/test_sample_counts.py -k dealt",
+    ),
+    Mutant(
+        "a doubtful count of samples is passed over",
+        "dream_trainer/data/sample_count.py",
+        "may_be_samples or min(counts) != max(counts)",
+        "False",
+        "tests/data/test_sample_count.py",
+    ),
+    Mutant(
         "hooks on gradients do not follow a parameter that is made real",
         "dream_trainer/meta/realize.py",
         "        keep_hooks(old)\n",

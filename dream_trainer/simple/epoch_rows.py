@@ -69,7 +69,7 @@ class EpochRows(Callback):
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         """Takes a result."""
         weight = trainer._accumulation.batch_weight
-        self._window[batch_idx] = result, trainer._samples_in_batch() if weight is None else weight
+        self._window[batch_idx] = result, trainer._window.batch_samples if weight is None else weight
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """The window counts."""

@@ -282,7 +282,7 @@ class BaseTrainer(AbstractTrainer):
             is_last = index == window.size
             batch_idx = progress.batch_idx
             state.batch = batch
-            state.batch_samples = None if sizes is None else sizes[index - 1]
+            state.batch_samples = sizes[index - 1]
             if is_last is not state.gradients_sync:
                 self._parallel.sync_gradients(is_last)
                 state.gradients_sync = is_last
