@@ -7,6 +7,8 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, TextIO
 
+from dream_trainer.screen import show
+
 
 class ProgressBar(ABC):
     """A display that is changed in place: an interface."""
@@ -113,7 +115,7 @@ class NotebookBar(ProgressBar):
 
     def print(self, line: str) -> None:
         """Prints below."""
-        print(line, flush=True)
+        show(line)
 
     def stop(self) -> None:
         """Nothing is held."""

@@ -19,6 +19,7 @@ from dream_trainer.config.training_parameters import TrainingParameters
 from dream_trainer.data.nested import concatenated
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.screen import show
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
 from dream_trainer.simple.given_data import LoaderOptions, as_loader, as_rows, can_begin_again, float_type
@@ -296,9 +297,9 @@ class Trainer:
         if self.dream.local_batches == 0 and self.step > 0:
             # The numbers look like those of what was given now, so it is said also where no lines are printed.
             was_there = f"{done} {self.dream.was_there_before()}"
-            print(was_there, flush=True) if self._rows.prints else self.dream.warn_once("was there", was_there)
+            show(was_there) if self._rows.prints else self.dream.warn_once("was there", was_there)
         elif self._rows.prints:
-            print(f"{done} Raise fit(epochs=) or steps=", flush=True)
+            show(f"{done} Raise fit(epochs=) or steps=")
 
     def train_epoch(self) -> Row:
         """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""

@@ -288,7 +288,7 @@ class Hooks:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
 
     def on_interrupt(self) -> None:
-        """A signal (Ctrl-C, SIGTERM) ends the run; all ranks stand at the same step."""
+        """A signal (Ctrl-C, SIGTERM, SIGHUP) ends the run; all ranks stand at the same step."""
 
     def on_save(self, path: Path) -> None:
         """A checkpoint is committed at `path`."""
