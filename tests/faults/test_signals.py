@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 to any rank at any moment: all ranks stop (or save) at one step, and nothing is lost."""
+"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 to any rank at any moment: all stop or save at one step, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def started(directory: Path, *arguments: str, encoding: str = "utf-8") -> tuple[
         cwd=directory,
         env=environment,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  (a terminal of its own, as ssh gives)
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
     return process, ours
