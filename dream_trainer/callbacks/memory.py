@@ -163,8 +163,6 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 
 def host_memory() -> dict[str, float]:
     """What this process holds of its host's memory in GiB, where the system tells."""
-    if sys.platform == "win32":
-        return {}
     import resource
 
     numbers = {}
