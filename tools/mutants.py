@@ -75,6 +75,20 @@ MUTANTS = [
         "tests/trainer/test_reduce_gradients.py -k refused",
     ),
     Mutant(
+        "rows of W&B come before those of the user's own",
+        "dream_trainer/loggers/weights_and_biases.py",
+        "        row = max(row, step)\n",
+        "        row = step\n",
+        "tests/loggers/test_weights_and_biases.py -k beside_each_other",
+    ),
+    Mutant(
+        "rows of W&B become one with those of the user's own",
+        "dream_trainer/loggers/weights_and_biases.py",
+        "commit=self._has_others",
+        "commit=None",
+        "tests/loggers/test_weights_and_biases.py -k beside_each_other",
+    ),
+    Mutant(
         "samples of validation batches are guessed",
         "dream_trainer/trainer/validation.py",
         "source.samples_in(batch_idx) if count.own is None else None",

@@ -346,8 +346,8 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     if dp_size > 1:
         raise DataError(
             f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
-            "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset, or, if "
-            "it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
+            "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, "
+            "if it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
 

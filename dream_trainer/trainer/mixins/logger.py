@@ -335,6 +335,7 @@ class LoggerMixin(AbstractTrainer):
 
     def _window_started(self) -> None:
         super()._window_started()
+        self._run_log.open_early()
         self._run_log.window_started()
 
     def _window_dropped(self) -> None:
@@ -353,6 +354,8 @@ class LoggerMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
+        if self._session.is_training:
+            self._run_log.open_early()
         self._run_log.media.validation_started()
         with super()._validation_context():
             yield
