@@ -376,7 +376,7 @@ def _as_it_is(batch: Any) -> Any:
 def _own_methods(loader: DataLoader[Any]) -> list[str]:
     """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
     own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
-    kinds = FunctionType | classmethod | staticmethod | property
+    kinds = (FunctionType, classmethod, staticmethod, property)
     found = [name for cls in own for name, value in vars(cls).items() if isinstance(value, kinds)]
     return [name for name in dict.fromkeys(found) if name != "__init__"]
 

@@ -89,7 +89,7 @@ class WandbLogger(Logger):
         self._next_row = self.run.starting_step
         self._row = self._known = self._next_row - 1
         if self._next_row > 0:
-            self._known = int(self.run.summary.get(STEP, self._known))
+            self._known = int(self.run.summary.get(STEP, self._known))  # type: ignore[no-untyped-call]
         self._has_others = False
         path = run_dir / "wandb" / "lines.jsonl"
         self._lines = LineFile(path, resumed_step)
