@@ -20,6 +20,8 @@ def show(line: str, file: TextIO | None = None) -> None:
         file: Where to; None is standard output. Nothing is printed if it is closed, full or gone.
     """
     file = sys.stdout if file is None else file
+    if file is None:  # a process without a console
+        return
     try:
         print(line, file=file, flush=True)
     except UnicodeEncodeError:

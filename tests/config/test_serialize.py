@@ -144,7 +144,6 @@ def test_data_that_does_not_fit_is_named(change: dict[str, Any], message: str) -
         from_dict(RichConfig, {"project": "p", "group": "g", "experiment": "e", **change})
 
 
-@pytest.mark.pitfall(56)
 class OtherList(Sequence[Any]):
     """As hydra's ListConfig: a sequence that is no list."""
 
@@ -191,6 +190,7 @@ def test_lists_and_dicts_of_other_libraries_are_taken_as_pythons_own() -> None:
     assert to_dict(own)["layers"] == {"sizes": [1, 2]}
 
 
+@pytest.mark.pitfall(56)
 def test_the_difference_names_changed_fields_by_their_path() -> None:
     old = to_dict(rich(training_parameters=TrainingParameters(n_epochs=3)))
     new = to_dict(rich(training_parameters=TrainingParameters(n_epochs=5), learning_rate=1e-4))
