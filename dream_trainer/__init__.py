@@ -6,10 +6,14 @@ other.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from dream_trainer.lazy_names import lazy_names
 from dream_trainer.version import __version__ as __version__
+
+if sys.platform == "win32":
+    raise ImportError("Dream Trainer runs on Linux and macOS, not on Windows. Use it in WSL 2 (wsl --install).")
 
 if TYPE_CHECKING:
     from dream_trainer import callbacks as callbacks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from dream_trainer.errors import ConfigError
@@ -67,10 +67,10 @@ def check_directory(name: str, value: object, *, hint: str = "") -> None:
 
 
 def check_names(name: str, value: object, *, example: str) -> None:
-    """Raises ConfigError unless `value` is a tuple or list of strings; a string would be taken letter by letter."""
+    """Raises ConfigError unless `value` is a sequence of strings; a string would be taken letter by letter."""
     if isinstance(value, str):
         raise ConfigError(f"{name}={value!r} is a string. Use a tuple of strings: {name}=({value!r},).")
-    if not isinstance(value, tuple | list) or not all(isinstance(item, str) for item in value):
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{name}={value!r} is not a tuple of strings. Use such as {name}=({example!r},).")
 
 

@@ -221,7 +221,8 @@ def loaded_at_run_time(package: str) -> dict[str, str]:
 
 
 def test_checkers_see_the_packages_that_load_on_first_use() -> None:
-    (call,) = [node for node in ast.walk(tree_of("dream_trainer")) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of("dream_trainer")) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "lazy_names"]
     (packages,) = [ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "packages"]
     declared = [
         alias.name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.compat.compiler import compilations, compiled_graphs, told_of_graph_breaks
 from dream_trainer.events.callback import Callback
+from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -111,7 +111,7 @@ class CompileReport(Callback):
         if rows:
             print_table(title, ("what", "times", "where", "why"), rows, self._file)
         else:
-            print(title, file=self._file or sys.stdout, flush=True)
+            show(title, self._file)
 
 
 def graph_break(text: str) -> Finding:

@@ -19,6 +19,7 @@ from dream_trainer.compat.pytorch import record_memory_history, write_memory_sna
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -120,7 +121,7 @@ class Memory(LoggingCallback):
         """Writes a snapshot, if memory ran out."""
         if self._trainer is not None and _is_out_of_memory(exc):
             path = self.snapshot()
-            print(f"[rank {trainer.world.rank}] out of memory: see {path}", file=sys.stderr, flush=True)
+            show(f"[rank {trainer.world.rank}] out of memory: see {path}", sys.stderr)
 
     def teardown(self, trainer: AbstractTrainer) -> None:
         """Stops recording."""
@@ -162,8 +163,6 @@ def memory_numbers(device: torch.device) -> dict[str, float]:
 
 def host_memory() -> dict[str, float]:
     """What this process holds of its host's memory in GiB, where the system tells."""
-    if sys.platform == "win32":
-        return {}
     import resource
 
     numbers = {}

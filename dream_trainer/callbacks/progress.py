@@ -4,7 +4,6 @@ plain lines elsewhere."""
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dream_trainer.checks import check_between, check_names, check_positive
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_count, format_duration, format_metrics
+from dream_trainer.screen import draw, show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,8 +195,7 @@ class Progress(Callback):
         """Notes that training pauses."""
         # It is there if a signal interrupted a validation, which then started again after a save.
         self._running.setdefault(_kind(trainer), self._clock() - trainer.seconds_saving)
-        if self._bar is not None:
-            self._bar.describe("validating")
+        self._draw(lambda bar: bar.describe("validating"))
 
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
         """Shows a validation's result, or an evaluation's."""
@@ -255,12 +254,12 @@ class Progress(Callback):
     def _show(self, trainer: AbstractTrainer, now: float) -> None:
         self._look(trainer, now)
         status = self.status(trainer, now)
-        if self._bar is None:
+        epoch = f"epoch {trainer.current_epoch}"
+        if self._draw(lambda bar: bar.show(epoch, trainer.global_step, trainer.total_steps, status)):
+            self._due = now + self.refresh_seconds
+        else:
             self._due = now + self.line_seconds
-            self._print(f"epoch {trainer.current_epoch} | {status}")
-            return
-        self._due = now + self.refresh_seconds
-        self._bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, status)
+            self._print(f"{epoch} | {status}")
 
     def _look(self, trainer: AbstractTrainer, now: float) -> None:
         waiting = trainer.seconds_waiting_for_data
@@ -274,21 +273,28 @@ class Progress(Callback):
         return saving + self._validating + running
 
     def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.print(line)
-        else:
-            print(line, file=self._file or sys.stdout, flush=True)
+        if not self._draw(lambda bar: bar.print(line)):
+            show(line, self._file)
+
+    def _draw(self, act: Callable[[ProgressBar], object]) -> bool:
+        """Whether there is a bar that could do it. A terminal that cannot show it has plain lines from then on."""
+        bar = self._bar
+        if bar is not None and not draw(lambda: act(bar), self._file):
+            draw(bar.stop, self._file)
+            self._bar = None
+        return self._bar is not None
 
     def _start_bar(self, trainer: AbstractTrainer) -> None:
         self._stop_bar()
-        self._bar = live_bar(self._file)
-        if self._bar is not None:
-            self._bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, "")
+        try:
+            self._bar = live_bar(self._file)
+        except (OSError, ValueError):  # the terminal is gone
+            return
+        self._draw(lambda bar: bar.show(f"epoch {trainer.current_epoch}", trainer.global_step, trainer.total_steps, ""))
 
     def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._draw(lambda bar: bar.stop())
+        self._bar = None
 
 
 def _kind(trainer: AbstractTrainer) -> str:

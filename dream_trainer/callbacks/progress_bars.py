@@ -7,6 +7,9 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, TextIO
 
+from dream_trainer.notebook import is_in_notebook
+from dream_trainer.screen import show
+
 
 class ProgressBar(ABC):
     """A display that is changed in place: an interface."""
@@ -31,21 +34,12 @@ class ProgressBar(ABC):
 def live_bar(file: TextIO | None) -> ProgressBar | None:
     """The bar for `file`, or for standard output and notebooks if it is None; None where nothing can be changed in
     place, as in pipes and files."""
-    if file is None and _is_in_notebook():
+    if file is None and is_in_notebook():
         return NotebookBar()
     from rich.console import Console
 
     console = Console(file=file or sys.stdout)
     return TerminalBar(console) if console.is_interactive else None
-
-
-def _is_in_notebook() -> bool:
-    # Whoever runs in a notebook has IPython loaded; a shell of IPython in a terminal has no kernel.
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None:
-        return False
-    shell = ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
 
 
 class TerminalBar(ProgressBar):
@@ -113,7 +107,7 @@ class NotebookBar(ProgressBar):
 
     def print(self, line: str) -> None:
         """Prints below."""
-        print(line, flush=True)
+        show(line)
 
     def stop(self) -> None:
         """Nothing is held."""

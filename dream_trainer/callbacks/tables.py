@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from dream_trainer.screen import draw, show
+
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
     """Prints a table of text.
@@ -21,7 +23,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     file = file or sys.stdout
     console = Console(file=file)
     if not console.is_interactive:
-        print(plain_table(title, header, rows), file=file, flush=True)
+        show(plain_table(title, header, rows), file)
         return
     from rich.table import Table
     from rich.text import Text
@@ -31,7 +33,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(header[index] if header else "", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print(table)
+    if not draw(lambda: console.print(table), file):
+        show(plain_table(title, header, rows), file)
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

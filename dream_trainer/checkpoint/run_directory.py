@@ -8,13 +8,13 @@ not read the same token there has another directory under that name, such as a d
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import secrets
 import time
 from pathlib import Path
 from typing import IO
 
+from dream_trainer import file_locks
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
@@ -51,7 +51,7 @@ def release(run_dir: Path) -> None:
     if users > 1:
         _held[path] = (file, users - 1)
     else:
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a loader's worker may have the file open too
+        file_locks.release(file)
         file.close()
 
 
@@ -68,18 +68,16 @@ def count_training(run_dir: Path) -> int:
 
 
 def is_claimed(run_dir: Path) -> bool | None:
-    """Whether a live job has the run directory, this process too; None if no job ever had it."""
+    """Whether a live job has the run directory, this process too; None if no job ever had it, or nobody can tell."""
     path = run_dir / LOCK_NAME
     if path.resolve() in _held:
         return True
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_free = file_locks.take(file, shared=True)
     except FileNotFoundError:
         return None
-    except BlockingIOError:
-        return True
-    return False
+    return None if is_free is None else not is_free
 
 
 def _lock(run_dir: Path) -> str:
@@ -94,24 +92,22 @@ def _lock(run_dir: Path) -> str:
     began = time.monotonic()
     deadline = began + PATIENCE_SECONDS
     has_said = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise CheckpointError(
-                    f"another live job writes to {run_dir}. Stop it, or give this run another experiment name."
-                ) from None
-            if not has_said and time.monotonic() - began > SAY_AFTER_SECONDS:
-                has_said = True
-                logger.warning(
-                    "%s is in use by another job; waiting %.0f s for it, in case that is just ending",
-                    run_dir,
-                    PATIENCE_SECONDS,
-                )
-            time.sleep(0.2)
+    while (is_held := file_locks.take(file)) is False:
+        if time.monotonic() > deadline:
+            file.close()
+            raise CheckpointError(
+                f"another live job writes to {run_dir}. Stop it, or give this run another experiment name."
+            )
+        if not has_said and time.monotonic() - began > SAY_AFTER_SECONDS:
+            has_said = True
+            logger.warning(
+                "%s is in use by another job; waiting %.0f s for it, in case that is just ending",
+                run_dir,
+                PATIENCE_SECONDS,
+            )
+        time.sleep(0.2)
+    if is_held is None:
+        file_locks.warn_of_no_locks(run_dir)
     token = secrets.token_hex(8)
     file.truncate(0)
     file.write(token)

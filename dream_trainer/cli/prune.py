@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+from dream_trainer import file_locks
 from dream_trainer.best_value import mode_by_name
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checkpoint.files import discard
@@ -99,13 +99,13 @@ def _claimed(root: Path) -> Iterator[None]:
     directories = dict.fromkeys([root.absolute().parent, root.resolve().parent, root.resolve()])
     with ExitStack() as locks:
         for path in [directory / LOCK_NAME for directory in directories if (directory / LOCK_NAME).exists()]:
-            lock = locks.enter_context(path.open("a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            is_held = file_locks.take(locks.enter_context(path.open("a")))
+            if is_held is False:
                 raise CheckpointError(
                     f"a live job writes to {path.parent}. Stop it first, or let its own retention remove checkpoints."
-                ) from None
+                )
+            if is_held is None:
+                file_locks.warn_of_no_locks(path.parent)
         yield
 
 

@@ -17,6 +17,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.uncaught import end_in_a_line
 from dream_trainer.config.unknown_arguments import refuse_unknown, refuse_values_of_booleans
 from dream_trainer.errors import ConfigError
+from dream_trainer.notebook import is_in_notebook
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 
@@ -32,14 +33,16 @@ def parse(config: T | type[T], args: Sequence[str] | None = None) -> T:
 
     Args:
         config: an instance, whose values are the defaults, or a class, whose fields without default are then required.
-        args: the arguments; `sys.argv[1:]` if None. Then a ConfigError that nobody catches later on ends the script
-            with one line on stderr, too, and exit code 2.
+        args: the arguments; `sys.argv[1:]` if None, and none in a notebook, where those are the kernel's. Then a
+            ConfigError that nobody catches later on ends the script with one line on stderr, too, and exit code 2.
 
     Raises:
         SystemExit: with code 2 after a message on stderr, if an argument is unknown or a value cannot work; with code 0
             after `--help` or `--help-all`.
     """
     how: tuple[Any, ...] = (tyro.conf.SuppressFixed,)  # hides what has no text
+    if args is None and is_in_notebook():
+        args = []
     if args is None:  # of a script, which has the config from here to the end
         end_in_a_line()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeVar, dataclass_transform
@@ -17,12 +18,30 @@ def parameters(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen, keyword-only dataclass.
 
     An unknown field raises ConfigError with the nearest name, an assignment FrozenInstanceError with how to make a
-    changed copy.
+    changed copy. Lists and dicts of another library, such as hydra's, become Python's before they are checked.
     """
+    check: Callable[[T], None] = vars(cls).get("__post_init__", lambda self: None)
+
+    def __post_init__(self: T) -> None:
+        for name, value in vars(self).items():
+            if (plain := _plain(value)) is not value:
+                object.__setattr__(self, name, tuple(plain) if isinstance(plain, list) else plain)
+        check(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
     made.__new__ = _new  # type: ignore[method-assign]
     made.__setattr__ = _refuse_to_change  # type: ignore[method-assign]
     return made
+
+
+def _plain(value: Any) -> Any:
+    """`value`, or as Python's own dict or list if it is another mapping or sequence."""
+    if isinstance(value, str | bytes | dict | list | tuple | range):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, Sequence) else value
 
 
 def _new(cls: type[T], *args: Any, **fields: Any) -> T:

@@ -160,7 +160,7 @@ def _converter() -> Converter:
 
     # Declared types would drop the fields of a subclass, and cannot be resolved where a class is local to a function.
     converter.register_unstructure_hook_func(is_dataclass, fields_of)
-    converter.register_unstructure_hook_func(lambda cls: inspect.isclass(cls) and issubclass(cls, tuple), elements_of)
+    converter.register_unstructure_hook_func(_is_list, elements_of)
     converter.register_unstructure_hook(CallbackCollection, elements_of)
     converter.register_unstructure_hook(Callback, callback_record)
     for plain in _PLAIN:
@@ -175,6 +175,11 @@ def _converter() -> Converter:
     converter.register_structure_hook(torch.dtype, _dtype)
     converter.register_structure_hook(CallbackCollection, _refuse_to_restore)
     return converter
+
+
+def _is_list(cls: Any) -> bool:
+    """Whether it is a tuple, or a list of Python's or another library, such as hydra's."""
+    return inspect.isclass(cls) and issubclass(cls, Sequence) and not issubclass(cls, str | bytes)
 
 
 def _strictly(cls: type, *others: type) -> Callable[[Any, Any], Any]:

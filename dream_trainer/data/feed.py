@@ -8,9 +8,12 @@ short, and only then, the ranks agree on how much everybody can train (docs/meas
 
 from __future__ import annotations
 
+import errno
 import logging
+import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +25,9 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import DataError
 
 logger = logging.getLogger("dream_trainer")
+
+# As PyTorch has it, where a process receives tensors and has no room for their files.
+_TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 
 
 class _Place(NamedTuple):
@@ -166,9 +172,10 @@ class WindowFeed:
             self._window, self._is_fetched = ahead, is_ahead_fetched
 
     def _load(self) -> Window | None:
-        window = self._stream.next_window()
+        with self._naming_accumulation():
+            window = self._stream.next_window()
         if window is not None:
-            window.batches = list(window.batches)
+            window.batches = self._loaded(window)
             if len(window.batches) != window.size:
                 raise DataError(
                     f"the training loader yielded {len(window.batches)} of the {window.size} batches of a window, and "
@@ -176,6 +183,30 @@ class WindowFeed:
                     "between two passes."
                 )
         return window
+
+    def _loaded(self, window: Window) -> list[Any]:
+        with self._naming_accumulation():
+            return list(window.batches)
+
+    @contextmanager
+    def _naming_accumulation(self) -> Iterator[None]:
+        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained.
+
+        Raises:
+            DataError: In the place of the system's error.
+        """
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
+            if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
+                raise
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise DataError(
+                f"too many open files, at most {most}: a step's {self._accumulation} micro-batches are loaded before "
+                "it is trained, and loader workers send each tensor as an open file. Raise the limit (ulimit -n "
+                "65536), call torch.multiprocessing.set_sharing_strategy('file_system') first, or accumulate fewer."
+            ) from error
 
     def _forget(self) -> None:
         self._window = self._ahead = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from dream_trainer.data.foreign import (
 )
 from dream_trainer.data.loader import loader_batch_size
 from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import DataPosition, TrainStream, Window
 from dream_trainer.distributed.seeds import GENERATORS, preserved_random_state
 from dream_trainer.errors import DataError
@@ -55,7 +56,7 @@ class ForeignStream(TrainStream):
         dp_rank: int,
         dp_size: int,
         seed: int,
-        count: Callable[[Any], int] | None = None,
+        count: SampleCount | None = None,
         keeps_state: bool = True,
         whole_windows: bool = False,
     ) -> None:
@@ -143,7 +144,7 @@ class ForeignStream(TrainStream):
             self._is_exhausted = size < self._accumulation
             if size and not (self._is_exhausted and self._whole_windows):
                 self._position = end = DataPosition(epoch, 0, self._position.batches + size)
-                sizes = None if self._count is None else [self._count(batch) for batch in batches]
+                sizes = None if self._count is None else [self._count(batch, self._batch_size) for batch in batches]
                 self._samples += sum(sizes or ())
                 return Window(size, batches, None, end, self._rank_state(), False, None, sizes)
         if self._position.batches == 0 and self._dp_size == 1:
@@ -241,7 +242,7 @@ class ForeignStream(TrainStream):
                 if batch is _END:
                     break
                 batches += 1
-                self._samples += 0 if self._count is None else self._count(batch)
+                self._samples += 0 if self._count is None else self._count(batch, self._batch_size)
         self._is_exhausted = batches < position.batches if samples is None else self._samples < samples
         if samples is not None and self._samples != samples:
             raise self._cannot_read_up_to(samples, batch)
@@ -290,7 +291,7 @@ class ForeignStream(TrainStream):
                 f"The run goes on after {samples} samples of this pass, and the training loader ({name}) ended after "
                 f"{self._samples}: its data changed. Give it the data it had, or start another experiment."
             )
-        last = self._count(batch)
+        last = self._count(batch, self._batch_size)
         return DataError(
             f"The run goes on after {samples} samples of this pass, and the training loader ({name}) has no batch that "
             f"begins there: it yielded a batch of {last} after {self._samples - last}. Use the batch size it had, or "

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import takewhile
 from multiprocessing.context import BaseContext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -255,10 +257,11 @@ class ShardReader:
 
 
 def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader | None:
-    """A plain `DataLoader` as ours, with all its options; None if its order or its class is the user's own.
+    """A plain `DataLoader` as ours, with all its options; None if its order or its code is the user's own.
 
-    Rebuilt are `DataLoader` and torchdata's `StatefulDataLoader` themselves (no subclasses) over a map-style dataset,
-    with a `BatchSampler` of a `SequentialSampler`, a `RandomSampler` without replacement or a `DistributedSampler`.
+    Rebuilt are `DataLoader`, torchdata's `StatefulDataLoader` and subclasses that add only a constructor (as PyTorch
+    Geometric's `DataLoader` does) over a map-style dataset, with a `BatchSampler` of a `SequentialSampler`, a
+    `RandomSampler` without replacement or a `DistributedSampler`.
 
     Args:
         loader: What the user gave.
@@ -267,7 +270,7 @@ def rebuild(loader: object, purpose: str = "training") -> DistributedDataLoader 
     Raises:
         DataError: The dataset is empty.
     """
-    if not isinstance(loader, DataLoader) or not _is_exactly(loader, DataLoader, "StatefulDataLoader"):
+    if not isinstance(loader, DataLoader) or _own_methods(loader):
         return None
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
@@ -343,9 +346,8 @@ def foreign_iterable(loader: object, dp_size: int) -> Iterable[Any]:
     if dp_size > 1:
         raise DataError(
             f"{_describe(loader)} cannot be dealt to dp_size={dp_size} data-parallel ranks: each would train on all "
-            "of it. "
-            "Use DistributedDataLoader(dataset, batch_size=...) over a map-style dataset, or, if it yields "
-            "each rank's own batches already, wrap it in PerRankLoader(loader)."
+            "of it. Use DistributedDataLoader(dataset, batch_size=..., collate_fn=...) over a map-style dataset; or, "
+            "if it yields each rank's own batches already, wrap it in PerRankLoader(loader)."
         )
     return loader
 
@@ -371,13 +373,25 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _own_methods(loader: DataLoader[Any]) -> list[str]:
+    """What a subclass defines beside its constructor, which only sets options: any of it may decide the batches."""
+    own = takewhile(lambda cls: not _is_class(cls, DataLoader, "StatefulDataLoader"), type(loader).__mro__)
+    kinds = (FunctionType, classmethod, staticmethod, property)
+    found = [name for cls in own for name, value in vars(cls).items() if isinstance(value, kinds)]
+    return [name for name in dict.fromkeys(found) if name != "__init__"]
+
+
 def _is_exactly(obj: object, torch_class: type, torchdata_name: str) -> bool:
     """Whether `obj` is of torch's class, or of torchdata's twin of it, and of no subclass."""
+    return _is_class(type(obj), torch_class, torchdata_name)
+
+
+def _is_class(cls: type, torch_class: type, torchdata_name: str) -> bool:
     # Only a process that imported torchdata can hold one of its objects.
     torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
     samplers = sys.modules.get("torchdata.stateful_dataloader.sampler")
     twins = {**(vars(samplers) if samplers else {}), **(vars(torchdata) if torchdata else {})}
-    return type(obj) is torch_class or type(obj) is twins.get(torchdata_name)
+    return cls is torch_class or cls is twins.get(torchdata_name)
 
 
 def _shuffles(sampler: Any, length: int) -> bool | None:
@@ -393,6 +407,8 @@ def _shuffles(sampler: Any, length: int) -> bool | None:
 
 
 def _describe(loader: object) -> str:
+    if isinstance(loader, DataLoader) and (methods := _own_methods(loader)):
+        return f"A {type(loader).__name__}, a DataLoader with methods of its own ({', '.join(methods)}),"
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return f"A {type(loader).__name__} with batch_size=None, of ready batches from {type(loader.dataset).__name__},"
     if isinstance(loader, DataLoader):

@@ -37,6 +37,10 @@ class Sharding:
         share, extra = divmod(size, self.dp_size)
         return self.dp_rank * share + min(self.dp_rank, extra), share + (self.dp_rank < extra)
 
+    def samples_in(self, number: int, samples: int) -> int:
+        """This rank's samples in micro-batch `number` of `samples` consecutive ones of all ranks."""
+        return self.slice_of_chunk(min(self.chunk_size, samples - number * self.chunk_size))[1]
+
 
 def end_without_tail(length: int, consumed: int, global_batch_size: int) -> int:
     """Where a pass ends that drops what does not fill a global batch.
@@ -107,6 +111,11 @@ class RankBatchSampler(Sampler[BatchKey]):
                 yield epoch, indices
         if size:
             yield epoch, order[last + offset : last + offset + size].tolist()
+
+    def samples_in(self, number: int) -> int:
+        """Samples in this rank's batch `number` of the pass that is set."""
+        _, first, end = self._next_pass
+        return self.sharding.samples_in(number, end - first)
 
     def __len__(self) -> int:
         """Batches this rank gets from the pass that is set."""

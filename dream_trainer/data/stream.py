@@ -9,7 +9,7 @@ A window never straddles two passes over the data, and a pass pulls no batch tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from dream_trainer.data.loader_groups.group_place import refuse_state_of_group
 from dream_trainer.data.loader_groups.group_windows import group_stream
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import ENDLESS, OrderedDataset, say_when_it_begins
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.sampler import Sharding, end_with_tail, end_without_tail
 from dream_trainer.data.streams.lane_stream import LaneStream
 from dream_trainer.data.streams.stream_loader import StreamLoader
@@ -39,7 +40,7 @@ def train_stream(
     dp_rank: int,
     dp_size: int,
     seed: int,
-    batch_size: Callable[[Any], int] | None = None,
+    batch_size: SampleCount | None = None,
     keeps_state: bool = True,
 ) -> TrainStream:
     """The stream over any loader that a user may return from `configure_dataloaders`.
@@ -70,7 +71,7 @@ def train_stream(
 def _stream_of_one(
     loader: object,
     seed: int,
-    count: Callable[[Any], int] | None,
+    count: SampleCount | None,
     name: str | None = None,
     *,
     accumulation: int,
@@ -211,14 +212,16 @@ class ShardStream(TrainStream):
         if samples <= 0:
             self._next_pass()
             return None
-        size, last_chunk = divmod(samples, self._sharding.chunk_size)
-        is_uneven = False
+        sharding = self._sharding
+        size, last_chunk = divmod(samples, sharding.chunk_size)
+        sizes, is_uneven = [sharding.batch_size] * size, False
         if last_chunk:
+            sizes.append(sharding.samples_in(size, samples))
             size += 1
-            is_uneven = self._sharding.dp_size > 1 and (size > 1 or last_chunk % self._sharding.dp_size > 0)
+            is_uneven = sharding.dp_size > 1 and (size > 1 or last_chunk % sharding.dp_size > 0)
         self._position = DataPosition(position.epoch, position.samples + samples, position.batches + size, self._length)
         is_last = self._position.samples >= self._end
-        return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last)
+        return Window(size, islice(self._iterator, size), samples, self._position, None, is_uneven, is_last, sizes)
 
     def _look_for_changes(self, ordered: OrderedDataset) -> None:
         position, marked = self._position, self._reader.marked

@@ -8,7 +8,7 @@ from typing import Any
 
 from dream_trainer.compat.pytorch import end_workers
 from dream_trainer.data.foreign import iterate, known_length
-from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, rebuild
+from dream_trainer.data.loader import DistributedDataLoader, ShardReader, foreign_iterable, loader_batch_size, rebuild
 from dream_trainer.data.order import VALIDATION_EPOCH
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sampler import Sharding
@@ -21,6 +21,15 @@ class ValidationBatches(ABC):
     @property
     def reader(self) -> ShardReader | None:
         """What loads the samples that are dealt to ranks; None of a loader that is not ours."""
+        return None
+
+    def samples_in(self, number: int) -> int | None:
+        """Samples in batch `number` of the running iteration; None of a loader that is not ours."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch, if the loader has such a number."""
         return None
 
     @abstractmethod
@@ -91,6 +100,9 @@ class ShardValidation(ValidationBatches):
             self._reader.dataset_changed()
         return self._reader.batches(VALIDATION_EPOCH, 0, length)
 
+    def samples_in(self, number: int) -> int:
+        return self._reader.sampler.samples_in(number)
+
     def __len__(self) -> int:
         return len(self._reader.sampler)
 
@@ -111,6 +123,10 @@ class ForeignValidation(ValidationBatches):
 
     def __iter__(self) -> Iterator[Any]:
         return iterate(self._source, seed=self._seed, epoch=VALIDATION_EPOCH, dp_rank=self._dp_rank)
+
+    @property
+    def batch_size(self) -> int | None:
+        return loader_batch_size(self._source)
 
     def __len__(self) -> int:
         length = known_length(self._source)

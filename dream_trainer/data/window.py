@@ -51,7 +51,7 @@ class Window:
     is_last: bool | None
     """Whether this is the last window of its pass; None where only looking for the next one would tell."""
     sizes: list[int] | None = None
-    """Samples in each of this rank's micro-batches, of a loader that is not ours."""
+    """Samples in each of this rank's micro-batches; None of a loader that is not ours if nobody counts them."""
 
 
 class TrainStream(ABC):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from dream_trainer.compat.forked_start import sure_to_start
 from dream_trainer.data.sample_seeds import KeyedDataset
-from dream_trainer.distributed.signals import outlive_job, starting_workers
+from dream_trainer.distributed.signals import TERMINATING, outlive_job, starting_workers
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,7 +51,8 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, outlive_job)
+        for number in TERMINATING:
+            signal.signal(number, outlive_job)
         _end_with_parent()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):

@@ -21,7 +21,7 @@ class Flags(NamedTuple):
 
     Attributes:
         stop: Ranks on which a stop was requested.
-        terminate: Ranks that got SIGTERM.
+        terminate: Ranks that got SIGTERM or SIGHUP.
         interrupt: Ranks that got SIGINT.
         timeout: Ranks on which `max_time` has passed.
         save: Ranks on which a checkpoint was requested.

@@ -77,6 +77,8 @@ def _relay(signals: Signals, store: Store, reader: int) -> None:
                 sent_by_us -= numbers
             elif signals.waits_for() > LOOK_SECONDS:
                 for number in () if signals.requests.ends_by_signal else _new(store, counts):
+                    if number == signal.SIGHUP:  # here it may be ignored, as nohup has it
+                        number = signal.SIGTERM
                     signals.relayed.add(number)
                     sent_by_us.add(number)  # it comes back through the pipe, and must not be relayed again
                     os.kill(os.getpid(), number)

@@ -10,7 +10,8 @@ class Requests:
 
     Attributes:
         stop_reason: Why training code asked for the end of training, in words; None if it did not.
-        terminated: SIGTERM came.
+        terminated: SIGTERM or SIGHUP came.
+        hung_up: It was SIGHUP.
         interrupted: SIGINT came.
         save_requested: Training code asked for a checkpoint, and the other ranks do not know yet.
         save_signalled: SIGUSR1 asks for one, which is answered also from within a wait for data.
@@ -19,6 +20,7 @@ class Requests:
     """
 
     __slots__ = (
+        "hung_up",
         "interrupted",
         "save_is_known",
         "save_is_owed",
@@ -30,7 +32,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
-        self.terminated = self.interrupted = False
+        self.terminated = self.hung_up = self.interrupted = False
         self.save_requested = self.save_signalled = self.save_is_owed = self.save_is_known = False
 
     @property
@@ -51,11 +53,11 @@ class Requests:
     def why_stopped(self, flags: Flags) -> str:
         """Why training ends before its limits, in words; `flags` are those of all ranks."""
         if flags.terminate or flags.interrupt:
-            return "SIGTERM" if flags.terminate else "Ctrl-C"
+            return ("SIGHUP" if self.hung_up else "SIGTERM") if flags.terminate else "Ctrl-C"
         if flags.stop:
             return self.stop_reason or "requested on another rank"
         return "max_time has passed"
 
     def forget_signals(self) -> None:
         """What signals asked for so far is done."""
-        self.terminated = self.interrupted = self.save_signalled = False
+        self.terminated = self.hung_up = self.interrupted = self.save_signalled = False

@@ -18,11 +18,15 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from dream_trainer.distributed.requests import Requests
+from dream_trainer.screen import show
 
 T = TypeVar("T")
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
-"""Signals that save and end the run; SIGUSR1 saves and goes on."""
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that save and end the run; a closed terminal or ssh session sends the second."""
+
+STOPPING = (*TERMINATING, signal.SIGINT)
+"""Those, and Ctrl-C; SIGUSR1 saves and goes on."""
 
 
 # Longer than a job takes to save after a signal, shorter than torchrun waits for it to end.
@@ -43,7 +47,7 @@ def starting_workers() -> Iterator[None]:
 
 
 def outlive_job(*_: object) -> None:
-    """A worker's handler of SIGTERM: it ends when the job has had time to save."""
+    """A worker's handler of signals that end the job: it ends when the job has had time to save."""
     signal.alarm(_WORKER_OUTLIVES_SECONDS)
 
 
@@ -62,7 +66,7 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
+    """SIGTERM, SIGHUP, SIGINT and SIGUSR1 received by this process. The pulse tells the other ranks.
 
     Args:
         requests: What they ask for is noted there.
@@ -94,17 +98,20 @@ class Signals:
             yield
             return
         self._pid = os.getpid()
-        before = self._before = {number: signal.signal(number, self._handle) for number in (*STOPPING, signal.SIGUSR1)}
+        numbers = [*STOPPING, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run outlives its terminal
+            numbers.remove(signal.SIGHUP)
+        before = self._before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
-                if handler is not None and not (self._ends and number == signal.SIGTERM):
+                if handler is not None and not (self._ends and number in TERMINATING):
                     signal.signal(number, handler)
 
     @contextmanager
     def ending(self, code: int) -> Iterator[None]:
-        """The run ends for a signal, and all is saved: a second SIGTERM must not change how.
+        """The run ends for a signal, and all is saved: a second SIGTERM or SIGHUP must not change how.
 
         Inside, it does nothing, since other ranks are waited for; afterwards, for good, it exits with `code` at once.
         """
@@ -112,9 +119,12 @@ class Signals:
             yield
             return
         self._ends = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        handled = [number for number in TERMINATING if number in self._before]
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
         yield
-        signal.signal(signal.SIGTERM, _Exits(code))
+        for number in handled:
+            signal.signal(number, _Exits(code))
 
     def wait_for_data(self, fetch: Callable[[], T], answer: Callable[[], bool] | None = None) -> T | None:
         """Returns `fetch()`, which may take long; or None, if a signal ended the wait.
@@ -147,20 +157,21 @@ class Signals:
         if os.getpid() != self._pid:
             # A forked child that kept the handler. SIGTERM is how its parent ends it (`Process.terminate`, `Pool`);
             # the others come to the whole process group, and a loader's worker outlives them.
-            if number == signal.SIGTERM and _starts_workers:
+            if number in TERMINATING and _starts_workers:
                 outlive_job()
-            elif number == signal.SIGTERM:
+            elif number in TERMINATING:
                 signal.signal(number, self._before[number] or signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if number == signal.SIGTERM:
+        if number in TERMINATING:
             self._leave_lost_job()
             self.requests.terminated = True
+            self.requests.hung_up = number == signal.SIGHUP
         elif number == signal.SIGINT:
             if self.requests.interrupted:
                 raise KeyboardInterrupt
             self.requests.interrupted = True
-            sys.stderr.write("\nstopping after this step; press Ctrl-C again to stop at once\n")
+            show("\nstopping after this step; press Ctrl-C again to stop at once", sys.stderr)
         else:
             self.requests.save_signalled = True
         before = self._before[number]

@@ -137,7 +137,7 @@ class Callback:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
 
     def on_interrupt(self, trainer: AbstractTrainer) -> None:
-        """A signal (Ctrl-C, SIGTERM) ends the run; all ranks stand at the same step."""
+        """A signal (Ctrl-C, SIGTERM, SIGHUP) ends the run; all ranks stand at the same step."""
 
     def on_save(self, trainer: AbstractTrainer, path: Path) -> None:
         """A checkpoint is committed at `path`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.interface import Logger, Stamp
+from dream_trainer.screen import show
 
 
 class ConsoleLogger(Logger):
@@ -17,9 +18,9 @@ class ConsoleLogger(Logger):
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Says where the run keeps its files, and from which step it goes on."""
-        print(f"run directory: {run_dir}" + ("" if resumed_step is None else f", resumed at step {resumed_step}"))
+        show(f"run directory: {run_dir}" + ("" if resumed_step is None else f", resumed at step {resumed_step}"))
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
         """Prints one line."""
         # Flushed, so that a piped log is whole when the process is killed.
-        print(f"epoch {stamp.epoch} | step {stamp.step} | {format_metrics(metrics)}", flush=True)
+        show(f"epoch {stamp.epoch} | step {stamp.step} | {format_metrics(metrics)}")

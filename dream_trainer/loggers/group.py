@@ -30,19 +30,39 @@ class LoggerGroup:
 
     Attributes:
         is_open: Whether `open` was called since the last `close`.
+        is_open_early: Whether `open_early` was, or has nothing to do.
     """
 
     def __init__(self, loggers: list[Logger], report: Callable[[str, str], None], *, strict: bool) -> None:
         self._loggers = _checked(loggers)
         self._open: list[Logger] = []
         self.is_open = False
+        self.is_open_early = not self.opens_early
         self._report = report
         self._strict = strict
 
+    @property
+    def opens_early(self) -> bool:
+        """Whether there are loggers that the user's code may write to by itself."""
+        return any(logger.is_open_early for logger in self._loggers)
+
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Opens every logger; one that fails gets nothing."""
-        self.is_open, self._open = True, []
-        for logger in self._loggers:
+        self.open_early(run_dir, config, resumed_step)
+        self.is_open = True
+        self._open_each([logger for logger in self._loggers if not logger.is_open_early], run_dir, config, resumed_step)
+
+    def open_early(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        """Opens the loggers that the user's code may write to by itself, if they are not open; `open` opens the others
+        later."""
+        if not self.is_open_early:
+            self.is_open_early = True
+            self._open_each([logger for logger in self._loggers if logger.is_open_early], run_dir, config, resumed_step)
+
+    def _open_each(
+        self, loggers: list[Logger], run_dir: Path, config: dict[str, Any], resumed_step: int | None
+    ) -> None:
+        for logger in loggers:
             if self._guarded(logger, partial(logger.open, run_dir, config, resumed_step)) is not _FAILED:
                 self._open.append(logger)
 
@@ -65,6 +85,7 @@ class LoggerGroup:
     def close(self) -> None:
         """Closes every logger that is open, though one of them raises."""
         loggers, self._open, self.is_open = self._open, [], False
+        self.is_open_early = not self.opens_early
         with ExitStack() as stack:
             for logger in reversed(loggers):
                 stack.callback(self._guarded, logger, logger.close)

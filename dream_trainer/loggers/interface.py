@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from dream_trainer.loggers.media import Media
@@ -27,7 +27,13 @@ class Logger(ABC):
     """A place that numbers are written to. It lives on rank 0 alone, and its methods may not run collectives.
 
     An exception from any of them is reported once and does not stop training, unless `strict` says so.
+
+    Attributes:
+        is_open_early: Whether it is opened before training, since the user's code may write to it by itself; others are
+            opened when there is something to write.
     """
+
+    is_open_early: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:

@@ -156,6 +156,11 @@ class RunLog:
         """Whether loggers wait for something to write."""
         return self._loggers is not None and not self._loggers.is_open
 
+    def open_early(self) -> None:
+        """Before a batch of training or its validations: opens what the user's code may write to by itself."""
+        if self._loggers is not None and not self._loggers.is_open_early:
+            self._loggers.open_early(self._run_dir, self._config(), self._resumed_step)
+
     def open_if_needed(self) -> bool:
         """Opens the loggers if something was logged, which may take seconds; returns whether it was."""
         has_values = self.metrics.has_values()

@@ -7,7 +7,7 @@ import io
 import secrets
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dream_trainer.config.logger_parameters import WandbParameters
 from dream_trainer.loggers.encode import gif, pil_image, wav
@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     import wandb
 
 
+STEP = "trainer/global_step"
+
+
 class WandbLogger(Logger):
-    """Logs to Weights & Biases; its own step is the optimizer step.
+    """Logs to Weights & Biases, by optimizer steps: each row has its step as "trainer/global_step", W&B's x-axis.
+
+    `wandb.log(...)` of your own goes to the same run, from the first step of training on and on rank 0, unless you have
+    called `wandb.init` yourself: your rows are rows of their own. As long as there are none, W&B's step is the
+    optimizer step.
 
     The run's id goes into every checkpoint, so that a restart goes on with the same run. What was logged is kept in
     `wandb/lines.jsonl` in the run directory, too, because W&B alone cannot go on exactly:
@@ -39,12 +46,17 @@ class WandbLogger(Logger):
         run: The W&B run, from the first line to `close`; for what only W&B has, such as artifacts.
     """
 
+    is_open_early: ClassVar[bool] = True  # for `wandb.log`
+
     def __init__(self, parameters: WandbParameters | None = None) -> None:
         self.run: wandb.Run | None = None
         self._parameters = parameters or WandbParameters()
         self._id = secrets.token_hex(4)
         self._lines: LineFile | None = None
         self._resumed_step = 0
+        self._known = -1  # the last optimizer step that W&B has from before the restart
+        self._row = self._next_row = self._step = 0  # W&B's step of our last row, and of the next; its optimizer step
+        self._has_others = False  # rows of the user's own
 
     def open(self, run_dir: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         """Starts the W&B run, or goes on with it."""
@@ -66,20 +78,28 @@ class WandbLogger(Logger):
             id=self._id,
             # Without it, what is synced replaces what the server has of this id.
             resume=None if is_offline else "allow",
-            reinit="create_new",
+            # The user's own run stays the one of `wandb.log`; without one it is this.
+            reinit="finish_previous" if wandb.run is None else "create_new",
             **options.init_arguments,
         )
         self._id = self.run.id
+        self.run.define_metric(STEP)
+        self.run.define_metric("*", step_metric=STEP)
         self._resumed_step = resumed_step or 0
+        self._next_row = self.run.starting_step
+        self._row = self._known = self._next_row - 1
+        if self._next_row > 0:
+            self._known = int(self.run.summary.get(STEP, self._known))  # type: ignore[no-untyped-call]
+        self._has_others = False
         path = run_dir / "wandb" / "lines.jsonl"
         self._lines = LineFile(path, resumed_step)
         if path.exists():
             for line in read_jsonl(path):
-                if line["step"] >= self.run.starting_step:
+                if line["step"] > self._known:
                     self._send(line, int(line["step"]))
 
     def log(self, metrics: dict[str, float], stamp: Stamp) -> None:
-        """Logs one line. What has the same step becomes one row of W&B."""
+        """Logs one line. What has the same step becomes one row of W&B, unless there are rows of the user's own."""
         if self._lines is None:
             raise RuntimeError("log() was called before open(). Open the logger on a run directory first.")
         values = {"epoch": stamp.epoch, "samples": stamp.samples, **metrics}
@@ -94,11 +114,17 @@ class WandbLogger(Logger):
 
     def _send(self, values: dict[str, Any], step: int) -> None:
         assert self.run is not None  # open has made it
-        started_at = self.run.starting_step
-        if self._resumed_step < step < started_at:
+        if self._resumed_step < step <= self._known:
             return  # it has this step from before the restart
-        values = {name: value for name, value in values.items() if name != "step"}
-        self.run.log(values, step=max(step, started_at))
+        values = {name: value for name, value in values.items() if name != "step"} | {STEP: step}
+        # W&B drops what has a step before its own, which rows of the user's move on.
+        row = self.run.step
+        self._has_others |= row > self._next_row
+        row = max(row, step)
+        if step != self._step and row == self._row:
+            row += 1
+        self.run.log(values, step=row, commit=self._has_others)
+        self._step, self._row, self._next_row = step, row, row + self._has_others
 
     def state_dict(self) -> dict[str, Any]:
         """The id of the W&B run."""

@@ -53,7 +53,8 @@ def refuse_unshardable_class(cls: type[Optimizer]) -> None:
     """Raises ConfigError if no optimizer of this class can step sharded parameters."""
     for kind, reason in UNSHARDABLE.items():
         if issubclass(cls, kind) and not issubclass(cls, Adafactor):
+            alone = "" if kind is LBFGS else ", or train in one process"  # where its closure is refused
             raise ConfigError(
                 f"torch.optim.{kind.__name__} cannot step sharded parameters: it {reason}. Use AdamW, Adam, SGD, "
-                "Adagrad, RMSprop, NAdam, or Muon or Adafactor of dream_trainer.optim, or train in one process."
+                f"Adagrad, RMSprop, NAdam, or Muon or Adafactor of dream_trainer.optim{alone}."
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import MetricBuffer
 from dream_trainer.loggers.formatting import format_metrics, format_number
+from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.distributed.ranks import Ranks
@@ -69,7 +70,7 @@ class EpochRows(Callback):
     def post_train_batch(self, trainer: AbstractTrainer, result: dict[str, Any], batch_idx: int) -> None:
         """Takes a result."""
         weight = trainer._accumulation.batch_weight
-        self._window[batch_idx] = result, trainer._samples_in_batch() if weight is None else weight
+        self._window[batch_idx] = result, trainer._window.batch_samples if weight is None else weight
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
         """The window counts."""
@@ -80,7 +81,7 @@ class EpochRows(Callback):
             self._training.state_dict(trainer.world)
         if self.prints and trainer.world.is_main and time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + LINE_SECONDS
-            print(f"{_place(trainer)}  {format_metrics(self._last_log)}".rstrip(), flush=True)
+            show(f"{_place(trainer)}  {format_metrics(self._last_log)}".rstrip())
 
     def on_log(self, trainer: AbstractTrainer, metrics: dict[str, float], step: int) -> None:
         """Notes what a line within an epoch shows."""
@@ -93,7 +94,7 @@ class EpochRows(Callback):
             if trainer.config.training_parameters.val_every_n_steps is not None:
                 self._line_due = time.monotonic() + LINE_SECONDS
                 if self.prints and trainer.world.is_main:
-                    print(f"{_place(trainer)}  {format_metrics(metrics)}", flush=True)
+                    show(f"{_place(trainer)}  {format_metrics(metrics)}")
 
     def post_epoch(self, trainer: AbstractTrainer) -> None:
         """The row is complete."""
@@ -167,7 +168,7 @@ class EpochRows(Callback):
         if self.prints and trainer.world.is_main:
             shown = {name: value for name, value in row.items() if "/" in name}
             numbers = "  ".join(f"{name} {format_number(value)}" for name, value in shown.items())
-            print(f"{_place(trainer, int(row['epoch']))}  {numbers}  {row['seconds']:.1f} s", flush=True)
+            show(f"{_place(trainer, int(row['epoch']))}  {numbers}  {row['seconds']:.1f} s")
 
 
 def _means(state: dict[str, Any]) -> dict[str, float]:

@@ -20,16 +20,10 @@ from dream_trainer.data.nested import concatenated
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.joined_buffers import BufferPolicy
+from dream_trainer.screen import show
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row
-from dream_trainer.simple.given_data import (
-    LoaderOptions,
-    as_loader,
-    as_rows,
-    can_begin_again,
-    float_type,
-    refuse_one_row,
-)
+from dream_trainer.simple.given_data import LoaderOptions, as_loader, as_rows, can_begin_again, float_type
 from dream_trainer.simple.given_loss import GivenLoss, LossFunction, LossName
 from dream_trainer.simple.given_metrics import GivenMetrics
 from dream_trainer.simple.given_optimizer import GivenOptimizer, GivenSchedule, OptimizerPlan, check_schedule
@@ -99,6 +93,8 @@ class Trainer:
         shuffle: Whether each epoch of a training dataset has an order of its own; a Mixture has its order.
         workers: Processes that load a dataset; 0 loads in this one.
         collate: Makes a batch of a list of a dataset's samples; None is torch's.
+        count_samples: Function of a batch that returns its number of samples; None counts those that were dealt, and
+            guesses for ready batches.
         epochs: Epochs of the whole run; with neither this nor `steps` one.
         steps: Optimizer steps of the whole run; the first limit that is reached counts.
         accumulate: Batches per optimizer step.
@@ -164,6 +160,7 @@ class Trainer:
         shuffle: bool = True,
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        count_samples: Callable[[Any], int] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         accumulate: int = 1,
@@ -192,6 +189,7 @@ class Trainer:
         refuse_without_name(name, loggers=loggers, checkpoints=checkpoints, runs_dir=runs_dir)
         refuse_wrong_function("step", step, "model", "batch")
         refuse_wrong_function("val_step", val_step, "model", "batch")
+        refuse_wrong_function("count_samples", count_samples, "batch")
         check_schedule(schedule)
         floats = float_type(model) if step is None else None  # a step of the user's own sees what was given
         options = LoaderOptions(as_int(batch_size), shuffle, as_int(workers), collate, floats)
@@ -221,6 +219,7 @@ class Trainer:
             calls=ModelCalls(None if loss is None else GivenLoss(loss), target),
             step=step,
             val_step=val_step,
+            count_samples=count_samples,
             metrics=measured,
             monitor=watched,
             better=better,
@@ -303,9 +302,9 @@ class Trainer:
         if self.dream.local_batches == 0 and self.step > 0:
             # The numbers look like those of what was given now, so it is said also where no lines are printed.
             was_there = f"{done} {self.dream.was_there_before()}"
-            print(was_there, flush=True) if self._rows.prints else self.dream.warn_once("was there", was_there)
+            show(was_there) if self._rows.prints else self.dream.warn_once("was there", was_there)
         elif self._rows.prints:
-            print(f"{done} Raise fit(epochs=) or steps=", flush=True)
+            show(f"{done} Raise fit(epochs=) or steps=")
 
     def train_epoch(self) -> Row:
         """Trains to the end of the epoch, or the next one, whatever the limits, and returns its row of `history`."""
@@ -340,9 +339,8 @@ class Trainer:
             that return "logits" these. Half precision is float32, which numpy has. Where later dimensions differ
             between batches, as of texts padded batch by batch, a list of the batches' tensors, and a warning.
         """
-        data = as_rows(data)
-        refuse_one_row(data, self.dream._given.train)
-        results = self.dream.predict(self.dream._given.loader_of(data, batch_size))
+        data = as_rows(data, self.dream._given.train)
+        results = self.dream.predict(_loader(data, batch_size, self.dream._given))
         return concatenated(results, self.dream.say_uneven)
 
     def stop(self, reason: str = "requested") -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
 from dream_trainer.data.nested import leaves
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import DataError
@@ -89,7 +89,7 @@ def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
         )
     if isinstance(data, Iterator):
         return _Once(data, name)
-    if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
+    if isinstance(data, PerRankLoader) or (isinstance(data, Iterable) and not isinstance(data, str | bytes | type)):
         return data
     if callable(data) and not isinstance(data, type):
         return _Made(data)
@@ -260,12 +260,19 @@ def can_begin_again(loaders: Any) -> bool:
 # -- what is predicted
 
 
-def as_rows(data: Any) -> Any:
-    """An array of a list of rows, which are lists of numbers or arrays of one shape; anything else as it is.
+def as_rows(data: Any, train: Any) -> Any:
+    """What is predicted for: an array of a list of rows, which are lists of numbers or arrays of one shape; anything
+    else as it is.
 
     Raises:
-        DataError: Rows of numbers have several lengths.
+        DataError: Rows of numbers have several lengths; or it is a single sample of what `train` loads.
     """
+    rows = _array_of_rows(data)
+    _refuse_one_row(rows, train)
+    return rows
+
+
+def _array_of_rows(data: Any) -> Any:
     if not isinstance(data, list) or not data:
         return data
     if all(isinstance(row, list) and row and all(isinstance(n, int | float) for n in row) for row in data):
@@ -281,7 +288,7 @@ def as_rows(data: Any) -> Any:
     return data
 
 
-def refuse_one_row(data: Any, train: Any) -> None:
+def _refuse_one_row(data: Any, train: Any) -> None:
     """Raises DataError for an array of one dimension less than the inputs that are trained with: one sample."""
     dataset = train.dataset if isinstance(train, DataLoader | DistributedDataLoader) else None
     if not isinstance(dataset, TensorDataset) or not isinstance(data, Array):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,12 +16,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.data.nested import map_tensors
 from dream_trainer.data.ordered import ENDLESS
-from dream_trainer.errors import ConfigError, DataError, HookError
+from dream_trainer.data.sample_count import SampleCount
+from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
 from dream_trainer.simple.best_weights import best_of, take_weights
-from dream_trainer.simple.described import described
-from dream_trainer.simple.given_data import LoaderOptions, as_loader
+from dream_trainer.simple.given_data import LoaderOptions
 from dream_trainer.simple.given_metrics import GivenMetrics, telling_of
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words
@@ -57,6 +58,7 @@ class Given(NamedTuple):
         calls: How the model is called with a batch.
         step: The user's own training step; None for the model's call.
         val_step: The user's own validation step; None for `step`, or the model's call.
+        count_samples: The user's own count of a batch's samples; None for the loader's, or a guess.
         metrics: What is measured in validations.
         monitor: Metric of validations that the run goes by; None for none.
         better: Whether lower or higher values of it are better.
@@ -74,6 +76,7 @@ class Given(NamedTuple):
     calls: ModelCalls
     step: Step | None
     val_step: Step | None
+    count_samples: Callable[[Any], int] | None
     metrics: GivenMetrics
     monitor: str | None
     better: Literal["min", "max"]
@@ -192,19 +195,9 @@ class ObjectsTrainer(DreamTrainer):
         if loss is not None and loss.module is not None:
             loss.module.to(self.world.device)
 
-    def batch_size(self, batch: Any) -> int:
-        """The first tensor's first dimension.
-
-        Raises:
-            DataError: There is no tensor.
-        """
-        try:
-            return super().batch_size(batch)
-        except DataError:
-            raise DataError(
-                f"a batch is {described(batch)}, without a tensor whose first dimension counts its samples. Yield "
-                "tensors (torch.from_numpy makes one of an array), or give arrays, a dataset or a list of samples."
-            ) from None
+    def _sample_count(self) -> SampleCount:
+        warn = partial(self.warn_once, "samples of a batch")
+        return SampleCount(self._given.count_samples, warn, "Give count_samples=, a function of the batch.")
 
     def _leaves_nothing(self) -> bool:
         return super()._leaves_nothing() or not self._given.has_name
@@ -227,7 +220,7 @@ class ObjectsTrainer(DreamTrainer):
         # One batch alone is the mean already.
         counts = window.size > 1 or window.is_uneven or (labels is not None and self.world.dp_size > 1)
         if counts:
-            self.backward(result["loss"], weight=self._samples_in_batch() if labels is None else labels)
+            self.backward(result["loss"], weight=self._window.batch_samples if labels is None else labels)
         else:
             self.backward(result["loss"])
             window.batch_weight = labels  # in what is logged

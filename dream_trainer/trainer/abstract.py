@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
 
@@ -17,6 +18,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig, hold
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.events.callback import Callback, CallbackCollection, TimedCallback
 from dream_trainer.modules.metrics import updates
@@ -429,12 +431,10 @@ class AbstractTrainer(Hooks, Cooperation):
         if self.accumulation_window.is_open:
             raise StepError(f"{what}() was called inside an accumulation window. Call it in post_train_step or later.")
 
-    def _samples_in_batch(self) -> int:
-        """Samples of the running micro-batch on this rank, counted once."""
-        window = self._window
-        if window.batch_samples is None:
-            window.batch_samples = self.batch_size(window.batch)
-        return window.batch_samples
+    def _sample_count(self) -> SampleCount:
+        """What counts the samples of batches whose loader does not know."""
+        own = None if type(self).batch_size is Hooks.batch_size else self.batch_size
+        return SampleCount(own, partial(self.warn_once, "samples of a batch"))
 
     def _notify(self, event: str, *args: Any) -> None:
         """Calls everyone who listens to `event`."""

@@ -14,7 +14,7 @@ from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.signals import Interrupted, Signals
 from dream_trainer.events.callback import TimedCallback
 from dream_trainer.trainer.unlike_order import refuse_unlike_order
-from dream_trainer.trainer.window_counts import count_samples, count_tokens
+from dream_trainer.trainer.window_counts import count_tokens, sizes_of
 
 if TYPE_CHECKING:
     from dream_trainer.data.feed import WindowFeed
@@ -165,10 +165,11 @@ class Agreement:
 
     def _count(self, window: Window | None) -> tuple[int, int]:
         """What this rank adds to the counts of a window's samples and tokens."""
-        self._trainer._window.sizes = None if window is None else window.sizes
+        sizes = self._trainer._window.sizes = sizes_of(window, self._trainer._data.count)
         if not self._counts_samples:
             return 0, 0
-        return count_samples(window), count_tokens(self._trainer, window)
+        is_known = window is not None and window.samples is not None  # of all ranks
+        return 0 if is_known else sum(sizes), count_tokens(self._trainer, window)
 
     def check_order(self) -> None:
         """Before a save: checks that all ranks ran the blocks of sharded models in the same order, and stages stepped

@@ -31,6 +31,7 @@ from dream_trainer.distributed.signals import Interrupted, is_interactive
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
+from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
@@ -101,7 +102,7 @@ class BaseTrainer(AbstractTrainer):
             code = exit_status(self)
             returns = agreement.ended_by == signal.SIGINT and is_interactive() and self.world.world_size == 1
             if returns:
-                print(f"interrupted after step {self.global_step}; fit() goes on from there", file=sys.stderr)
+                show(f"interrupted after step {self.global_step}; fit() goes on from there", sys.stderr)
             elif agreement.ended_by is not None:
                 with agreement.signals.ending(code):
                     self.close()
@@ -181,7 +182,7 @@ class BaseTrainer(AbstractTrainer):
     def describe(self) -> str:
         """Prints and returns, as Markdown, the setup order and who listens to which event. Works before launch."""
         text = describe(self)
-        print(text)
+        show(text)
         return text
 
     def __enter__(self) -> Self:
@@ -286,7 +287,7 @@ class BaseTrainer(AbstractTrainer):
             is_last = index == window.size
             batch_idx = progress.batch_idx
             state.batch = batch
-            state.batch_samples = None if sizes is None else sizes[index - 1]
+            state.batch_samples = sizes[index - 1]
             if is_last is not state.gradients_sync:
                 self._parallel.sync_gradients(is_last)
                 state.gradients_sync = is_last

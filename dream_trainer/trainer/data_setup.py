@@ -13,6 +13,7 @@ from dream_trainer.data.copy_ahead import copy_stream
 from dream_trainer.data.feed import WindowFeed
 from dream_trainer.data.foreign import EpochAware
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader, training_loaders
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import TrainStream, loader_batch_size, train_stream
 from dream_trainer.data.validation_data import validation_batches
 from dream_trainer.distributed.equality import refuse_differences
@@ -39,6 +40,7 @@ class ConnectedData:
         validation: Validation batches of this rank, by loader.
         feed: The windows to train, in step with the other ranks; created when the trainer starts.
         copy_stream: Where the next micro-batch is copied to the device; None where that is no use.
+        count: Counts the samples of batches whose loader does not know.
         is_even: Whether every rank gets windows of the same size, and equally many.
     """
 
@@ -50,6 +52,7 @@ class ConnectedData:
         self.was_replaced = False
         self.validation: dict[str, ValidationBatches] = {}
         self.copy_stream: torch.Stream | None = None
+        self.count = SampleCount()
         self.is_even = True
 
     def connect(self, stream: TrainStream, loader: Any) -> None:
@@ -105,6 +108,7 @@ def connect_data(trainer: AbstractTrainer) -> None:
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
         )
+    trainer._data.count = trainer._sample_count()
     _open_stream(trainer)
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._data.validation = {
@@ -173,13 +177,14 @@ def _open_stream(trainer: AbstractTrainer) -> None:
     _say_if_workers_keep_old_data(trainer)
     stream, count = _stream(trainer, trainer.train_dataloader), trainer.config.training_parameters.overfit_batches
     if count:
-        batches = _first_batches(stream, count)
+        batches, sizes = _first_batches(stream, count)
         stream.close()
-        stream = _stream(trainer, PerRankLoader(batches))
+        known = {id(batch): size for batch, size in zip(batches, sizes, strict=True)}
+        stream = _stream(trainer, PerRankLoader(batches), SampleCount(lambda batch: known[id(batch)]))
     trainer._data.connect(stream, trainer.train_dataloader)
 
 
-def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
+def _stream(trainer: AbstractTrainer, loader: Any, count: SampleCount | None = None) -> TrainStream:
     """This rank's stream; a collective: a loader that one rank cannot use is an error on all."""
     world = trainer.world
     stream, told = None, None
@@ -190,7 +195,7 @@ def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
             seed=trainer.config.seed,
-            batch_size=trainer.batch_size,
+            batch_size=trainer._data.count if count is None else count,
             keeps_state=trainer._saves_checkpoints,
         )
     except DataError as error:
@@ -203,15 +208,17 @@ def _stream(trainer: AbstractTrainer, loader: Any) -> TrainStream:
     return stream
 
 
-def _first_batches(stream: TrainStream, count: int) -> list[Any]:
-    """The first `count` batches of the first pass, fewer if it has fewer."""
+def _first_batches(stream: TrainStream, count: int) -> tuple[list[Any], list[int]]:
+    """The first `count` batches of the first pass, fewer if it has fewer, and the samples of each."""
     batches: list[Any] = []
+    sizes: list[int] = []
     while len(batches) < count:
         window = stream.next_window()
         if window is None:
             break
         batches += list(window.batches)
-    return batches[:count]
+        sizes += window.sizes or ()
+    return batches[:count], sizes[:count]
 
 
 def global_batch_size(trainer: AbstractTrainer) -> int | None:

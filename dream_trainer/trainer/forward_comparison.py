@@ -26,6 +26,7 @@ from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype
 from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.modules.whole_copies import copied_without_values, plain, run_with_values_of
+from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.config.device_parameters import DeviceParameters
@@ -253,10 +254,10 @@ class ForwardComparison:
             self._refuse(name, first, worst[first])
         if self._trainer.world.is_main:
             largest = max(miss.error for miss in worst.values())
-            print(
+            show(
                 f"{name} computes on {self._trainer.world.world_size} ranks what it does in one piece, within "
                 f"{largest:.1e} of its size (compare_first_forward)",
-                file=sys.stderr,
+                sys.stderr,
             )
 
     def _worst_of_ranks(self, misses: Sequence[Miss]) -> list[Miss]:

@@ -15,7 +15,8 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from dream_trainer.data.nested import batch_size, to_device
+from dream_trainer.data.nested import to_device
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.token_counts import count_tokens
 from dream_trainer.errors import HookError
 
@@ -206,12 +207,17 @@ class Hooks:
         return batch
 
     def batch_size(self, batch: Any) -> int:
-        """Number of samples in the batch. Default: the first tensor's first dimension.
+        """Number of samples in a batch of your own loader, on the host. Default: as many as there are graphs
+        (`num_graphs`) or packed sequences, otherwise the first dimension of the first tensor.
+
+        Loaders that the trainer deals to ranks know how many samples they dealt, and it isn't called for their batches
+        unless you override it: because `collate_fn` leaves samples out, say. Then it weighs their batches in means, and
+        `samples_seen` still counts what was dealt.
 
         Raises:
             DataError: The batch holds no tensor.
         """
-        return batch_size(batch)
+        return SampleCount().guess(batch)
 
     def batch_tokens(self, batch: Any) -> int | None:
         """Number of tokens in the batch, which `tokens_seen`, `max_tokens` and tokens per second count; None if it has
@@ -306,7 +312,7 @@ class Hooks:
         """`fit` fails on this rank. Other ranks may be anywhere: no collectives here."""
 
     def on_interrupt(self) -> None:
-        """A signal (Ctrl-C, SIGTERM) ends the run; all ranks stand at the same step."""
+        """A signal (Ctrl-C, SIGTERM, SIGHUP) ends the run; all ranks stand at the same step."""
 
     def on_save(self, path: Path) -> None:
         """A checkpoint is committed at `path`."""

@@ -135,9 +135,9 @@ def refuse_closures(trainer: AbstractTrainer) -> None:
         if closure is not None and closure.default is closure.empty:
             kind = type(optimizer).__name__
             raise ConfigError(
-                f"self.{name} is {kind}, whose step() needs a closure that computes the loss again. "
-                "self.step(model, optimizer) has gradients of a whole window already. Use one that steps by them, such "
-                f"as AdamW or SGD, or call {kind} in a loop of your own."
+                f"self.{name} is {kind}, whose step() needs a closure that computes the loss again, and "
+                "self.step(model, optimizer) has the gradients already. Use torch.optim.AdamW or SGD; or train with "
+                f"{kind} without a trainer: optimizer.step(closure) in a plain PyTorch loop, in one process."
             )
 
 

@@ -62,7 +62,7 @@ def validate(
             further = trainer._start_loader_metrics()
             buffer = trainer._validation.buffer = MetricBuffer()
             with trainer._parallel.whole():
-                _run_loader(trainer, in_step(trainer, batches, max_batches, agreement), buffer, further)
+                _run_loader(trainer, batches, in_step(trainer, batches, max_batches, agreement), buffer, further)
             logged = _without_prefix(buffer.reduce(trainer.world))
             of_metrics = {key: value for part in further for key, value in _without_prefix(part.values()).items()}
             for key in logged.keys() & of_metrics.keys():
@@ -110,10 +110,12 @@ def _without_prefix(metrics: dict[str, float]) -> dict[str, float]:
 
 def _run_loader(
     trainer: AbstractTrainer,
+    source: ValidationBatches,
     batches: Iterable[tuple[Any, bool]],
     buffer: MetricBuffer,
     further: Sequence[ValidationMetrics],
 ) -> None:
+    count, batch_size = trainer._data.count, source.batch_size
     before, after = trainer._events["pre_val_batch"], trainer._events["post_val_batch"]
     for batch_idx, (batch, is_padding) in enumerate(batches):
         moved = trainer.move_batch(batch, trainer.world.device)
@@ -122,7 +124,8 @@ def _run_loader(
             continue
         for listener in before:
             listener(moved, batch_idx)
-        trainer._validation.weight = trainer.batch_size(moved)
+        dealt = source.samples_in(batch_idx) if count.own is None else None
+        trainer._validation.weight = count(batch, batch_size) if dealt is None else dealt
         result, weight = _result_and_weight(
             trainer._validation.validation_step(moved, batch_idx),
             trainer._validation.weight,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dream_trainer.data.sample_count import SampleCount, whole_number
 from dream_trainer.data.stream import Window
-from dream_trainer.errors import DataError, HookError
+from dream_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
-def count_samples(window: Window | None) -> int:
-    """Samples of a window on this rank; 0 where the window tells those of all ranks."""
-    return 0 if window is None or window.samples is not None or window.sizes is None else sum(window.sizes)
+def sizes_of(window: Window | None, count: SampleCount) -> list[int]:
+    """Samples of each of a window's batches on this rank: as the user counts them, otherwise as the stream knows."""
+    if window is None:
+        return []
+    if count.own is not None:
+        return [count(batch) for batch in window.batches]
+    assert window.sizes is not None  # a trainer's stream counts
+    return window.sizes
 
 
 def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
@@ -28,7 +33,7 @@ def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
     for batch in () if window is None else window.batches:
         tokens = trainer.batch_tokens(batch)
         if tokens is not None:
-            total += _whole_number(tokens, trainer, batch)
+            total += whole_number(tokens, f"{type(trainer).__name__}.batch_tokens", batch)
         elif trainer.config.training_parameters.max_tokens is not None:
             raise DataError(
                 f"max_tokens={trainer.config.training_parameters.max_tokens}, and batch_tokens gives None for a batch "
@@ -36,14 +41,3 @@ def count_tokens(trainer: AbstractTrainer, window: Window | None) -> int:
                 "batch_tokens(batch) in your trainer."
             )
     return total
-
-
-def _whole_number(tokens: Any, trainer: AbstractTrainer, batch: Any) -> int:
-    """`tokens` as an int: a tensor would be counted in place, and be no number in the log and in checkpoints."""
-    try:
-        return index(tokens)
-    except TypeError:
-        raise HookError(
-            f"{type(trainer).__name__}.batch_tokens gave {tokens!r} for a batch of type {type(batch).__name__}. Give a "
-            "whole number, such as int(mask.sum())."
-        ) from None

@@ -29,8 +29,8 @@ class WindowState:
     Attributes:
         training_step: What is called with each batch and its index: the user's, wrapped by mixins.
         batch: The running micro-batch, on the device.
-        batch_samples: Its samples on this rank; None while nobody has counted them.
-        sizes: Samples of each of this rank's batches; None where the stream counts by itself.
+        batch_samples: Its samples on this rank.
+        sizes: Samples of each of this rank's batches.
         samples: The window's samples over all ranks.
         tokens: The window's tokens over all ranks, until they are counted.
         flags: What all ranks said before it.
@@ -44,8 +44,8 @@ class WindowState:
 
     training_step: Callable[[Any, int], Any] = not_started
     batch: Any = None
-    batch_samples: int | None = None
-    sizes: list[int] | None = None
+    batch_samples: int = 0
+    sizes: list[int] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
     flags: Flags = field(default_factory=Flags)

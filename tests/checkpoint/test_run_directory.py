@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from dream_trainer.checkpoint import run_directory
-from dream_trainer.checkpoint.run_directory import claim, release
+from dream_trainer.checkpoint.run_directory import claim, is_claimed, release
+from dream_trainer.cli.main import main
 from dream_trainer.config.device_parameters import DeviceParameters
+from dream_trainer.data.sources.token_writer import TokenFileWriter
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.distributed.world import World
 from dream_trainer.errors import CheckpointError
@@ -68,6 +71,39 @@ def is_locked(run_dir: Path) -> bool:
         except BlockingIOError:
             return True
         return False
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_one_warning_and_nothing_is_refused(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some network disks answer, for runs, `runs`, `prune` and token files."""
+
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    checkpoints = tmp_path / "checkpoints"
+    claim(tmp_path, Ranks.alone())
+    checkpoints.mkdir()
+    assert is_claimed(tmp_path)  # by this process
+    release(tmp_path)
+    assert is_claimed(tmp_path) is None
+    assert main(["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]) == 0
+    with TokenFileWriter(tmp_path / "tokens.bin", vocabulary_size=9) as writer:
+        writer.add([1, 2, 3])
+    warnings = [record.message for record in caplog.records if "no file locks" in record.message]
+    assert len(warnings) == 1
+    assert str(tmp_path) in warnings[0]
+
+
+def test_other_errors_of_a_lock_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(file: object, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        claim(tmp_path, Ranks.alone())
 
 
 def claim_in_own_directory(root: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,20 @@ def test_arguments_change_what_they_name_and_leave_the_rest_as_given() -> None:
     assert (parsed.learning_rate, parsed.seed, parsed.project) == (0.1, 0, "p")
     assert parsed.callbacks is config.callbacks
     assert config.training_parameters.n_epochs == 2
+
+
+def test_in_a_notebook_the_kernels_arguments_are_not_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/tmp/kernel.json"])
+    for shell, is_kernel in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):
+        ipython = ModuleType("IPython")  # not installed here
+        vars(ipython).update(get_ipython=lambda shell=shell: SimpleNamespace(config=shell))
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        if is_kernel:
+            assert parse(given()).training_parameters.n_epochs == 2
+        else:
+            with pytest.raises(SystemExit):
+                parse(given())
+    assert parse(given(), ["--seed", "3"]).seed == 3
 
 
 def test_a_class_requires_what_has_no_default() -> None:

@@ -35,6 +35,16 @@ def test_importing_the_trainer_imports_nothing_but_torch_and_checksums() -> None
     assert result.stdout.strip() == "['xxhash']"
 
 
+def test_windows_is_told_what_works_there_in_one_sentence_each() -> None:
+    program = "import sys; sys.platform = 'win32'\nimport dream_trainer"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert "Windows" in last
+    assert "WSL" in last
+
+
 def test_the_public_packages_are_attributes_that_load_on_first_use() -> None:
     program = (
         "import sys\n"

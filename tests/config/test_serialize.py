@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -22,9 +22,11 @@ from dream_trainer.config import (
     from_dict,
     to_dict,
 )
+from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters
 from dream_trainer.config.serialize import with_later_fields
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
+from dream_trainer.optim import OptimizerParameters
 
 
 class Colour(Enum):
@@ -140,6 +142,52 @@ def test_a_value_without_a_plain_form_is_an_error() -> None:
 def test_data_that_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_dict(RichConfig, {"project": "p", "group": "g", "experiment": "e", **change})
+
+
+class OtherList(Sequence[Any]):
+    """As hydra's ListConfig: a sequence that is no list."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class OtherDict(Mapping[str, Any]):
+    """As hydra's DictConfig."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def test_lists_and_dicts_of_other_libraries_are_taken_as_pythons_own() -> None:
+    tags, arguments = OtherList("a", "b"), OtherDict(settings=OtherDict(x=OtherList(1, 2)))
+    assert WandbParameters(tags=tags, init_arguments=arguments) == WandbParameters(  # type: ignore[arg-type]
+        tags=("a", "b"), init_arguments={"settings": {"x": [1, 2]}}
+    )
+    assert OptimizerParameters(name="adamw", lr=0.1, betas=OtherList(0.8, 0.9)).betas == (0.8, 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="loggers"):
+        LoggerParameters(loggers=OtherList("jsonl", 3))  # type: ignore[arg-type]
+
+    @dataclass
+    class Own(BaseTrainerConfig):
+        layers: Any = None
+
+    own = Own(project="p", group="g", experiment="e", layers=OtherDict(sizes=OtherList(1, 2)))
+    assert to_dict(own)["layers"] == {"sizes": [1, 2]}
 
 
 @pytest.mark.pitfall(56)

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dream_trainer.checkpoint import typed_json
 from dream_trainer.data.loader import PerRankLoader
-from dream_trainer.data.nested import batch_size
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import DataPosition, TrainStream, train_stream
 from dream_trainer.errors import DataError
 from tests.data.samples import ShuffledStream, global_states
@@ -232,13 +232,13 @@ class StridedWithState(Strided):
 def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type[Strided]) -> None:
     # 2 ranks consumed 3 batches of 4 each, 24 of 48 samples; one rank with batches of 8 has the other 24 to train.
     whole = read(open_stream(kind(8, 0, 1), accumulation=1), passes=1)
-    stream = open_stream(kind(8, 0, 1), accumulation=1, batch_size=batch_size)
+    stream = open_stream(kind(8, 0, 1), accumulation=1, batch_size=SampleCount())
     stream.seek(DataPosition(0, 24, 3), None)
     assert read(stream, passes=1) == whole[3:]
     four = [PerRankLoader(kind(2, rank, 4)) for rank in range(4)]
     rest = []
     for rank, loader in enumerate(four):
-        stream = open_stream(loader, accumulation=1, dp_rank=rank, dp_size=4, batch_size=batch_size)
+        stream = open_stream(loader, accumulation=1, dp_rank=rank, dp_size=4, batch_size=SampleCount())
         stream.seek(DataPosition(0, 24, 3), None)
         rest += [number for ((batch,),) in zip(read(stream, passes=1)) for number in batch]
     assert sorted(rest) == sorted(number for (batch,) in whole[3:] for number in batch)
@@ -246,12 +246,12 @@ def test_on_another_number_of_ranks_a_loader_is_read_again_by_samples(kind: type
 
 @pytest.mark.pitfall(76)
 def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed() -> None:
-    stream = open_stream(Strided(4, 0, 1), batch_size=batch_size)
+    stream = open_stream(Strided(4, 0, 1), batch_size=SampleCount())
     window = stream.next_window()
     assert window is not None
     assert window.rank_state is not None
     assert window.rank_state["samples"] == 12
-    resumed = open_stream(Strided(2, 0, 1), batch_size=batch_size)
+    resumed = open_stream(Strided(2, 0, 1), batch_size=SampleCount())
     resumed.seek(window.end, window.rank_state)
     assert [number for batches in read(resumed, passes=1) for batch in batches for number in batch] == [
         number for batches in read(stream, passes=1) for batch in batches for number in batch
@@ -260,13 +260,13 @@ def test_the_same_rank_reads_again_by_its_own_samples_when_its_batches_changed()
 
 @pytest.mark.pitfall(76)
 def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
-    stream = open_stream(Strided(5, 0, 1), batch_size=batch_size)
+    stream = open_stream(Strided(5, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match=r"24 samples.*Strided.*batch of 5.*after 20"):
         stream.seek(DataPosition(0, 24, 3), None)
-    stream = open_stream(PerRankLoader(Strided(5, 0, 1)), dp_size=5, batch_size=batch_size)
+    stream = open_stream(PerRankLoader(Strided(5, 0, 1)), dp_size=5, batch_size=SampleCount())
     with pytest.raises(DataError, match="24 samples.*dp_size=5"):
         stream.seek(DataPosition(0, 24, 3), None)
-    stream = open_stream(Strided(8, 0, 1), batch_size=batch_size)
+    stream = open_stream(Strided(8, 0, 1), batch_size=SampleCount())
     with pytest.raises(DataError, match="64 samples.*ended after 48"):
         stream.seek(DataPosition(0, 64, 3), None)
 
@@ -274,7 +274,7 @@ def test_what_cannot_be_read_again_exactly_is_refused_by_name() -> None:
 @pytest.mark.pitfall(76)
 def test_a_loader_is_not_read_again_where_a_new_pass_begins_anyway(caplog: pytest.LogCaptureFixture) -> None:
     loader = Strided(4, 0, 1)
-    stream = open_stream(loader, batch_size=batch_size)
+    stream = open_stream(loader, batch_size=SampleCount())
     with caplog.at_level(logging.WARNING, "dream_trainer"):
         stream.seek(DataPosition(0, 48, 12), None, is_pass_over=True)
     assert (loader.reads, caplog.records) == (0, [])
@@ -290,7 +290,7 @@ def weighted(generator: torch.Generator | None = None) -> DataLoader[Any]:
 
 def test_a_plain_loader_reads_again_by_samples_too() -> None:
     expected = [number for batches in read(open_stream(weighted()), passes=1) for batch in batches for number in batch]
-    stream = open_stream(weighted(), batch_size=batch_size)
+    stream = open_stream(weighted(), batch_size=SampleCount())
     stream.seek(DataPosition(0, 8, 1), None)
     assert [number for batches in read(stream, passes=1) for batch in batches for number in batch] == expected[8:]
 

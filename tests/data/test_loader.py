@@ -32,7 +32,27 @@ def note_worker(worker_id: int) -> None:
 
 
 class MyLoader(DataLoader):
-    """A loader of the user's own class."""
+    """A loader with the user's own order."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+class Joined(list[Any]):
+    """As PyTorch Geometric joins graphs."""
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self)
+
+
+class GraphLoader(DataLoader):
+    """As PyTorch Geometric's DataLoader: a constructor that sets how samples are joined."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False, follow: Any = None, **kw: Any) -> None:
+        kw.pop("collate_fn", None)
+        self.follow = follow
+        super().__init__(dataset, batch_size, shuffle, collate_fn=Joined, **kw)
 
 
 class MyBatchSampler(BatchSampler):
@@ -120,6 +140,26 @@ def test_a_plain_loader_with_several_ranks_gives_each_its_own_samples() -> None:
         while (window := stream.next_window()) is not None:
             seen += [index for (batch,) in window.batches for index in batch.tolist()]
     assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.pitfall(12)
+def test_a_subclass_that_adds_only_a_constructor_is_dealt_with_all_that_it_sets() -> None:
+    """As PyTorch Geometric's loader of graphs."""
+    seen = []
+    for rank in range(2):
+        loader = GraphLoader(DATA, 3, shuffle=True, follow=["x"])
+        stream = train_stream(loader, accumulation=1, dp_rank=rank, dp_size=2, seed=0)
+        while (window := stream.next_window()) is not None:
+            (batch,) = window.batches
+            assert type(batch) is Joined
+            assert window.sizes == [batch.num_graphs] == [3]
+            seen += [int(sample[0]) for sample in batch]
+    assert sorted(seen) == list(range(12))
+
+
+def test_a_subclass_with_code_of_its_own_is_refused_with_what_it_has() -> None:
+    with pytest.raises(DataError, match=r"MyLoader, a DataLoader with methods of its own \(__iter__\).*dp_size=2"):
+        train_stream(MyLoader(DATA, 4), accumulation=1, dp_rank=0, dp_size=2, seed=0)
 
 
 def test_our_loader_by_itself_is_a_loader_for_a_single_process() -> None:

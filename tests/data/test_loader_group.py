@@ -21,6 +21,7 @@ from dream_trainer.data import (
     StreamLoader,
 )
 from dream_trainer.data.loader_groups.loader_group import turns
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.stream import train_stream
 from dream_trainer.data.window import DataPosition, TrainStream
 from dream_trainer.errors import DataError
@@ -187,10 +188,15 @@ class Reader:
             dp_rank=0,
             dp_size=1,
             seed=3,
-            batch_size=lambda batch: len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0]),
+            batch_size=SampleCount(self.samples),
         )
         self.position, self.rank_state, self.is_over = DataPosition(0, 0, 0), None, False
         self.ahead: Any = None
+
+    @staticmethod
+    def samples(batch: Any) -> int:
+        """Also of a batch that comes with its loader's name."""
+        return len(batch[0] if isinstance(batch[0], torch.Tensor) else batch[1][0])
 
     def save(self) -> str:
         state = self.stream.state_at(self.position)

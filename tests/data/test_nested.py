@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from dream_trainer.data.nested import average, batch_size, detach, map_tensors, to_device
-from dream_trainer.errors import DataError
+from dream_trainer.data.nested import average, detach, map_tensors, to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -139,11 +138,10 @@ def test_a_batch_that_is_in_place_already_comes_back_as_the_same_object() -> Non
         assert to_device(batch, CPU) is batch
 
 
-def test_packed_sequences_move_as_a_whole_and_know_their_batch_size() -> None:
+def test_packed_sequences_move_as_a_whole() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     moved = to_device({"packed": packed}, CPU)["packed"]
     assert moved.batch_sizes.device == CPU
-    assert batch_size(packed) == 2
 
 
 def test_parameters_and_other_tensor_subclasses_are_moved() -> None:
@@ -161,26 +159,6 @@ def test_detached_results_hold_no_graph() -> None:
 
 def test_map_tensors_applies_a_function_to_every_tensor() -> None:
     assert map_tensors(lambda x: x.tolist(), {"a": (torch.ones(2), "b")}) == {"a": ([1.0, 1.0], "b")}
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.ones(5, 2),
-        [torch.tensor(1.0), torch.ones(5)],
-        {"name": "x", "inner": {"ids": torch.ones(5, 1)}},
-        Pair(torch.ones(5), torch.ones(3)),
-        FrozenBatch(torch.ones(5), "a"),
-        Encoding({"ids": torch.ones(5)}),
-    ],
-)
-def test_the_batch_size_is_the_first_dimension_of_the_first_tensor_that_has_one(batch: Any) -> None:
-    assert batch_size(batch) == 5
-
-
-def test_a_batch_without_tensors_names_the_hook_to_override() -> None:
-    with pytest.raises(DataError, match=r"batch_size\(self, batch\)"):
-        batch_size({"text": ["a", "b"]})
 
 
 def test_records_are_averaged_key_by_key_over_those_that_have_the_key() -> None:

@@ -54,7 +54,7 @@ def long_wait() -> str:
 
 
 @pytest.mark.pitfall(42)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_stops_ends_a_wait_for_data_at_once(signals: Signals, number: int) -> None:
     began = time.monotonic()
     sender = send_in(0.1, number)
@@ -134,6 +134,18 @@ def test_outside_a_wait_signals_only_set_flags(signals: Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         time.sleep(5)
     sender.join()
+
+
+def test_under_nohup_a_run_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signals = Signals(Requests())
+        with signals.handled():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.wait_for_data(lambda: "data") == "data"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def forget_and_sleep() -> None:

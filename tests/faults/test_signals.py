@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 to any rank at any moment: all ranks stop (or save) at one step, and nothing is lost."""
+"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 to any rank at any moment: all stop or save at one step, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import SIGINT, SIGTERM, SIGUSR1
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 from typing import Any
 
 import pytest
@@ -95,6 +95,7 @@ def cases() -> Iterator[Case]:
             if to not in ("1", "all"):
                 yield Case(1, moment, to, is_async=index % 2 == 1)
         yield Case(2, moment, "1", SIGINT)
+        yield Case(2, moment, "1", SIGHUP, is_async=False)
         yield Case(1, moment, "groups", SIGINT, is_async=False)
 
 
@@ -102,7 +103,8 @@ SPANNING = [
     Case(2, "before the first step", "1"),
     Case(2, "in a data wait", "0"),
     Case(2, "in a data wait of a worker", "groups"),
-    Case(1, "in a data wait", "twice"),
+    Case(2, "in a data wait of a worker", "groups", SIGHUP),
+    Case(1, "in a data wait", "twice", SIGHUP),
     Case(2, "in validation", "1"),
     Case(1, "in validation, of a worker", "0", is_async=False),
     Case(2, "during a save", "all"),
@@ -159,7 +161,8 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_resumed_run_is_the_straigh
         case.reach(attempt, tmp_path)
         sent = time.monotonic()
         case.send(attempt)
-        assert attempt.wait(SECONDS_TO_STOP) == [128 + case.number] * job.ranks, attempt.report()
+        code = 128 + (SIGTERM if case.number == SIGHUP else case.number)
+        assert attempt.wait(SECONDS_TO_STOP) == [code] * job.ranks, attempt.report()
         assert time.monotonic() - sent < SECONDS_TO_STOP
         step = stopped_at(attempt, tmp_path)
     assert (step == 0) is ("first" in case.moment)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import wandb
+from wandb.sdk.lib import module
 
+import dream_trainer as dt
 from dream_trainer.config.logger_parameters import LoggerParameters, WandbParameters, check_loggers
 from dream_trainer.errors import ConfigError
 from dream_trainer.loggers.interface import Stamp
@@ -18,6 +20,7 @@ from dream_trainer.loggers.media import Audio, Histogram, Image, Images, Table, 
 from dream_trainer.loggers.weights_and_biases import WandbLogger
 from tests.loggers.readers import newest_wandb_file, wandb_files, wandb_history, wandb_records
 from tests.loggers.wandb_server import wandb_server
+from tests.trainer.small import Alone, Batch, Validates, batches, make_config
 
 CONFIG = {"project": "p", "group": "g", "experiment": "e", "seed": 7}
 OFFLINE = WandbParameters(mode="offline", tags=("a", "b"), name="shown")
@@ -32,6 +35,7 @@ def own_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.teardown()
     yield
     wandb.teardown()
+    module.unset_globals()  # a run that a test left as a kill does
 
 
 def stamp(step: int) -> Stamp:
@@ -110,6 +114,89 @@ def test_an_online_run_that_was_killed_and_resumed_goes_on_with_every_step_once(
             del histories[state["id"]][7:]
         assert list(histories) == [state["id"]]
         wandb.teardown()
+
+
+@pytest.mark.pitfall(102)
+def test_rows_of_the_users_own_and_ours_stand_beside_each_other(tmp_path: Path) -> None:
+    """Two calls in each step move W&B's own step beyond the optimizer's; one of them has a name of ours."""
+    logger = WandbLogger(OFFLINE)
+    logger.open(tmp_path, CONFIG, None)
+    for step in range(1, 7):
+        wandb.log({"mine": step, "train/loss": -1.0})
+        wandb.log({"also": step})
+        logger.log({"train/loss": 1 / step}, stamp(step))
+        if step % 3 == 0:
+            logger.log({"val/loss": 2 / step}, stamp(step))
+    finish(logger)
+    rows = wandb_history(newest_wandb_file(tmp_path))
+    ours = {row["trainer/global_step"]: row["train/loss"] for row in rows if row.get("train/loss", -1.0) > 0}
+    assert ours == {step: 1 / step for step in range(1, 7)}
+    validated = {row["trainer/global_step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    assert validated == {3: 2 / 3, 6: 2 / 6}
+    assert [row["mine"] for row in rows if "mine" in row] == [*range(1, 7)]
+    assert [row["also"] for row in rows if "also" in row] == [*range(1, 7)]
+
+
+@pytest.mark.pitfall(102)
+def test_an_online_run_with_rows_of_the_users_own_goes_on_with_every_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wandb_server() as (address, histories):
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        state, resumed_step = None, None
+        for first, last in ((1, 5), (4, 8)):  # steps 4 and 5 come again after the restart
+            logger = WandbLogger(WandbParameters(mode="online"))
+            if state is not None:
+                logger.load_state_dict(state)
+            logger.open(tmp_path, CONFIG, resumed_step)
+            for step in range(first, last + 1):
+                wandb.log({"mine": step})
+                wandb.log({"mine": -step})
+                logger.log({"train/loss": 1 / step}, stamp(step))
+            state, resumed_step = logger.state_dict(), 3
+            logger.close()
+        (rows,) = histories.values()
+        lines = [(row["trainer/global_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+        assert lines == [(step, 1 / step) for step in range(1, 9)]
+        wandb.teardown()
+
+
+def test_a_run_of_the_users_own_stays_the_one_of_wandb_log(tmp_path: Path) -> None:
+    theirs = wandb.init(project="theirs", mode="offline", dir=tmp_path / "theirs")
+    logger = WandbLogger(OFFLINE)
+    train(logger, tmp_path, range(1, 3))
+    wandb.log({"mine": 1})
+    assert wandb.run is theirs
+    theirs.finish()
+    finish(logger)
+    assert [row for row in wandb_history(newest_wandb_file(tmp_path)) if "mine" in row] == []
+
+
+class LogsByItself(Validates, Alone, dt.LoggerMixin):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        wandb.log({"mine": batch_idx})
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        wandb.log({"mine in validation": batch_idx})
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.pitfall(102)
+def test_training_code_logs_to_the_trainers_run_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = make_config(n_epochs=2, loggers=("wandb",), log_every=2, num_sanity_val_steps=1)
+    with LogsByItself(config, batches(4), batches(2)) as trainer:
+        trainer.fit()
+        told = {line["step"]: line["train/loss"] for line in trainer.history if "train/loss" in line}
+        run_dir = trainer.run_dir
+    wandb.teardown()
+    rows = wandb_history(newest_wandb_file(run_dir))
+    assert {row["trainer/global_step"]: row["train/loss"] for row in rows if "train/loss" in row} == told
+    assert list(told) == [2, 4, 6, 8]
+    assert [row["mine"] for row in rows if "mine" in row] == [0, 1, 2, 3] * 2
+    assert [row["mine in validation"] for row in rows if "mine in validation" in row] == [0, 0, 1, 0, 1]
 
 
 def test_arguments_of_init_reach_wandb(tmp_path: Path) -> None:

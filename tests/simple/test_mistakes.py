@@ -173,7 +173,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "batches of numpy": (
         {"train": ((x.numpy(), y.numpy()) for x, y in batches())},
         DataError,
-        r"a batch is \(float32 \[4, 5\], int64 \[4\]\), without a tensor.*torch.from_numpy",
+        r"torch.from_numpy.*count_samples=",
     ),
     "targets that are no classes": (
         {"train": (X, Y.float())},

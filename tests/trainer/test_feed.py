@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch.nn as nn
 
 import dream_trainer as dt
 from dream_trainer.data.loader import PerRankLoader
+from dream_trainer.errors import DataError
 from tests.worlds import run_world
 
 
@@ -50,6 +55,39 @@ class Uneven(dt.BaseTrainer, dt.SetupMixin):
             self.step(self.model, self.optimizer)
             self.windows.append([])
         return {}
+
+
+class Files(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return (torch.full((2,), float(i)) for i in range(400))
+
+
+def load_with_few_files() -> str:
+    """Workers send each tensor as an open file, and a step's are all loaded before it is trained."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, most))
+
+    class Accumulates(Uneven):
+        def configure_dataloaders(self) -> tuple[Any, Any]:
+            return torch.utils.data.DataLoader(Files(), batch_size=1, num_workers=1), None
+
+    training = dt.TrainingParameters(max_steps=1, gradient_accumulation_steps=200)
+    config = Config(project="p", group="g", experiment="e", training_parameters=training)
+    with pytest.raises(DataError) as raised, Accumulates(config) as trainer:
+        trainer.fit()
+    return str(raised.value)
+
+
+def test_too_many_open_files_name_the_accumulation_that_needs_them(tmp_path: Path) -> None:
+    (message,) = run_world(in_directory, 1, str(tmp_path), load_with_few_files)
+    assert "200 micro-batches" in message
+    assert "at most 150" in message
+    assert "ulimit -n" in message
+
+
+def in_directory(directory: str, function: Callable[[], str]) -> str:
+    os.chdir(directory)
+    return function()
 
 
 def train(lengths: tuple[int, ...], accumulation: int) -> dict[str, Any]:

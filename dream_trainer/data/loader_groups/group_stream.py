@@ -52,7 +52,6 @@ class GroupStream(TrainStream):
         self._order = order
         self._end = end
         self._accumulation = accumulation
-        self._dp_size = dp_size
         uneven = [name for name, stream in streams.items() if not stream.is_even]
         self.is_even = not uneven
         self.resumes_from_all_ranks = any(stream.resumes_from_all_ranks for stream in streams.values())
@@ -304,19 +303,16 @@ class GroupStream(TrainStream):
             {"loaders": by_rank} if by_rank else None,
             False,
             self._is_last() if self.is_even else None,  # some rank may have to look ahead, and then all of them do
-            None if samples is not None else self._sizes(windows),
+            self._sizes(windows),
         )
 
     def _sizes(self, windows: Sequence[Window]) -> list[int] | None:
         """This rank's samples in each micro-batch."""
         sizes = [0] * self._accumulation
         for window in windows:
-            own = window.sizes
-            if window.samples is not None:
-                own = [window.samples // (self._dp_size * window.size)] * window.size
-            if own is None:
+            if window.sizes is None:
                 return None
-            sizes = [size + more for size, more in zip(sizes, own, strict=True)]
+            sizes = [size + more for size, more in zip(sizes, window.sizes, strict=True)]
         return sizes
 
     def _note_places(self, end: DataPosition) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from dream_trainer.data.loader_groups.group_place import Member, naming_loader
 from dream_trainer.data.loader_groups.group_stream import GroupStream
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup, refuse_shared
-from dream_trainer.data.nested import batch_size
 from dream_trainer.data.ordered import innermost
+from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.data.window import TrainStream, Window
 from dream_trainer.distributed.seeds import hash_seed
 
@@ -99,10 +99,10 @@ class TurnsStream(GroupStream):
 
 def group_stream(
     loader: LoaderGroup | AlternatingLoaders,
-    open_one: Callable[[object, int, Callable[[Any], int] | None, str], TrainStream],
+    open_one: Callable[[object, int, SampleCount | None, str], TrainStream],
     *,
     seed: int,
-    count: Callable[[Any], int] | None,
+    count: SampleCount | None,
     accumulation: int,
     dp_size: int,
 ) -> GroupStream:
@@ -134,10 +134,9 @@ def group_stream(
     return TurnsStream(streams, loader.turns, order=order | {"ratio": loader.ratio}, **options)
 
 
-def _count_of_one(
-    loader: LoaderGroup | AlternatingLoaders, name: str, count: Callable[[Any], int] | None
-) -> Callable[[Any], int] | None:
-    """What counts the samples of one loader's batch."""
-    if count is None or isinstance(loader, LoaderGroup):
-        return None if count is None else batch_size
-    return lambda batch: count((name, batch))
+def _count_of_one(loader: LoaderGroup | AlternatingLoaders, name: str, count: SampleCount | None) -> SampleCount | None:
+    """What counts the samples of one loader's batch: a function of the user's takes what `training_step` gets."""
+    if count is None or count.own is None:
+        return count
+    own = count.own
+    return SampleCount() if isinstance(loader, LoaderGroup) else SampleCount(lambda batch: own((name, batch)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from dream_trainer import file_locks
 from dream_trainer.data.sources.token_file import FORMAT, VERSION
 from dream_trainer.errors import DataError
 
@@ -114,8 +114,10 @@ def _flush(path: Path) -> None:
 
 def _locked(file: BinaryIO, path: Path) -> bool:
     """Whether the file is this process's alone, and still at its path: another one may have ended just now."""
+    is_held = file_locks.take(file)
+    if is_held is None:
+        file_locks.warn_of_no_locks(path.parent)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
-    except (BlockingIOError, FileNotFoundError):
+        return is_held is not False and os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
         return False

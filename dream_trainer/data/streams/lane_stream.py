@@ -131,7 +131,8 @@ class LaneStream(TrainStream):
         self._position = DataPosition(position.epoch, samples, position.batches + self._accumulation)
         state = {"stream": self._facts, "lanes": self._states}
         is_last = False if self._loader.options.repeat else None
-        return Window(len(batches), batches, self._plan.global_batch, self._position, state, False, is_last)
+        sizes = [self._loader.batch_size] * len(batches)
+        return Window(len(batches), batches, self._plan.global_batch, self._position, state, False, is_last, sizes)
 
     def end_pass(self) -> None:
         if self._position.samples:

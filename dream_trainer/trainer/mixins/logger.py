@@ -159,7 +159,7 @@ class LoggerMixin(AbstractTrainer):
         if weight is None and self._session.is_ready and self._window.batch is not None:
             weight = self._accumulation.batch_weight
             if weight is None:
-                run_log.add_undecided(name, value, reduce, self._samples_in_batch())
+                run_log.add_undecided(name, value, reduce, self._window.batch_samples)
                 return
         run_log.metrics.add(name, value, 1.0 if weight is None else weight, reduce)
 
@@ -324,7 +324,7 @@ class LoggerMixin(AbstractTrainer):
         super()._log_step(result, weight)
         run_log = self._run_log
         if result:
-            batch_weight = self._samples_in_batch() if weight is None else weight
+            batch_weight = self._window.batch_samples if weight is None else weight
             run_log.metrics.add_result(result, batch_weight, "train/")
         run_log.batch_finished(weight)
         # In the first step, which no measurement of the pace counts, and not at the first flush: it may take seconds.
@@ -335,6 +335,7 @@ class LoggerMixin(AbstractTrainer):
 
     def _window_started(self) -> None:
         super()._window_started()
+        self._run_log.open_early()
         self._run_log.window_started()
 
     def _window_dropped(self) -> None:
@@ -353,6 +354,8 @@ class LoggerMixin(AbstractTrainer):
 
     @contextmanager
     def _validation_context(self) -> Iterator[None]:
+        if self._session.is_training:
+            self._run_log.open_early()
         self._run_log.media.validation_started()
         with super()._validation_context():
             yield

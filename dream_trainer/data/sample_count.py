@@ -1,0 +1,143 @@
+"""How many samples a batch holds whose loader does not know: the user's own count, otherwise a guess.
+
+Our own loaders know how many samples they dealt, and nothing is guessed of their batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from operator import attrgetter, index
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from dream_trainer.data.nested import leaves
+from dream_trainer.errors import DataError, HookError
+
+OVERRIDE = "Override `batch_size(self, batch) -> int` in your trainer."
+
+
+@runtime_checkable
+class GraphBatch(Protocol):
+    """Several graphs as one, e.g. PyTorch Geometric's `Batch`, whose tensors have a row for each node or edge."""
+
+    @property
+    def num_graphs(self) -> int: ...
+
+
+class SampleCount:
+    """Counts the samples of batches that come from a loader of the user's own.
+
+    Args:
+        own: The user's function of a batch; None guesses.
+        warn: Called with a message, once, if a guess is doubtful. None does not warn.
+        remedy: What a message advises.
+
+    Attributes:
+        own: The same.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[Any], int] | None = None,
+        warn: Callable[[str], None] | None = None,
+        remedy: str = OVERRIDE,
+    ) -> None:
+        self.own = own
+        self._warn = warn
+        self._remedy = remedy
+
+    def __call__(self, batch: Any, declared: int | None = None) -> int:
+        """The samples of `batch`, as on the host; `declared` is as of `guess`.
+
+        Raises:
+            DataError: Nothing tells how many there are.
+            HookError: The user's function gave no whole number.
+        """
+        if self.own is None:
+            return self.guess(batch, declared)
+        return whole_number(self.own(batch), "batch_size", batch)
+
+    def guess(self, batch: Any, declared: int | None = None) -> int:
+        """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor.
+
+        Args:
+            batch: Any nested structure.
+            declared: Samples of a full batch, if the loader has such a number. A guess that equals it is not doubtful.
+
+        Raises:
+            DataError: The batch has no tensor with a dimension.
+        """
+        count, is_doubtful = _guess(batch)
+        if count is None:
+            raise DataError(
+                f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
+                f"a dimension in it (torch.from_numpy makes one of an array). {self._remedy}"
+            )
+        if is_doubtful and count != declared and self._warn is not None:
+            warn, self._warn = self._warn, None
+            shapes = [str([*leaf.shape]) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+            more = ", ..." if len(shapes) > 4 else ""
+            warn(
+                f"a batch of type {type(batch).__name__} with tensors of shapes {', '.join(shapes[:4])}{more} is "
+                f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
+                f"and samples_seen would be wrong. {self._remedy}"
+            )
+        return count
+
+
+def _guess(batch: Any) -> tuple[int | None, bool]:
+    """A batch's samples, None if nothing tells; and whether it could as well be another number: its tensors differ in
+    their first dimension, or are the parts of a list that could be one sample each."""
+    counts: list[int] = []
+    may_be_samples = False
+    pending = [batch]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Tensor):
+            if part.ndim > 0:
+                counts.append(part.shape[0])
+        elif isinstance(part, PackedSequence):
+            return int(part.batch_sizes[0]), False
+        elif isinstance(part, Mapping):
+            pending += [*part.values()][::-1]
+        elif isinstance(part, (list, tuple)):
+            may_be_samples = may_be_samples or (isinstance(part, list) and _are_alike(part))
+            pending += part[::-1]
+        elif isinstance(part, GraphBatch):
+            return int(part.num_graphs), False
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            pending += [attrgetter(field.name)(part) for field in dataclasses.fields(part)][::-1]
+    if not counts:
+        return None, False
+    return counts[0], may_be_samples or min(counts) != max(counts)
+
+
+def _are_alike(parts: list[Any]) -> bool:
+    """Whether a list's parts could be samples: tensors of one type, and of one shape or of three dimensions or more."""
+    first = parts[0] if len(parts) > 1 else None
+    if not isinstance(first, Tensor) or first.ndim == 0:
+        return False
+    return all(
+        isinstance(part, Tensor)
+        and part.dtype is first.dtype
+        and (part.shape == first.shape or part.ndim == first.ndim > 2)
+        for part in parts
+    )
+
+
+def whole_number(value: Any, hook: str, batch: Any) -> int:
+    """`value` as an int: a tensor would be counted in place, and be no number in the log and in checkpoints.
+
+    Raises:
+        HookError: It is none; `hook` is the method that gave it.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise HookError(
+            f"{hook} gave {value!r} for a batch of type {type(batch).__name__}. Give a whole number, such as "
+            "int(mask.sum())."
+        ) from None

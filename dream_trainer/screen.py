@@ -1,0 +1,50 @@
+"""Lines for a person at the screen: a terminal that is gone, or cannot show a name, never ends a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+_GONE = (errno.EIO, errno.EPIPE)  # of a terminal, and of a pipe's reader
+
+
+def show(line: str, file: TextIO | None = None) -> None:
+    """Prints a line; characters that the file cannot encode are escaped.
+
+    Args:
+        line: Without its end.
+        file: Where to; None is standard output. Nothing is printed if it is closed, full or gone.
+    """
+    file = sys.stdout if file is None else file
+    if file is None:  # a process without a console
+        return
+    try:
+        print(line, file=file, flush=True)
+    except UnicodeEncodeError:
+        encoding = file.encoding or "ascii"
+        draw(lambda: print(line.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True), file)
+    except (OSError, ValueError) as error:
+        _let_go(file, error)
+
+
+def draw(act: Callable[[], object], file: TextIO | None = None) -> bool:
+    """Calls `act`, which writes to the file; returns whether it took that. None is standard output."""
+    try:
+        act()
+    except (OSError, ValueError) as error:  # a ValueError of a closed file, or of a name that cannot be encoded
+        _let_go(sys.stdout if file is None else file, error)
+        return False
+    return True
+
+
+def _let_go(file: TextIO, error: Exception) -> None:
+    """What is written to a terminal or pipe that is gone, now or when Python flushes it at its end, goes nowhere."""
+    if isinstance(error, OSError) and error.errno in _GONE:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, file.fileno())
+            os.close(nowhere)

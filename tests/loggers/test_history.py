@@ -1,0 +1,32 @@
+"""The lines that a trainer keeps: a list that forgets its oldest."""
+
+from __future__ import annotations
+
+import json
+
+from dream_trainer.loggers.history import History
+
+
+def line(step: int) -> dict[str, float]:
+    return {"step": step, "loss": 1 / step}
+
+
+def test_it_is_a_list_that_json_writes() -> None:
+    history = History(None)
+    for step in (1, 2, 3):
+        history.append(line(step))
+    assert isinstance(history, list)
+    assert json.loads(json.dumps(history)) == history == [line(1), line(2), line(3)]
+    assert history[-1] == line(3)
+    assert history[1:] == [line(2), line(3)]
+    assert [one["step"] for one in reversed(history)] == [3, 2, 1]
+
+
+def test_it_keeps_the_newest_and_counts_what_it_drops() -> None:
+    history = History(2)
+    for step in (1, 2, 3, 4):
+        history.append(line(step))
+    assert (history, history.dropped) == ([line(3), line(4)], 2)
+    assert "2 lines after 2 older ones" in repr(history)
+    history.replace(line(step) for step in (5, 6, 7))
+    assert (history, history.dropped) == ([line(6), line(7)], 1)

@@ -1,0 +1,326 @@
+"""Samples are counted as they were dealt, whatever the batches look like: in means, in counters, in gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import dream_trainer as dt
+from dream_trainer.data import DistributedDataLoader, LoaderGroup, PerRankLoader, StreamLoader
+from dream_trainer.data.sources.stream_sources import IterableShards
+from dream_trainer.simple import Trainer
+from tests.trainer.arithmetic import full
+from tests.trainer.small import Alone, Sharded, Spread, make_config
+from tests.worlds import run_world
+
+TRAIN, VAL = 8, 7
+SHAPES = ((3, 4), (5, 2), (2, 6))  # of images, by turns
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Images of three channels and of several sizes, from number `first` on."""
+
+    def __init__(self, first: int, length: int) -> None:
+        self.first, self.length = first, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(self.first + index)
+        x = torch.randn(3, *SHAPES[index % 3], generator=generator, dtype=torch.float64) + index
+        return x, torch.tensor(0.1 * (self.first + index), dtype=torch.float64)
+
+
+def as_lists(samples: list[tuple[Tensor, Tensor]]) -> Any:
+    """As detection models take them."""
+    return [x for x, _ in samples], [y for _, y in samples]
+
+
+def time_first(samples: list[tuple[Tensor, Tensor]]) -> Any:
+    """As recurrent networks take them: [time, batch, channels]."""
+    return torch.stack([x.mean((1, 2)).expand(2, 3) for x, _ in samples], 1), torch.stack([y for _, y in samples])
+
+
+COLLATES: dict[str, Any] = {"lists": as_lists, "time first": time_first}
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over a batch's samples."""
+    images, targets = batch
+    if isinstance(images, list):
+        features, targets = torch.stack([image.mean((1, 2)) for image in images]), torch.stack(targets)
+    else:
+        features = images.mean(0)
+    return (model(features).squeeze(1) - targets).square().mean()
+
+
+def linear() -> nn.Module:
+    model = nn.Linear(3, 1).double()
+    nn.init.constant_(model.weight, 0.3)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def sample_losses(first: int, length: int) -> list[float]:
+    with torch.no_grad():
+        return [loss_of(linear(), as_lists([sample])).item() for sample in Images(first, length)]  # type: ignore[misc]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+class Counting(dt.LoggerMixin):
+    """Learns nothing, so that every mean is one of the first weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = loss_of(self.model, batch)
+        self.backward(loss)
+        self.log("by_log", loss)
+        if not self.is_accumulating_gradients:
+            self.step(self.model, self.optimizer)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.log("by_log", loss_of(self.model, batch))
+        return {"loss": loss_of(self.model, batch)}
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters.parameters() if isinstance(parameters, nn.Module) else parameters, lr=0.0)
+
+
+class OneProcess(Counting, Alone):
+    def setup(self) -> None:
+        self.model = linear()
+        self.optimizer = still(self.model)
+
+
+class Replicas(Counting, Spread):
+    def configure_models(self) -> None:
+        self.model = linear()
+
+    def init_weights(self) -> None:
+        nn.init.constant_(self.model.weight, 0.3)
+        nn.init.zeros_(self.model.bias)
+
+
+class Shards(Replicas, Sharded):
+    pass
+
+
+def told(trainer: Any) -> dict[str, Any]:
+    """What an epoch told of its samples, whose weights never moved."""
+    with trainer:
+        trainer.fit()
+        found = {name: value for line in trainer.history for name, value in line.items() if "lo" in name}
+        return {**found, "seen": trainer.samples_seen, "warned": sorted(trainer._said_once & {"samples of a batch"})}
+
+
+def loaders(collate: Any) -> tuple[Any, Any]:
+    return (
+        DistributedDataLoader(Images(0, TRAIN), 3, drop_last=False, collate_fn=collate),
+        DistributedDataLoader(Images(50, VAL), 3, collate_fn=collate),
+    )
+
+
+def of_class(cls: type[Any], collate: Any) -> dict[str, Any]:
+    # One line at the epoch's end has the means of all its batches.
+    return told(cls(make_config(n_epochs=1, log_every=100), *loaders(collate), make_optimizer=still))
+
+
+def of_simple(collate: Any, *, shard: bool, batch_size: int, accumulate: int) -> dict[str, Any]:
+    model = linear()
+    with Trainer(
+        model,
+        step=loss_of,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        train=Images(0, VAL),
+        val=Images(50, VAL),
+        val_batch_size=3,
+        metrics=(),
+        collate=collate,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        shuffle=False,
+        epochs=1,
+        device="cpu",
+        shard=shard,
+        progress=False,
+    ) as trainer:
+        row = trainer.fit()[-1]
+        return {
+            "weights": [full(parameter).detach().clone() for parameter in model.parameters()],
+            "losses": (row["train/loss"], row["val/loss"]),
+            "seen": trainer.dream.samples_seen,
+        }
+
+
+def plainly() -> dict[str, Any]:
+    """Steps of 4 and 3 samples, as a loop by hand takes them."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    samples = list(Images(0, VAL))  # type: ignore[call-overload]
+    losses = []
+    for window in (samples[:4], samples[4:]):
+        loss = loss_of(model, as_lists(window))
+        losses += [loss.item()] * len(window)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        val = [loss_of(model, as_lists([sample])).item() for sample in Images(50, VAL)]  # type: ignore[misc]
+    return {"weights": [p.detach() for p in model.parameters()], "losses": (mean(losses), mean(val)), "seen": VAL}
+
+
+def on_two_ranks(directory: str) -> dict[str, Any]:
+    os.chdir(directory)
+    found: dict[str, Any] = {}
+    for name, collate in COLLATES.items():
+        found |= {("class", name, cls.__name__): of_class(cls, collate) for cls in (Replicas, Shards)}
+        for shard in (False, True):
+            found["simple", name, shard] = of_simple(collate, shard=shard, batch_size=2, accumulate=1)
+    return found
+
+
+def assert_counted(found: dict[str, Any]) -> None:
+    assert found["seen"] == TRAIN
+    assert found["warned"] == []
+    for name in ("train/loss", "by_log"):
+        assert found[name] == pytest.approx(mean(sample_losses(0, TRAIN)), rel=1e-12)
+    for name in ("val/loss", "val/by_log"):
+        assert found[name] == pytest.approx(mean(sample_losses(50, VAL)), rel=1e-12)
+
+
+def assert_as_by_hand(found: dict[str, Any]) -> None:
+    expected = plainly()
+    assert found["seen"] == expected["seen"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    for weight, by_hand in zip(found["weights"], expected["weights"], strict=True):
+        torch.testing.assert_close(weight, by_hand, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.pitfall(100)
+@pytest.mark.parametrize("collate", COLLATES)
+def test_means_and_counters_are_over_the_samples_that_were_dealt(collate: str) -> None:
+    assert_counted(of_class(OneProcess, COLLATES[collate]))
+    assert_as_by_hand(of_simple(COLLATES[collate], shard=False, batch_size=2, accumulate=2))
+
+
+@pytest.mark.pitfall(100)
+def test_means_and_counters_are_over_the_samples_that_were_dealt_to_two_ranks(tmp_path: Any) -> None:
+    for of_rank in run_world(on_two_ranks, 2, str(tmp_path)):
+        for (kind, *_), found in of_rank.items():
+            assert_counted(found) if kind == "class" else assert_as_by_hand(found)
+
+
+# -- what else is dealt
+
+
+class Shard:
+    """Four images that are read in order, and can be gone on with."""
+
+    def __init__(self, number: int) -> None:
+        self.images, self.next = Images(4 * number, 4), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 4:
+            self.next += 1
+            yield self.images[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+GIVEN: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "a stream": (lambda: StreamLoader(IterableShards(Shard, range(2)), 2, collate_fn=as_lists), {"max_steps": 3}, 6),
+    "a group": (
+        lambda: LoaderGroup({"a": loaders(as_lists)[0], "b": loaders(time_first)[0]}),
+        {"n_epochs": 1},
+        12,  # whole windows only
+    ),
+    "the first batches": (lambda: loaders(as_lists)[0], {"max_steps": 4, "overfit_batches": 3}, 3 + 3 + 2 + 3),
+}
+
+
+@pytest.mark.pitfall(100)
+@pytest.mark.parametrize("given", GIVEN)
+def test_streams_groups_and_repeated_batches_know_their_samples(given: str) -> None:
+    sizes: list[int] = []
+
+    class Notes(OneProcess):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+            sizes.append(self._window.batch_samples)
+            for part in batch.values() if isinstance(batch, dict) else [batch]:
+                super().training_step(part, batch_idx) if part is batch else self.backward(loss_of(self.model, part))
+            if isinstance(batch, dict):
+                self.step(self.model, self.optimizer)
+            return {}
+
+    make, limits, samples = GIVEN[given]
+    found = told(Notes(make_config(**limits), make()))
+    assert found["seen"] == sum(sizes) == samples
+    assert found["warned"] == []
+
+
+@pytest.mark.pitfall(100)
+def test_a_count_of_the_users_weighs_batches_and_what_was_dealt_is_still_what_was_seen() -> None:
+    """A collate function that leaves samples out: of samples dealt 3, 3, 1 it keeps 2, 1, 1."""
+
+    class Own(OneProcess):
+        def batch_size(self, batch: Any) -> int:
+            return len(batch[0])
+
+    def kept(samples: list[Any]) -> Any:
+        return as_lists([sample for sample in samples if sample[0].shape[1] != 5][: 2 if samples[0][1] < 5.1 else 1])
+
+    val = DistributedDataLoader(Images(50, VAL), 3, collate_fn=kept)
+    train = DistributedDataLoader(Images(0, TRAIN), 3, drop_last=False, collate_fn=kept)
+    found = told(Own(make_config(n_epochs=1, log_every=100), train, val))
+    kept_losses = sample_losses(50, VAL)
+    assert found["val/loss"] == pytest.approx(mean([kept_losses[n] for n in (0, 2, 3, 6)]), rel=1e-12)
+    assert found["seen"] == TRAIN
+
+
+@pytest.mark.pitfall(100)
+def test_a_doubtful_guess_of_another_loaders_batch_warns_once_with_what_to_override(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    samples = list(Images(0, TRAIN))  # type: ignore[call-overload]
+    batches = [as_lists(samples[first : first + 2]) for first in range(0, TRAIN, 2)]
+    assert told(OneProcess(make_config(n_epochs=1), PerRankLoader(batches), batches))["warned"]
+    assert [record.message for record in caplog.records if "batch_size(self, batch)" in record.message] != []
+
+    class Own(OneProcess):
+        def batch_size(self, batch: Any) -> int:
+            return len(batch[0])
+
+    found = told(Own(make_config(n_epochs=1), batches, batches))
+    assert (found["seen"], found["warned"]) == (TRAIN, [])
+
+
+def test_the_trainer_without_a_class_takes_a_count_of_samples_too(caplog: pytest.LogCaptureFixture) -> None:
+    samples = list(Images(50, VAL))  # type: ignore[call-overload]
+    batches = [as_lists(samples[:4]), as_lists(samples[4:])]
+    options: dict[str, Any] = {"step": loss_of, "optimizer": still, "device": "cpu", "progress": False}
+    for count in (None, lambda batch: len(batch[0])):
+        caplog.clear()
+        with Trainer(linear(), train=iter(batches), val=PerRankLoader(batches), count_samples=count, **options) as it:
+            found = it.fit()[-1]["val/loss"]
+            seen = it.dream.samples_seen
+        warned = [record for record in caplog.records if "count_samples=" in record.message]
+        right = found == pytest.approx(mean(sample_losses(50, VAL)), rel=1e-12)
+        assert (bool(right), seen == VAL, len(warned)) == ((False, False, 1) if count is None else (True, True, 0))
