@@ -142,7 +142,7 @@ class ParallelModels:
 
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
-        """Within `whole`: inside, parameters are shards, and have their part of the gradients, for `optimizers` to step.
+        """Within `whole`: inside, parameters are shards and have their part of the gradients.
 
         Args:
             optimizers: Those that change parameters inside.

@@ -340,7 +340,7 @@ class Trainer:
             between batches, as of texts padded batch by batch, a list of the batches' tensors, and a warning.
         """
         data = as_rows(data, self.dream._given.train)
-        results = self.dream.predict(_loader(data, batch_size, self.dream._given))
+        results = self.dream.predict(self.dream._given.loader_of(data, batch_size))
         return concatenated(results, self.dream.say_uneven)
 
     def stop(self, reason: str = "requested") -> None:

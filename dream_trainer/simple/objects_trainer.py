@@ -21,7 +21,7 @@ from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
 from dream_trainer.optim.learning_rates import ScheduleParameters
 from dream_trainer.simple.best_weights import best_of, take_weights
-from dream_trainer.simple.given_data import LoaderOptions
+from dream_trainer.simple.given_data import LoaderOptions, as_loader
 from dream_trainer.simple.given_metrics import GivenMetrics, telling_of
 from dream_trainer.simple.given_optimizer import GivenSchedule, OptimizerPlan, build_given_schedules
 from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optimizers_in_words

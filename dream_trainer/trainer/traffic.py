@@ -113,12 +113,14 @@ def _of_shards(trainer: AbstractTrainer, n: int) -> float:
             reduced += sum(_size(p, reduced_in) for p in parameters if p.requires_grad)
     if trainer.world.device.type == "cpu":
         reductions *= 2  # gloo reduces and scatters by reducing for all
-    for model in trainer._parallel.whole_in_steps:  # gathered once for a step, its gradients averaged as those of replicas
+    for model in trainer._parallel.whole_in_steps:  # gathered once for a step, gradients averaged as those of replicas
         n_trained = sum(_size(p, reduce_dtype(devices)) for p in model.shard_of.values() if p.requires_grad)
         averaged = _all_reduced(trainer.world.step_size, n * n_trained)
         gathered_once += (n - 1) * model.bytes_of_part + averaged
     # In a pipeline shards stay gathered through a batch, and are given back after it.
-    return gathered_once + (n - 1) * (accumulation * gathered + reductions * reduced)  # sizes are of shares, 1/n of the whole
+    return gathered_once + (n - 1) * (
+        accumulation * gathered + reductions * reduced
+    )  # sizes are of shares, 1/n of the whole
 
 
 def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import StepError
 from tests.trainer.small import (
+    BY_BLOCKS,
     Batch,
     Samples,
     Sharded,
@@ -27,7 +28,6 @@ from tests.trainer.small import (
     by_hand,
     fill,
     fused_adamw,
-    BY_BLOCKS,
     make_config,
     network,
     sgd,

@@ -68,7 +68,9 @@ class Net(nn.Module):
             y += x
             x = y.tanh()
         x = self.recurrent(x[:, None])[0][:, 0] + self.scripted(x)
-        return (x @ self.transposed).sum(1, keepdim=True) * self.scale + self.image(x.view(-1, 1, 2, 3)).mean((1, 2, 3))[:, None]
+        return (x @ self.transposed).sum(1, keepdim=True) * self.scale + self.image(x.view(-1, 1, 2, 3)).mean(
+            (1, 2, 3)
+        )[:, None]
 
     def divergence(self) -> Tensor:
         return torch.stack([block.divergence() for block in self.blocks]).sum()
@@ -282,7 +284,9 @@ def train_all(cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
 def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(shards: int) -> None:
     cases = [(kind, shards, 1 + number % 2) for number, kind in enumerate(KINDS)]
     for found, *_, (kind, _, accumulation) in zip(*run_world(train_all, 2, cases), cases, strict=True):
-        torch.testing.assert_close(found, by_hand(kind, accumulation), rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format)
+        torch.testing.assert_close(
+            found, by_hand(kind, accumulation), rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format
+        )
 
 
 def of_shards_alone(directory: str) -> tuple[str, bool]:

@@ -252,7 +252,9 @@ def sharded_cases(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {"hand": sharded_by_hand()}
     for accumulation in (1, 2):
         for weighted in (False, True):
-            config = make_config(max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation)
+            config = make_config(
+                max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation
+            )
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
     for layout, cls in (("sharded", TwoModels), ("replicated", TwoReplicas)):
         for policy in ("no_sync", "reduce_scatter_each", "defer_all_reduce"):

@@ -345,14 +345,14 @@ class OptimizerStep:
     def _refuse_gradient_of_shards(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
             f"{self._names_of(parameter)} has a gradient of code that read it outside of the model's forward, where it "
-            "is a shard. Compute that loss in a method with a tensor argument, raise fsdp_parameters.min_group_mib above "
-            "the model's size, or use dp_shard=1."
+            "is a shard. Compute that loss in a method with a tensor argument, raise fsdp_parameters.min_group_mib "
+            "above the model's size, or use dp_shard=1."
         )
 
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
-            f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did not. "
-            "Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
+            f"other ranks ran the block of {self._names_of(parameter)} in this window, and rank {self._world.rank} did "
+            "not. Blocks are gathered from all ranks: run each on every rank, times 0 where it is not wanted, draw the "
             "choice from a seed that all ranks share, or keep the model whole (dp_shard=1)."
         )
 

@@ -57,8 +57,8 @@ class OwnGradients:
                 if write_count(mark.parameter) != mark.writes_to_parameter:
                     raise StepError(
                         f"parameters of shape {tuple(mark.parameter.shape)} were changed between two backward() calls "
-                        "or between backward() and step(), while gradients are this rank's own: along them, each rank's "
-                        f"weights would go another way. {_FIX}; or change weights after step()."
+                        "or between backward() and step(), while gradients are this rank's own: along them, each "
+                        f"rank's weights would go another way. {_FIX}; or change weights after step()."
                     )
 
     def refuse_changed_gradients(self, optimizers: Iterable[Optimizer]) -> None:
