@@ -59,6 +59,6 @@ def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:
         return "the norm is read on the host at each step, to run the window again"
     if trainer._world is not None and not reading_waits(trainer._world.parameter_device):
         return "the norm is read on the host at each step, which waits for nothing on a CPU"
-    if guards_itself(optimizer):
+    if guards_itself(optimizer, trainer._parallel.gradients.shard_of):
         return "on the device, without waiting for it"
     return "the norm is read on the host at each step (a fused optimizer would not need that)"

@@ -117,10 +117,8 @@ def _of_shards(trainer: AbstractTrainer, n: int) -> float:
         n_trained = sum(_size(p, reduce_dtype(devices)) for p in model.shard_of.values() if p.requires_grad)
         averaged = _all_reduced(trainer.world.step_size, n * n_trained)
         gathered_once += (n - 1) * model.bytes_of_part + averaged
-    # In a pipeline shards stay gathered through a batch, and are given back after it.
-    return gathered_once + (n - 1) * (
-        accumulation * gathered + reductions * reduced
-    )  # sizes are of shares, 1/n of the whole
+    # In a pipeline shards stay gathered through a batch, and are given back after it. Sizes are of shares.
+    return gathered_once + (n - 1) * (accumulation * gathered + reductions * reduced)
 
 
 def _trained(trainer: AbstractTrainer) -> list[nn.Parameter]:

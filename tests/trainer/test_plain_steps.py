@@ -280,6 +280,7 @@ def train_all(cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
     return [train(*case) for case in cases]
 
 
+@pytest.mark.pitfall(104)
 @pytest.mark.parametrize("shards", [2, 1])
 def test_code_that_treats_the_model_as_a_plain_module_trains_as_one_process(shards: int) -> None:
     cases = [(kind, shards, 1 + number % 2) for number, kind in enumerate(KINDS)]
@@ -317,6 +318,7 @@ class ByBlocks(Plain):
     post_epoch = dt.BaseTrainer.post_epoch
 
 
+@pytest.mark.pitfall(104)
 def test_a_loss_of_shards_alone_is_refused_before_weights_move(tmp_path: Path) -> None:
     for message, are_equal in run_world(of_shards_alone, 2, str(tmp_path)):
         assert "min_group_mib" in message
