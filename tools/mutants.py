@@ -244,9 +244,9 @@ MUTANTS = [
     ),
     Mutant(
         "a count of tokens stays a tensor",
-        "dream_trainer/trainer/window_counts.py",
-        "        return index(tokens)\n",
-        "        return tokens\n",
+        "dream_trainer/data/sample_count.py",
+        "        return index(value)\n",
+        "        return value\n",
         "tests/trainer/test_tokens.py -k tensor_of_one",
     ),
     Mutant(
@@ -729,7 +729,7 @@ MUTANTS = [
     Mutant(
         "a signal to the job ends a worker that was just forked",
         "dream_trainer/distributed/signals.py",
-        "if number == signal.SIGTERM and _starts_workers:",
+        "if number in TERMINATING and _starts_workers:",
         "if False:",
         "tests/data/test_worker_start.py",
     ),

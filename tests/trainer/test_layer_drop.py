@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from dream_trainer.errors import StepError
-from tests.trainer.small import Batch, Sharded, Spread, assert_same_weights, fill, make_config, sgd, weights
+from tests.trainer.small import BY_BLOCKS, Batch, Sharded, Spread, assert_same_weights, fill, make_config, sgd, weights
 from tests.trainer.small import Samples as Pairs
 from tests.worlds import run_world
 
@@ -57,11 +57,12 @@ class Replicas(Drops, Spread):
     pass
 
 
-def train(directory: str, cls: type[Any]) -> Any:
+def train(directory: str, cls: type[Any], by_blocks: bool = False) -> Any:
     os.chdir(directory)
     data = torch.utils.data.DataLoader(Pairs(16), 2)
     try:
-        with cls(make_config(max_steps=4), data) as trainer:
+        config = make_config(max_steps=4, fsdp=BY_BLOCKS) if by_blocks else make_config(max_steps=4)
+        with cls(config, data) as trainer:
             trainer.fit()
             return weights(trainer.model)
     except StepError as error:
@@ -83,15 +84,16 @@ def by_hand() -> dict[str, torch.Tensor]:
     return weights(model)
 
 
-def test_a_layer_that_one_replica_leaves_out_counts_zero_there(tmp_path: Path) -> None:
-    for found in run_world(train, 2, str(tmp_path), Replicas):
+@pytest.mark.parametrize("cls", [Replicas, Shards])
+def test_a_layer_that_one_rank_leaves_out_counts_zero_there(cls: type[Any], tmp_path: Path) -> None:
+    for found in run_world(train, 2, str(tmp_path), cls):
         assert_same_weights(found, by_hand())
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(raises=RuntimeError, reason="the ranks wait for each other until the time-out", strict=True)
-def test_a_layer_that_one_shard_leaves_out_counts_zero_there_or_is_named_before_the_time_out(tmp_path: Path) -> None:
-    for found in run_world(train, 2, str(tmp_path), Shards, timeout=40):
+@pytest.mark.xfail(raises=RuntimeError, reason="the ranks wait for each other until the time-out")
+def test_a_layer_that_one_rank_leaves_out_of_shards_by_blocks_is_named_before_the_time_out(tmp_path: Path) -> None:
+    for found in run_world(train, 2, str(tmp_path), Shards, True, timeout=40):
         if isinstance(found, str):
             assert "blocks.2" in found
             assert "dp_shard=1" in found
