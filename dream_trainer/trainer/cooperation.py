@@ -53,10 +53,6 @@ class Cooperation:
         """The setup order as (stage, reason) pairs, for `describe`."""
         return []
 
-    def _is_whole_in_steps(self, model: nn.Module) -> bool:
-        """Whether `model` is sharded between steps only (FSDPMixin)."""
-        return False
-
     def _finish_setup(self) -> None:
         """Models, data and optimizers are ready; loggers and checkpoints open here."""
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dream_trainer.errors import HookError
+from dream_trainer.modules.sharded_model import shardable_bytes
 from dream_trainer.modules.sharding import keeping_tied_and_frozen
+from dream_trainer.trainer.user_class.overrides import definers, is_ours
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.forward_comparison import ForwardComparison
     from dream_trainer.trainer.mixins.setup import SetupMixin
 
@@ -93,6 +97,18 @@ def compile_blocks(trainer: SetupMixin) -> None:
     """Compiles blocks."""
     if trainer.config.device_parameters.compile:
         trainer.apply_compile()
+
+
+def is_whole_in_steps(trainer: AbstractTrainer, model: nn.Module) -> bool:
+    """Whether a model that FSDPMixin shards is small enough to be whole in steps, and nothing asks for blocks."""
+    if not trainer._shards_parameters or trainer.world.parameter_shape.dp_shard == 1:
+        return False
+    devices, parameters = trainer.config.device_parameters, trainer.config.fsdp_parameters
+    is_plain = devices.pipeline_parallel * devices.tensor_parallel * devices.expert_parallel == 1
+    asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
+    is_by_hand = not all(is_ours(part) for part in definers(type(trainer), "apply_fully_shard"))
+    is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
+    return is_plain and not asks_for_blocks and devices.float8 == "none" and not is_by_hand and is_small
 
 
 def parameter_mesh(trainer: SetupMixin) -> DeviceMesh:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from dream_trainer.config.fsdp_parameters import FSDPConfigMixin
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.sharded_model import shardable_bytes
 from dream_trainer.modules.sharding import shard_by_blocks
 from dream_trainer.trainer.abstract import AbstractTrainer
+from dream_trainer.trainer.model_setup import is_whole_in_steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ class FSDPMixin(AbstractTrainer):
                 and with a pipeline `reshard_after_forward`.
         """
         super().apply_fully_shard(config)
-        small = [model for model in self._parameterised_models() if self._is_whole_in_steps(model)]
+        small = [model for model in self._parameterised_models() if is_whole_in_steps(self, model)]
         for model in small:
             self._parallel.shard(model, config["mesh"], self.world.refuse_if_forbidden)
         blocks = {"reshard_after_forward": self.config.fsdp_parameters.reshard_after_forward} | config
@@ -52,14 +52,6 @@ class FSDPMixin(AbstractTrainer):
                 self.world.further_groups += reduce_in_own_groups(model)
             if self.config.fsdp_parameters.symmetric_memory:
                 self._gather_in_symmetric_memory(model)
-
-    def _is_whole_in_steps(self, model: nn.Module) -> bool:
-        devices, parameters = self.config.device_parameters, self.config.fsdp_parameters
-        is_plain = devices.pipeline_parallel * devices.tensor_parallel * devices.expert_parallel == 1
-        is_default = not (parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload)
-        is_by_hand = type(self).apply_fully_shard is not FSDPMixin.apply_fully_shard
-        is_small = shardable_bytes(model) < parameters.min_group_mib * 2**20
-        return is_plain and is_default and devices.float8 == "none" and not is_by_hand and is_small
 
     def _gather_in_symmetric_memory(self, model: nn.Module) -> None:
         from dream_trainer.compat.fully_shard import gather_in_symmetric_memory

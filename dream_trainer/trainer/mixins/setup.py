@@ -49,6 +49,7 @@ from dream_trainer.trainer.model_setup import (
     compared_with_now,
     compile_blocks,
     cut_into_stages,
+    is_whole_in_steps,
     multiply_in_float8,
     parameter_mesh,
     recompute_blocks,
@@ -273,7 +274,7 @@ def _make_ready_to_wrap(trainer: SetupMixin) -> None:
     world = trainer.world
     for model in trainer._parameterised_models():
         keep_recurrent_weights_in_place(model)
-        if trainer._is_whole_in_steps(model):
+        if is_whole_in_steps(trainer, model):
             continue
         enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
         if half_dtype(trainer.config.device_parameters) is not None:
