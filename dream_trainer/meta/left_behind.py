@@ -7,6 +7,7 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -46,6 +47,8 @@ def refuse_hidden(roots: Mapping[str, Any]) -> None:
     for root_name, root in roots.items():
         parts = root.named_modules(prefix=root_name) if isinstance(root, nn.Module) else [(root_name, root)]
         for name, part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                continue  # it keeps the module that it was made from, and does not compute with it
             for place, found in _reached(name, part, known, seen, is_part=isinstance(part, nn.Module)):
                 if isinstance(found, Tensor) and not isinstance(root, nn.Module):
                     continue  # an optimizer over a trainer's list of parameters is refused later, with its name

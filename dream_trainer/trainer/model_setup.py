@@ -5,7 +5,7 @@ Each function is one stage of `SETUP` (mixins/setup.py), which has the reason fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dream_trainer.errors import HookError
 from dream_trainer.modules.sharded_model import shardable_bytes
@@ -103,7 +103,8 @@ def is_whole_in_steps(trainer: AbstractTrainer, model: nn.Module) -> bool:
     """Whether a model that FSDPMixin shards is small enough to be whole in steps, and nothing asks for blocks."""
     if not trainer._shards_parameters or trainer.world.parameter_shape.dp_shard == 1:
         return False
-    devices, parameters = trainer.config.device_parameters, trainer.config.fsdp_parameters
+    config: Any = trainer.config  # which has the field that FSDPMixin asks for
+    devices, parameters = config.device_parameters, config.fsdp_parameters
     is_plain = devices.pipeline_parallel * devices.tensor_parallel * devices.expert_parallel == 1
     asks_for_blocks = parameters.separate_reduce_group or parameters.symmetric_memory or devices.cpu_offload
     is_by_hand = not all(is_ours(part) for part in definers(type(trainer), "apply_fully_shard"))
