@@ -24,7 +24,8 @@ def refuse_lazy(models: Mapping[str, nn.Module]) -> None:
     """
     for model_name, model in models.items():
         for name, module in model.named_modules(prefix=model_name):
-            if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
                 raise InitError(
                     f"self.{name} ({type(module).__name__}) has parameters without a shape, so it cannot be sharded. "
                     "Give its constructor the sizes, or call the model once on an example batch in configure_models."
