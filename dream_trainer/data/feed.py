@@ -12,8 +12,7 @@ import errno
 import logging
 import resource
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -172,41 +171,37 @@ class WindowFeed:
             self._window, self._is_fetched = ahead, is_ahead_fetched
 
     def _load(self) -> Window | None:
-        with self._naming_accumulation():
+        try:
             window = self._stream.next_window()
-        if window is not None:
-            window.batches = self._loaded(window)
-            if len(window.batches) != window.size:
-                raise DataError(
-                    f"the training loader yielded {len(window.batches)} of the {window.size} batches of a window, and "
-                    "ended before its pass did. Its dataset or sampler changed while it was read; let it change "
-                    "between two passes."
-                )
+            if window is None:
+                return None
+            window.batches = batches = list(window.batches)
+        except (OSError, RuntimeError) as error:
+            self._refuse_open_files(error)
+            raise
+        if len(batches) != window.size:
+            raise DataError(
+                f"the training loader yielded {len(batches)} of the {window.size} batches of a window, and "
+                "ended before its pass did. Its dataset or sampler changed while it was read; let it change "
+                "between two passes."
+            )
         return window
 
-    def _loaded(self, window: Window) -> list[Any]:
-        with self._naming_accumulation():
-            return list(window.batches)
-
-    @contextmanager
-    def _naming_accumulation(self) -> Iterator[None]:
+    def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
         """Says why a window needs so many open files: workers send each tensor as one, until the window is trained.
 
         Raises:
             DataError: In the place of the system's error.
         """
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
-            if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
-                raise
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise DataError(
-                f"too many open files, at most {most}: a step's {self._accumulation} micro-batches are loaded before "
-                "it is trained, and loader workers send each tensor as an open file. Raise the limit (ulimit -n "
-                "65536), call torch.multiprocessing.set_sharing_strategy('file_system') first, or accumulate fewer."
-            ) from error
+        is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
+        if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
+            return
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise DataError(
+            f"too many open files, at most {most}: a step's {self._accumulation} micro-batches are loaded before "
+            "it is trained, and loader workers send each tensor as an open file. Raise the limit (ulimit -n "
+            "65536), call torch.multiprocessing.set_sharing_strategy('file_system') first, or accumulate fewer."
+        ) from error
 
     def _forget(self) -> None:
         self._window = self._ahead = None

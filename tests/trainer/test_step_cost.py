@@ -256,6 +256,8 @@ def sharded_cases(directory: str) -> dict[str, Any]:
                 max_steps=20, fsdp=BY_BLOCKS, gradient_clip_val=1.0, gradient_accumulation_steps=accumulation
             )
             found[f"trainer/{accumulation}/{weighted}"] = counted(Sharded(config, weighted))
+            whole = dataclasses.replace(config, fsdp_parameters=dt.FSDPParameters())
+            found[f"whole/{accumulation}/{weighted}"] = counted(Sharded(whole, weighted))
     for layout, cls in (("sharded", TwoModels), ("replicated", TwoReplicas)):
         for policy in ("no_sync", "reduce_scatter_each", "defer_all_reduce"):
             config = make_config(max_steps=20, fsdp=BY_BLOCKS, gradient_accumulation_steps=2, sync_policy=policy)
@@ -340,6 +342,19 @@ def test_sharded_a_step_has_fully_shards_collectives_one_for_the_norm_and_one_fo
         assert collectives(found) == collectives(hand) | {"c10d::allreduce_": 2 * steps}
         assert found.get("reads", 0) == hand.get("reads", 0) == 0
         assert found.get("large copies", 0) <= hand.get("large copies", 0)
+
+
+@pytest.mark.pitfall(16)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_small_sharded_model_is_gathered_once_and_reduced_once_in_a_step(
+    ranks: list[dict[str, Any]], accumulation: int, weighted: bool
+) -> None:
+    """The gradients of all parameters go in one bucket, beside the pulse."""
+    for rank in ranks:
+        found, steps = rank[f"whole/{accumulation}/{weighted}"], LAST - FIRST
+        assert collectives(found) == {"c10d::_allgather_base_": steps, "c10d::allreduce_": 2 * steps}
+        assert found.get("reads", 0) == 0
 
 
 @pytest.mark.pitfall(16)
