@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "whole parameters are not gathered again after a step",
         "dream_trainer/modules/parallel_models.py",
-        "        self._gather(changed, all_models=others_may_change or not self._is_fresh)\n",
+        "        self._gather(changed, all_models=others_changed)\n",
         "",
         "tests/trainer/test_plain_steps.py -k one_process",
     ),

@@ -42,6 +42,7 @@ class ParallelModels:
         self._world: World | None = None
         self.whole_in_steps: list[ShardedModel] = []
         self._optimizers: Callable[[], Iterable[Optimizer]] = list
+        self._whole_of: dict[int, nn.Parameter] = {}
         self._is_whole = self._is_fresh = False
 
     def shard(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
@@ -81,6 +82,7 @@ class ParallelModels:
         for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
             self.gradients.shard_of |= sharded.shard_of
+            self._whole_of |= sharded.whole_of
 
     @property
     def forward_communicates(self) -> bool:
@@ -154,11 +156,12 @@ class ParallelModels:
         for sharded in self.whole_in_steps:
             sharded.give_gradients_to_shards()
         self._leave()
+        others_changed, self._is_fresh = others_may_change or not self._is_fresh, False
         yield
         for sharded in self.whole_in_steps:
             sharded.drop_shards_gradients()
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._gather(changed, all_models=others_may_change or not self._is_fresh)
+        self._gather(changed, all_models=others_changed)
         self._enter()
 
     def forget_whole(self) -> None:
@@ -181,11 +184,11 @@ class ParallelModels:
     def _enter(self) -> None:
         for sharded in self.whole_in_steps:
             sharded.enter()
-            exchange_in(self._optimizers(), sharded.whole_of)
+        exchange_in(self._optimizers(), self._whole_of)
         self._is_whole = self._is_fresh = True
 
     def _leave(self) -> None:
+        exchange_in(self._optimizers(), self.gradients.shard_of)
         for sharded in self.whole_in_steps:
-            exchange_in(self._optimizers(), sharded.shard_of)
             self._is_fresh &= sharded.leave()
         self._is_whole = False

@@ -3,7 +3,7 @@
 Inside a step every parameter is an ordinary `nn.Parameter`, so user code may call any method of the model, penalise
 weights, use `torch.func` or change weights in place, as on one process. Gradients are then those of replicas: each
 rank's own until `step` averages them. Between steps the parameters are DTensors, as `fully_shard` makes them, and so
-are the optimizer's state and the checkpoints. This costs the memory of one whole model and its gradients in each step,
+are the optimizer's state and the checkpoints. This costs the memory of two whole models and one's gradients,
 so `FSDPParameters.min_group_mib` limits it to small models; `fully_shard` cuts the others block by block.
 """
 
