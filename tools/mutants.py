@@ -294,8 +294,8 @@ MUTANTS = [
     Mutant(
         "a step that is refused counts",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "        self._accumulation.check_step()\n",
-        "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n",
+        "        self._accumulation.check_step()\n        for scheduler",
+        "        self._accumulation.check_step()\n        self._accumulation.begin_step()\n        for scheduler",
         "tests/trainer/test_edges.py",
     ),
     Mutant(
@@ -442,8 +442,8 @@ MUTANTS = [
     Mutant(
         "a sharded block that one rank left out is no error",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "not in self._local_gradients.ran",
-        "is None",
+        "            if not self._has_run(plan.shared[place]):\n",
+        "            if False:\n",
         UNEVEN,
     ),
     Mutant(
@@ -470,7 +470,7 @@ MUTANTS = [
     Mutant(
         "a window that runs again counts gradients twice",
         "dream_trainer/trainer/base.py",
-        "self._parallel.gradients.drop_what_waits()",
+        "self._parallel.drop_gradients()",
         "pass",
         TURNS,
     ),
@@ -707,7 +707,7 @@ MUTANTS = [
     ),
     Mutant(
         "another optimizer goes on with the last one's options",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "if saved not in (None, current):",
         "if False:",
         "tests/trainer/test_training_metrics.py",
@@ -722,7 +722,7 @@ MUTANTS = [
     Mutant(
         "an order that ends too early is waited for",
         "dream_trainer/data/feed.py",
-        "if len(window.batches) != window.size:",
+        "if len(batches) != window.size:",
         "if False:",
         "tests/trainer/test_endless.py",
     ),
@@ -812,7 +812,7 @@ MUTANTS = [
     ),
     Mutant(
         "the checkpoint's learning rate silently wins in a branch",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "saved if with_options else {}",
         "saved",
         "tests/trainer/test_branching.py -k outlives",
@@ -1526,7 +1526,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group that is empty in a stage begins anew on a resume",
-        "dream_trainer/checkpoint/optimizer_state.py",
+        "dream_trainer/checkpoint/restored_optimizer.py",
         "            owners = {index}\n",
         "            pass\n",
         "tests/trainer/test_pipeline_user_models.py -k layer_decay",
