@@ -311,14 +311,14 @@ class WeightAverage(AveragingCallback):
                 f"averages were to stand in for the weights of {', '.join(sorted(whole))} inside gathered(), which has "
                 "copies of the weights. Evaluate outside of it, or enter gathered() inside averaged_weights()."
             )
-        self._catch_up()
         chosen = [self._averages[name] for name in self._averages if name in names]
-        weights = [average.clone_weights() for average in chosen]
-        self._in_use |= names
+        with trainer.changing_weights():
+            self._catch_up()
+            weights = [average.clone_weights() for average in chosen]
+            self._in_use |= names
+            for average in chosen:
+                average.set_weights(average.locals())
         try:
-            with trainer.changing_weights():
-                for average in chosen:
-                    average.set_weights(average.locals())
             yield
         finally:
             with trainer.changing_weights():

@@ -164,6 +164,31 @@ class ParallelModels:
         self._gather(changed, all_models=others_changed)
         self._enter()
 
+    @contextmanager
+    def as_shards(self) -> Iterator[None]:
+        """Inside, also within `whole`, parameters are shards, for code that reads or writes these; a collective."""
+        if not self._is_whole:
+            yield
+            self._is_fresh = False
+            return
+        self._leave()
+        self._is_fresh = False
+        yield
+        self._gather(())
+        self._enter()
+
+    def write_back(self) -> None:
+        """Within `whole`: gives the shards what was written to the whole parameters, for code that reads shards."""
+        if self._is_whole:
+            for sharded in self.whole_in_steps:
+                sharded.write_back()
+
+    def cut_optimizer_state(self) -> None:
+        """Cuts the state that optimizers made of whole parameters when they were built."""
+        for sharded in self.whole_in_steps:
+            for optimizer in self._optimizers():
+                sharded.cut_state(optimizer)
+
     def forget_whole(self) -> None:
         """Code that may change shards has run: the next `whole` gathers them."""
         self._is_fresh = False

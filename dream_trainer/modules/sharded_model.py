@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
@@ -75,6 +76,7 @@ class ShardedModel:
         self._whole_of: dict[int, nn.Parameter] = {}
         self._shard_of: dict[int, nn.Parameter] = {}
         self._marks: list[tuple[int, int]] = []
+        self._trained: list[bool] = []
         self._own_time: OwnTime | None = None
         self.is_whole = False
         self._cut()
@@ -207,6 +209,7 @@ class ShardedModel:
 
     def enter(self) -> None:
         """Gives the modules the whole parameters, which are gathered."""
+        self._trained = [parameter.shard.requires_grad for parameter in self._parameters]
         for parameter in self._parameters:
             shard, whole = parameter.shard, parameter.whole
             if shard.requires_grad is not whole.requires_grad:
@@ -224,20 +227,41 @@ class ShardedModel:
             Whether the whole parameters still have the values of the shards: not where something wrote to a shard that
             user code had kept, which then counts.
         """
-        written = [before != now for before, now in zip(self._marks, self._writes(), strict=True)]
-        for parameter in self._parameters:
-            shard, whole, values = parameter.shard, parameter.whole, parameter.values
-            if whole.data_ptr() != values.data_ptr():
-                values.copy_(whole.detach())
-                whole.data = values
-            if shard.requires_grad is not whole.requires_grad:
+        is_fresh = self.write_back()
+        for parameter, was_trained in zip(self._parameters, self._trained, strict=True):
+            shard, whole = parameter.shard, parameter.whole
+            if shard.requires_grad is was_trained:  # else user code that kept the shard has set it
                 shard.requires_grad_(whole.requires_grad)
             _exchange(parameter.slots, whole, shard)
+        self.is_whole = False
+        return is_fresh
+
+    @torch.no_grad()
+    def write_back(self) -> bool:
+        """Gives the shards what was written to the whole parameters; see `leave`."""
+        written = [before != now for before, now in zip(self._marks, self._writes(), strict=True)]
+        for parameter in self._parameters:
+            whole, values = parameter.whole, parameter.values
+            if whole.data_ptr() != values.data_ptr() or whole.stride() != values.stride():
+                values.copy_(whole.detach())
+                whole.data = values
         kept = [p for p, is_written in zip(self._parameters, written, strict=True) if p.rows and not is_written]
         if kept:
             foreach_copy_([local_tensor(p.shard) for p in kept], [p.own_rows(p.values) for p in kept])
-        self.is_whole = False
+        now = self._writes()
+        self._marks = [
+            mark if is_written else new for mark, new, is_written in zip(self._marks, now, written, strict=True)
+        ]
         return not any(written)
+
+    def cut_state(self, optimizer: Optimizer) -> None:
+        """Makes shards of the tensors in an optimizer's state that are laid out as a whole parameter."""
+        for parameter in self._parameters:
+            state = optimizer.state.get(parameter.shard, {})
+            for name, value in state.items():
+                if type(value) is Tensor and value.shape == parameter.values.shape:
+                    rows = parameter.own_rows(value).clone(memory_format=torch.contiguous_format)
+                    state[name] = with_local(parameter.shard, rows)
 
     def give_gradients_to_shards(self) -> None:
         """Gives each shard its rows of the whole gradient."""

@@ -393,12 +393,12 @@ class AbstractTrainer(Hooks, Cooperation):
         """Inside, parameters may be changed in place by hand; between windows, on every rank.
 
         No checkpoint is still copying them then, and those of sharded models are the shards that the next forward
-        gathers, not what the last one left gathered.
+        gathers, not what the last one left gathered; also in events, where small models are whole otherwise.
         """
         self._saver.before_update()
         self._parallel.reshard()
-        self._parallel.forget_whole()
-        yield
+        with self._parallel.as_shards():
+            yield
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that steps run in, for what calls models outside of them: sampling after `fit`, a callback.

@@ -22,6 +22,8 @@ Listener = Callable[..., None]
 
 _STATE = {"state_dict", "load_state_dict"}
 
+# Where models are whole already; `post_optimizer_step` has shards.
+_IN_STEPS = {"pre_train_batch", "post_train_batch", "post_train_step", "pre_val_batch", "post_val_batch"}
 # Outside of steps, and with models that are real.
 _BETWEEN_STEPS = {
     *("post_setup", "pre_fit", "pre_epoch", "pre_val_epoch", "post_val_epoch", "post_epoch", "post_fit"),
@@ -56,11 +58,24 @@ def _with_whole_parameters(trainer: AbstractTrainer, event: str, listener: Liste
     return inside
 
 
+def _with_shards(trainer: AbstractTrainer, event: str, listener: Listener) -> Listener:
+    """`listener`, which reads shards, also while small models are whole."""
+    if event not in _IN_STEPS:
+        return listener
+
+    def after_writing_back(*args: Any) -> None:
+        trainer._parallel.write_back()
+        listener(*args)
+
+    return after_writing_back
+
+
 def _listener(trainer: AbstractTrainer, callback: Callback, event: str) -> Listener:
     method = getattr(callback, event)
     if not callback.main_process_only:
         listener = partial(method, trainer)
-        return listener if callback.sees_shards else _with_whole_parameters(trainer, event, listener)
+        with_parameters = _with_shards if callback.sees_shards else _with_whole_parameters
+        return with_parameters(trainer, event, listener)
 
     where = f"{type(callback).__name__}.{event}, which is main_process_only"
 

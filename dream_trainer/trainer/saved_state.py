@@ -227,7 +227,7 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
     }
     parts |= {f"the schedule {name}": state for name, state in given["schedulers"].items()}
     for name, optimizer in trainer.named_optimizers().items():
-        parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups]
+        parts[f"learning rates of {name}"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     return {name: hashlib.sha256(typed_json.dumps(value).encode()).hexdigest() for name, value in parts.items()}
 
 

@@ -197,10 +197,14 @@ def test_code_that_uses_a_ranks_own_gradients_is_refused_before_a_step() -> None
             assert steps == 0
 
 
-def test_in_one_process_gradients_are_normalised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cls", "accumulation"), [(Clips, 2), (Sharpness, 1)])
+def test_in_one_process_gradients_are_normalised_too(
+    cls: type[Sharded], accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    config = make_config(n_epochs=1, gradient_accumulation_steps=2)
-    with Clips(config, torch.utils.data.DataLoader(Samples(LENGTH), SIZE)) as trainer:
+    config = make_config(n_epochs=1, gradient_accumulation_steps=accumulation)
+    size = 2 * SIZE // accumulation
+    with cls(config, torch.utils.data.DataLoader(Samples(LENGTH), size)) as trainer:
         trainer.fit()
         found = {"weights": weights(trainer.model), "norms": trainer.norms}
-    torch.testing.assert_close(found, by_hand(Clips, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, by_hand(cls, 1), rtol=1e-10, atol=1e-10)

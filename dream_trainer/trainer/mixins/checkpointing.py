@@ -96,7 +96,8 @@ class CheckpointMixin(AbstractTrainer):
             StepError: The trainer is not set up yet, or an accumulation window is open.
         """
         self._refuse_inside_window("save_checkpoint")
-        self._saver.save()
+        with self._parallel.as_shards():
+            self._saver.save()
         return self._checkpoints_root() / step_name(self.global_step)
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -113,7 +114,8 @@ class CheckpointMixin(AbstractTrainer):
         self._session.start()
         self._refuse_inside_window("load_checkpoint")
         self._saver.finish()
-        self._load(verify_checkpoint(source, world=self.world))
+        with self._parallel.as_shards():
+            self._load(verify_checkpoint(source, world=self.world))
 
     def export(
         self,
@@ -154,7 +156,10 @@ class CheckpointMixin(AbstractTrainer):
         self._refuse_inside_window("export")
         models = self.named_models()
         name = model_to_export(models, model)
-        with self._rounds.as_one_model() if weights == "model" else averages_to_export(self.callbacks, weights, name):
+        of_weights = (
+            self._rounds.as_one_model() if weights == "model" else averages_to_export(self.callbacks, weights, name)
+        )
+        with self._parallel.as_shards(), of_weights:
             self._parallel.reshard()
             return export_model(
                 models[name],

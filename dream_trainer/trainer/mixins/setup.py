@@ -314,7 +314,9 @@ def _load_pretrained(trainer: SetupMixin) -> None:
 def _configure_optimizers(trainer: SetupMixin) -> None:
     trainer._parallel.reshard()
     try:
-        returned = trainer.configure_optimizers()  # type: ignore[func-returns-value]
+        with trainer._parallel.whole():  # so that a list of parameters made there holds those of steps
+            returned = trainer.configure_optimizers()  # type: ignore[func-returns-value]
+        trainer._parallel.cut_optimizer_state()
     except (ValueError, AttributeError) as error:
         if trainer.world.stages == 1:
             raise

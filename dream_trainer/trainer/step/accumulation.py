@@ -146,7 +146,7 @@ class Accumulation:
             self.losses.append(loss.detach())
         self._count(weight, model)
         watches = self.is_last and self._world.data_size > 1
-        if watches or self.reduced:
+        if self.reduced or watches:
             self._begin_own_backward()
         if weight is not None:
             loss = loss * weight
@@ -190,7 +190,8 @@ class Accumulation:
     def finish_reduction(self, optimizers: Sequence[Optimizer]) -> None:
         """The gradients of `optimizers` are those of the global batch now."""
         self.reduced.update(dict.fromkeys(optimizers, self._backwards))
-        self._own.note(self.turns.optimizers)
+        if self._world.data_size > 1:
+            self._own.note(self.turns.optimizers)
 
     def is_reduced(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether `reduce_gradients` has made the gradients of `optimizers` final.
