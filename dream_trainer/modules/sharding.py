@@ -57,10 +57,12 @@ def shard_by_blocks(
             float32.
 
     Raises:
-        ConfigError: A parameter is shared by two groups, or one group has parameters of several dtypes to train.
+        ConfigError: A parameter is shared by two groups, or one group has parameters of several dtypes to train. Or
+            there is one that is not contiguous, or of a TorchScript module, which `fully_shard` does not take.
     """
     from torch.distributed.fsdp import fully_shard
 
+    _refuse_what_is_not_cut(model)
     _refuse_ties_across(model, blocks)
     left_out = {parameter for parameter in model.parameters() if parameter.ndim == 0 or is_shared_by_experts(parameter)}
     if left_out:
@@ -110,6 +112,19 @@ def refuse_unsupported(models: Mapping[str, nn.Module], world_size: int, *, are_
                 raise ConfigError(
                     f"{other} and {name} are one parameter in two models, which fully_shard cannot wrap twice. Put "
                     "both models into one module, assigned to self."
+                )
+
+
+def _refuse_what_is_not_cut(model: nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            kind = "has a TorchScript module" if isinstance(module, torch.jit.ScriptModule) else None
+            if not parameter.is_contiguous():
+                kind = f"has strides {parameter.stride()} and is not contiguous"
+            if kind is not None:
+                raise ConfigError(
+                    f"{name} {kind}, and fully_shard takes neither. Raise fsdp_parameters.min_group_mib above the "
+                    "model's size, make it a contiguous parameter of a Python module, or use dp_shard=1."
                 )
 
 
