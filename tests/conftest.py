@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and by all that is started then
     if config.getoption("--all"):
         worlds.start_method = "spawn"
 

@@ -172,6 +172,8 @@ class RunLog:
 
     def window_started(self) -> None:
         """What comes from here on belongs to the next window."""
+        if self._loggers is not None and not self._loggers.is_open_early:
+            self.open_early()
         if self._undecided:
             self._decide(None)
         self.metrics.mark()

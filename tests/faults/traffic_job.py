@@ -71,6 +71,7 @@ def run(environment: dict[str, str], namespace: Path, directory: Path, name: str
         project="tests",
         group="traffic",
         experiment=name,
+        fsdp_parameters=dt.FSDPParameters(min_group_mib=0),
         device_parameters=dt.DeviceParameters(device="cpu", host_timeout_seconds=None, **options["devices"]),
         training_parameters=dt.TrainingParameters(
             max_steps=STEPS, n_epochs=None, gradient_accumulation_steps=options.get("accumulation", 1)

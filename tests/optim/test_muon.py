@@ -226,7 +226,7 @@ def test_a_step_with_found_inf_changes_nothing_and_one_without_all() -> None:
 
 
 def test_the_trainer_need_not_read_the_norm_of_each_step() -> None:
-    assert guards_itself(Muon([nn.Parameter(torch.ones(2, 2))]))
+    assert guards_itself(Muon([nn.Parameter(torch.ones(2, 2))]), {})
 
 
 def test_state_of_pytorchs_muon_loads() -> None:

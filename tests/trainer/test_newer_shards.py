@@ -25,7 +25,9 @@ def on_ranks(directory: str) -> list[dict[str, Any]]:
         config = make_config(
             max_steps=3, devices=dt.DeviceParameters(device="cpu", dp_replicate=2), gradient_clip_val=0.5
         )
-        config = dataclasses.replace(config, fsdp_parameters=dt.FSDPParameters(separate_reduce_group=separate))
+        config = dataclasses.replace(
+            config, fsdp_parameters=dt.FSDPParameters(min_group_mib=0, separate_reduce_group=separate)
+        )
         with Sharded(config, DistributedDataLoader(Samples(24), 2)) as trainer:
             trainer.fit()
             groups = trainer.world.further_groups

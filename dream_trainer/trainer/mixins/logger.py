@@ -335,7 +335,6 @@ class LoggerMixin(AbstractTrainer):
 
     def _window_started(self) -> None:
         super()._window_started()
-        self._run_log.open_early()
         self._run_log.window_started()
 
     def _window_dropped(self) -> None:
