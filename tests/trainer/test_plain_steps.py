@@ -235,27 +235,12 @@ def train(kind: str, shards: int, accumulation: int) -> dict[str, Any]:
 def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
     model, data = Net(), Samples()
     optimizer, norms, after = optimizer_of(model), [], []
-    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), strict=True))
-    if kind in ("replaced data", "loaded"):  # once in a micro-batch, which two ranks share
-        return by_hand_in_turns(kind, accumulation)
-    for start in range(0, len(parts), 2 * accumulation):
-        window = parts[start : start + 2 * accumulation]
-        for x, y in window:
-            (KINDS[kind](model, x, y) / len(window)).backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after.append(float(sum(p.detach().square().sum() for p in model.parameters())))
-    return ended(model, norms, after)
-
-
-def by_hand_in_turns(kind: str, accumulation: int) -> dict[str, Any]:
-    """Both ranks' samples in one micro-batch, for steps that change weights by a factor."""
-    model, data = Net(), Samples()
-    optimizer, norms, after = optimizer_of(model), [], []
-    parts = list(zip(data.x.split(2 * SIZE), data.y.split(2 * SIZE), strict=True))
-    for start in range(0, len(parts), accumulation):
-        window = parts[start : start + accumulation]
+    # Steps that change weights by a factor do so once in a micro-batch, which two ranks share.
+    ranks = 1 if kind in ("replaced data", "loaded") else 2
+    size = 2 * SIZE // ranks
+    parts = list(zip(data.x.split(size), data.y.split(size), strict=True))
+    for start in range(0, len(parts), ranks * accumulation):
+        window = parts[start : start + ranks * accumulation]
         for x, y in window:
             (KINDS[kind](model, x, y) / len(window)).backward()
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
