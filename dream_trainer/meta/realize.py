@@ -9,6 +9,7 @@ Memory on a rank: its parts, plus one full tensor and what making that one takes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,13 +37,22 @@ class _Note:
 
 @dataclass(slots=True)
 class Plan:
-    """What `remember` found: for every meta tensor of the models, how to replay it; and every parameter's `id`."""
+    """What `remember` found: for every meta tensor of the models, how to replay it; and every parameter's name."""
 
     tape: Tape
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
     by_name: dict[str, _Note] = field(default_factory=dict)
     attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
-    parameters: dict[int, str] = field(default_factory=dict)
+    _parameters: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+
+    def note_parameter(self, tensor: Tensor, name: str) -> None:
+        """Remembers a parameter of the models, as they were before they were sharded."""
+        self._parameters.setdefault(id(tensor), (weakref.ref(tensor), name))
+
+    def former_name(self, tensor: Tensor) -> str | None:
+        """The name of a tensor that was a parameter before the models were sharded; None if it was none."""
+        parameter, name = self._parameters.get(id(tensor), (None, None))
+        return name if parameter is not None and parameter() is tensor else None
 
 
 @dataclass(slots=True)
@@ -71,7 +81,7 @@ def remember(models: Mapping[str, nn.Module], tape: Tape) -> Plan:
             for name, tensor in _named_tensors(module):
                 fqn = f"{prefix}.{name}"
                 if isinstance(tensor, nn.Parameter):
-                    plan.parameters.setdefault(id(tensor), fqn)
+                    plan.note_parameter(tensor, fqn)
                 if tensor.is_meta:
                     note = _Note(tape.history.ref(tensor), fqn, isinstance(tensor, nn.Parameter))
                     plan.by_owner.setdefault((module, name), note)
@@ -132,10 +142,10 @@ def _refuse_left_behind(models: Mapping[str, nn.Module], plan: Plan) -> None:
     for model_name, model in models.items():
         for prefix, module in model.named_modules(prefix=model_name):
             for name, tensor in _attributes(module):
-                was_parameter = isinstance(tensor, nn.Parameter) and id(tensor) in plan.parameters
-                if was_parameter and id(tensor) not in now:
+                former = plan.former_name(tensor)
+                if former is not None and id(tensor) not in now:
                     raise InitError(
-                        f"{prefix}.{name} holds the parameter {plan.parameters[id(tensor)]} a second time, and would "
+                        f"{prefix}.{name} holds the parameter {former} a second time, and would "
                         "go on holding what it was before it was sharded, which is not trained. Keep its name there, "
                         "and look it up by get_parameter(name) where it is used."
                     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.local_gradients import LocalGradients
-from dream_trainer.modules.sharded_model import ShardedModel, exchange_in
+from dream_trainer.modules.sharded_model import ShardedModel
 from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.modules.whole_optimizers import MadeOfWhole, WholeOptimizers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ class ParallelModels:
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
         self.whole_in_steps: list[ShardedModel] = []
-        self._optimizers: Callable[[], Iterable[Optimizer]] = list
+        self._optimizers = WholeOptimizers(list)
         self._whole_of: dict[int, nn.Parameter] = {}
         self._is_whole = self._is_fresh = False
 
@@ -78,7 +79,7 @@ class ParallelModels:
         for module in self._wrapped:
             watch_gradients(module, self.gradients)
         self._shared = [module for module in self._wrapped if is_shared(module)]
-        self._optimizers = optimizers
+        self._optimizers = WholeOptimizers(optimizers)
         for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
             self.gradients.shard_of |= sharded.shard_of
@@ -157,8 +158,10 @@ class ParallelModels:
             sharded.give_gradients_to_shards()
         self._leave()
         others_changed, self._is_fresh = others_may_change or not self._is_fresh, False
+        writes = [sharded.whole_writes() for sharded in self.whole_in_steps]
         yield
-        for sharded in self.whole_in_steps:
+        for sharded, before in zip(self.whole_in_steps, writes, strict=True):
+            sharded.refuse_lost_writes(before)
             sharded.drop_shards_gradients()
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gather(changed, all_models=others_changed)
@@ -183,11 +186,17 @@ class ParallelModels:
             for sharded in self.whole_in_steps:
                 sharded.write_back()
 
-    def cut_optimizer_state(self) -> None:
-        """Cuts the state that optimizers made of whole parameters when they were built."""
-        for sharded in self.whole_in_steps:
-            for optimizer in self._optimizers():
-                sharded.cut_state(optimizer)
+    @contextmanager
+    def configuring_optimizers(self) -> Iterator[None]:
+        """Inside, optimizers are built, and lists of parameters hold those of steps; a collective on all ranks."""
+        made_of_whole = MadeOfWhole(self._whole_of.values())
+        with self.whole(), made_of_whole if self.whole_in_steps else nullcontext():
+            yield
+        shards, parts = self.gradients.shard_of, {}
+        for tensor, parameter in made_of_whole.made:
+            sharded = next(one for one in self.whole_in_steps if id(parameter) in one.shard_of)
+            parts[id(tensor)] = sharded.part_of(parameter, tensor)
+        self._optimizers.adopt(shards, parts)
 
     def forget_whole(self) -> None:
         """Code that may change shards has run: the next `whole` gathers them."""
@@ -209,11 +218,11 @@ class ParallelModels:
     def _enter(self) -> None:
         for sharded in self.whole_in_steps:
             sharded.enter()
-        exchange_in(self._optimizers(), self._whole_of)
+        self._optimizers.exchange(self._whole_of)
         self._is_whole = self._is_fresh = True
 
     def _leave(self) -> None:
-        exchange_in(self._optimizers(), self.gradients.shard_of)
+        self._optimizers.exchange(self.gradients.shard_of)
         for sharded in self.whole_in_steps:
             self._is_fresh &= sharded.leave()
         self._is_whole = False

@@ -10,23 +10,24 @@ so `FSDPParameters.min_group_mib` limits it to small models; `fully_shard` cuts 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
+from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dream_trainer.own_time import OwnTime
 
+_STEPPED_AS_SHARD = "_stepped_as_shard"  # an attribute of whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 
@@ -142,7 +143,7 @@ class ShardedModel:
             torch.empty_strided(shard.shape, self._strides[slots[0]], dtype=shard.dtype, device=device),
             requires_grad=shard.requires_grad,
         )
-        vars(whole).update(vars(shard))
+        vars(whole).update(vars(shard) | {_STEPPED_AS_SHARD: True})
         start, rows = _rows_of(self._rank, shard.shape[0], self._n_ranks)
         return _Parameter(shard, whole, whole.data, slots, start, rows)
 
@@ -254,14 +255,29 @@ class ShardedModel:
         ]
         return not any(written)
 
-    def cut_state(self, optimizer: Optimizer) -> None:
-        """Makes shards of the tensors in an optimizer's state that are laid out as a whole parameter."""
-        for parameter in self._parameters:
-            state = optimizer.state.get(parameter.shard, {})
-            for name, value in state.items():
-                if type(value) is Tensor and value.shape == parameter.values.shape:
-                    rows = parameter.own_rows(value).clone(memory_format=torch.contiguous_format)
-                    state[name] = with_local(parameter.shard, rows)
+    def part_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor that is laid out as a whole parameter, as a DTensor."""
+        of = next(one for one in self._parameters if one.whole is parameter)
+        return with_local(of.shard, of.own_rows(tensor.detach()).clone(memory_format=torch.contiguous_format))
+
+    def refuse_lost_writes(self, writes: Sequence[int]) -> None:
+        """Raises StepError if a whole parameter was written to while the shards count.
+
+        Args:
+            writes: `whole_writes` of before.
+        """
+        for parameter, before, now in zip(self._parameters, writes, self.whole_writes(), strict=True):
+            if now != before:
+                name = next(n for n, p in self._model.named_parameters() if p is parameter.shard)
+                raise StepError(
+                    f"step() of an optimizer wrote to {name} as it is in training_step, and would lose what it wrote: "
+                    "Optimizer.step has shards. Take parameters from the optimizer's param_groups, or keep them in its "
+                    "attributes in lists, dicts or tuples."
+                )
+
+    def whole_writes(self) -> list[int]:
+        """How often each whole parameter was written to."""
+        return [write_count(parameter.whole) for parameter in self._parameters]
 
     def give_gradients_to_shards(self) -> None:
         """Gives each shard its rows of the whole gradient."""
@@ -307,19 +323,11 @@ class _InStep:
         return self
 
 
-def exchange_in(optimizers: Iterable[Any], others: dict[int, nn.Parameter]) -> None:
-    """Exchanges parameters of optimizers, in their groups and as keys of their states.
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether an optimizer steps shards of this parameter, which may be whole at the moment."""
+    from torch.distributed.tensor import DTensor
 
-    Args:
-        optimizers: Changed in place; lists of parameters stay the same lists.
-        others: The parameter to take the place of another, by the id of that.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"][:] = [others.get(id(p), p) for p in group["params"]]
-        state = optimizer.state
-        for parameter in [p for p in state if id(p) in others]:
-            state[others[id(parameter)]] = state.pop(parameter)
+    return isinstance(parameter, DTensor) or _STEPPED_AS_SHARD in vars(parameter)
 
 
 def shardable_bytes(model: nn.Module) -> int:

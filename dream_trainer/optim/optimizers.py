@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from dream_trainer.errors import ConfigError
+from dream_trainer.modules.sharded_model import is_sharded
 from dream_trainer.optim.adafactor import Adafactor
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
 from dream_trainer.optim.muon import Muon
@@ -118,7 +119,7 @@ def _build(
     lr: float,
     options: dict[str, Any],
 ) -> Optimizer:
-    if any(one.parameter is not None and _is_sharded(one.parameter) for one in placed):
+    if any(one.parameter is not None and is_sharded(one.parameter) for one in placed):
         refuse_unshardable_class(cls)
     decay = parameters.weight_decay
     if decay is None:
@@ -154,16 +155,10 @@ def _obstacle(cls: type[Any], parameters: Sequence[nn.Parameter]) -> str | None:
             return f"parameters on {parameter.device.type}"
         if not torch.is_floating_point(parameter):
             return f"{parameter.dtype} parameters"
-    if cls in UNSHARDABLE_FUSED and any(_is_sharded(p) for p in parameters):
+    if cls in UNSHARDABLE_FUSED and any(is_sharded(p) for p in parameters):
         return "sharded parameters"
     return "sharded and plain parameters in one group" if _is_mixture(parameters) else None
 
 
 def _is_mixture(parameters: Iterable[nn.Parameter]) -> bool:
-    return len({_is_sharded(parameter) for parameter in parameters}) > 1
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
+    return len({is_sharded(parameter) for parameter in parameters}) > 1

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -90,14 +91,14 @@ def named_models(trainer: AbstractTrainer) -> dict[str, nn.Module]:
     return models
 
 
-def refuse_strangers(trainer: AbstractTrainer, before: Mapping[int, str]) -> None:
+def refuse_strangers(trainer: AbstractTrainer, former_name: Callable[[Tensor], str | None]) -> None:
     """Checks that every parameter that an optimizer updates is one of the trainer's models'.
 
     Any other gets no gradient that is reduced over ranks, and is not saved.
 
     Args:
         trainer: Its models are sharded and real.
-        before: Names of the models' parameters before they were sharded, by `id`.
+        former_name: Of what was a parameter before the models were sharded; None for others.
 
     Raises:
         HookError: One is not; the message names the optimizer and the parameter.
@@ -107,9 +108,10 @@ def refuse_strangers(trainer: AbstractTrainer, before: Mapping[int, str]) -> Non
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) in known:
                 continue
-            if id(parameter) in before:
+            former = former_name(parameter)
+            if former is not None:
                 raise HookError(
-                    f"self.{name} updates {before[id(parameter)]} as it was before it was sharded, which is not "
+                    f"self.{name} updates {former} as it was before it was sharded, which is not "
                     "trained. Collect parameters in configure_optimizers(), where they are the ones that train."
                 )
             raise HookError(

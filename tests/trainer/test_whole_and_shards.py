@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import dream_trainer as dt
 from dream_trainer.data.loader import DistributedDataLoader
+from dream_trainer.errors import StepError
 from tests.trainer.arithmetic import full
 from tests.trainer.small import Samples, Sharded, make_config, weights
 from tests.worlds import run_world
@@ -20,12 +21,53 @@ from tests.worlds import run_world
 LENGTH, GLOBAL = 24, 4
 
 
+class OwnLists(torch.optim.SGD):
+    """Works on parameters that it holds beside its groups, with averages of them from its constructor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        mine = [p for group in self.param_groups for p in group["params"]]
+        self.halves = {"first": mine[:2], "rest": tuple(mine[2:])}
+        self.averages = [p.detach().clone() for p in mine]
+        self.inner = torch.optim.SGD([{"params": mine[:2]}, {"params": mine[2:]}], lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p, average in zip([*self.halves["first"], *self.halves["rest"]], self.averages, strict=True):
+            average.lerp_(p, 0.1)
+            p.lerp_(average, 0.5)
+
+
+class Hidden:
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+
+class Hides(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.hidden = Hidden([p for group in self.param_groups for p in group["params"]])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.hidden.params:
+            p.mul_(0.9)
+
+
+OWN: dict[str, Any] = {
+    "state of the constructor": torch.optim.Adagrad,
+    "an optimizer's lists": OwnLists,
+    "an optimizer's objects": Hides,
+}
+
+
 class Trained(Sharded, dt.CheckpointMixin):
     kind = ""
 
     def configure_optimizers(self) -> None:
         self.kept = list(self.model[0].parameters())
-        make = torch.optim.Adagrad if self.kind == "state of the constructor" else torch.optim.Adam
+        make = OWN.get(self.kind, torch.optim.Adam)
         self.optimizer = make(self.model.parameters(), lr=0.05)
         self.found: list[float] = []
 
@@ -69,7 +111,7 @@ class Trained(Sharded, dt.CheckpointMixin):
 
 KINDS = [
     *("average of clamped", "averages in a step", "averages in an event", "saved in an event", "weights in an event"),
-    *("kept list", "frozen list", "state of the constructor"),
+    *("kept list", "frozen list", "state of the constructor", "an optimizer's lists"),
 ]
 
 
@@ -99,3 +141,19 @@ def test_shards_and_whole_parameters_are_never_apart(tmp_path: Path) -> None:
     for found in run_world(train_all, 2, directories[1]):
         for kind, result, expected in zip(KINDS, found, alone, strict=True):
             torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10, msg=f"{kind}: {{}}".format)
+
+
+def refused(directory: str) -> str:
+    os.chdir(directory)
+    trainer = Trained(make_config(n_epochs=1), DistributedDataLoader(Samples(LENGTH), 2))
+    trainer.kind = "an optimizer's objects"
+    trainer._session.start()
+    with pytest.raises(StepError) as error:
+        trainer._train()
+    return str(error.value)
+
+
+def test_an_optimizer_that_would_write_beside_the_shards_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for said in run_world(refused, 2, str(tmp_path)):
+        assert "0.0.0.weight" in said
+        assert "param_groups" in said

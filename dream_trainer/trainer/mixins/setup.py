@@ -314,9 +314,8 @@ def _load_pretrained(trainer: SetupMixin) -> None:
 def _configure_optimizers(trainer: SetupMixin) -> None:
     trainer._parallel.reshard()
     try:
-        with trainer._parallel.whole():  # so that a list of parameters made there holds those of steps
+        with trainer._parallel.configuring_optimizers():
             returned = trainer.configure_optimizers()  # type: ignore[func-returns-value]
-        trainer._parallel.cut_optimizer_state()
     except (ValueError, AttributeError) as error:
         if trainer.world.stages == 1:
             raise
@@ -335,7 +334,7 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
     if not optimizers:
         raise HookError("configure_optimizers assigned no optimizer to self.")
     assert plan is not None  # the models are real
-    refuse_strangers(trainer, plan.parameters)
+    refuse_strangers(trainer, plan.former_name)
     for optimizer in optimizers.values():
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):
