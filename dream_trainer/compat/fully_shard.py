@@ -14,11 +14,12 @@ This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
@@ -28,14 +29,70 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
-from dream_trainer.compat.pytorch import local_tensor
+from dream_trainer.compat.pytorch import local_tensor, write_count
+from dream_trainer.data.nested import map_tensors
 from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
+    from dream_trainer.compat.touched_shards import TouchableShards
 
 
 _NOTHING = nullcontext()
+
+
+class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
+    """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
+
+    `fully_shard` gathers a block for backward when the gradient of its output comes. A loss of what the block kept
+    alone has no such gradient, and its backward would read memory that was given back.
+
+    Args:
+        owners: The group by the storage that its gatherings fill, the same one for good.
+    """
+
+    def __init__(self, owners: dict[int, DifferentiableGroup]) -> None:
+        self._entered = 0
+
+        def pack(tensor: Tensor) -> tuple[Tensor, DifferentiableGroup | int]:
+            group = owners.get(tensor.untyped_storage()._cdata)
+            return tensor, tensor._version if group is None else group
+
+        def unpack(packed: tuple[Tensor, DifferentiableGroup | int]) -> Tensor:
+            tensor, saved = packed
+            if not isinstance(saved, int):
+                saved.gather_again()
+            elif tensor._version != saved:  # PyTorch does not look itself, where there are hooks
+                raise StepError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at "
+                    f"version {tensor._version} and was saved at {saved}. Use operations that return a new tensor."
+                )
+            return tensor
+
+        super().__init__(pack, unpack)
+
+    def begin(self) -> bool:
+        """Whether they are entered: where others are, as a checkpoint's, these have to see what is saved."""
+        wanted = (
+            torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            and torch._C._current_graph_task_id() == -1
+            and not torch._C._are_functorch_transforms_active()
+        )
+        if wanted:
+            self._entered += 1
+            self.__enter__()
+        return wanted
+
+    def end(self) -> None:
+        """Leaves them."""
+        self._entered -= 1
+        self.__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Leaves what a forward that raised did not leave."""
+        while self._entered:
+            self.end()
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
@@ -66,6 +123,38 @@ class UnseenState(FSDPState):
         with unseen_by_checkpoints():
             return super()._root_pre_forward(*args, **kwargs)
 
+    # As in PyTorch, also in containers of users' own classes, of which it cannot build new ones.
+
+    def _cast_forward_inputs(self, args: Any, kwargs: Any) -> Any:
+        if not self._mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return _with_dtype(args, self._mp_policy.param_dtype), _with_dtype(kwargs, self._mp_policy.param_dtype)
+
+    def _cast_output_dtype(self, output: Any) -> Any:
+        return _with_dtype(output, self._mp_policy.output_dtype)
+
+
+def _with_dtype(values: Any, dtype: torch.dtype | None) -> Any:
+    """`values` with all floating-point tensors in `dtype`; None leaves them."""
+    if dtype is None:
+        return values
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+def write_rows(parameter: Any, values: Tensor) -> None:
+    """Writes this rank's rows of a whole parameter's values to its shard, where they are others.
+
+    Args:
+        parameter: PyTorch's `FSDPParam`.
+        values: Laid out as the gathered parameter; in half precision what has not changed keeps its full precision.
+    """
+    mesh, shard = parameter.mesh_info, parameter._sharded_local_tensor
+    parts = torch.chunk(local_tensor(values), mesh.shard_mesh_size, dim=parameter.fsdp_placement.dim)
+    if mesh.shard_mesh_rank < len(parts):
+        rows = parts[mesh.shard_mesh_rank].to(shard.device)
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(shard):  # most often nothing has changed
+            shard.copy_(torch.where(rows == shard.to(rows.dtype), shard, rows.to(shard.dtype)))
+
 
 class DifferentiableGroup(FSDPParamGroup):
     """A group whose gradients may be differentiated again, as penalties on gradients are.
@@ -74,6 +163,81 @@ class DifferentiableGroup(FSDPParamGroup):
     """
 
     _local_gradients: LocalGradients
+    _state: FSDPState
+    is_held = False  # for a parameter that was touched outside of the group's forward
+    ends = False  # a backward, with all the gradients that it gave
+    _is_in_saved = _owns_storages = False
+    _memory: list[Tensor]  # of the gathered parameters, the same for good
+    _writes: tuple[int, ...] = ()  # to shards and to gathered parameters, when these were gathered
+
+    def hold_touched(self) -> None:
+        """Gathers what code outside of the group's forward reads, and keeps it; a collective if it is not gathered.
+
+        Modules go on showing shards, so that each operation on them is noticed.
+        """
+        self.is_held = True
+        self.hold()
+        self._show("sharded_param")
+
+    @property
+    def saved_weights(self) -> SavedWeights:
+        """What forwards are in."""
+        saved: SavedWeights = self._local_gradients.saved
+        return saved
+
+    def gather_anew(self) -> None:
+        """Shards were written to: what is held gets their values, in the same memory."""
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        self.hold_touched()
+
+    def _show(self, which: str) -> None:
+        for parameter in self.fsdp_params:
+            parameter._setattr_on_modules(getattr(parameter, which))
+
+    def _to_sharded(self) -> None:
+        if not self.is_held:  # as when it is asked for a state dict
+            super()._to_sharded()  # type: ignore[no-untyped-call]
+
+    def let_touched_go(self) -> None:
+        """Gives back what is held, without the gradients that came to it."""
+        self.is_held = False
+        self.write_back(also_unseen=True)
+        for parameter in self.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+        self.reshard()
+        for parameter in self.fsdp_params:
+            parameter.to_accumulated_grad_if_needed()
+
+    def settle(self) -> None:
+        """Takes gradients that came to gathered parameters by no way that ended here."""
+
+    def _count_writes(self) -> tuple[int, ...]:
+        shards = [write_count(p.sharded_param) for p in self.fsdp_params]
+        return (*shards, *(write_count(p._unsharded_param) for p in self.fsdp_params))
+
+    def reshard(self) -> None:
+        """As in PyTorch, but for what is held. What code wrote to gathered parameters is kept."""
+        if not self.is_held:
+            self.write_back(also_unseen=False)
+            super().reshard()
+
+    @torch.no_grad()
+    def write_back(self, *, also_unseen: bool) -> None:
+        """Gives the shards what was written to gathered parameters.
+
+        Args:
+            also_unseen: Whether also what was written through `data`, which PyTorch does not count.
+        """
+        if not self.is_unsharded:
+            return
+        count = len(self.fsdp_params)
+        now = self._count_writes()
+        for number, parameter in enumerate(self.fsdp_params):
+            is_written = also_unseen or now[count + number] != self._writes[count + number]
+            if is_written and now[number] == self._writes[number] and gathered_dtype(parameter.sharded_param) is None:
+                write_rows(parameter, parameter._unsharded_param)
+            if also_unseen:  # `data` may have been assigned to
+                parameter._unsharded_param.data = self._memory[number]
 
     def unshard(self, async_op: bool = False) -> None:
         """As in PyTorch."""
@@ -81,17 +245,56 @@ class DifferentiableGroup(FSDPParamGroup):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """As in PyTorch."""
+        """As in PyTorch; also notes which memory is filled, and with which values."""
+        if self._all_gather_result is None:
+            return
         with unseen_by_checkpoints():
             super().wait_for_unshard()
+        self._writes = self._count_writes()
+        if not self._owns_storages and self.is_unsharded:  # the first gathering makes them
+            self._owns_storages, self._memory = True, [p._unsharded_param.data for p in self.fsdp_params]
+            for parameter in self.fsdp_params:
+                for tensor in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors):
+                    self._local_gradients.owners[tensor.untyped_storage()._cdata] = self
+
+    def gather_again(self) -> None:
+        """A backward asks for a gathered parameter that its graph has saved; a collective if it was given back."""
+        state, is_gathered = self._state, self.is_unsharded
+        if torch._C._current_graph_task_id() == -1:  # code looks into a graph
+            self.hold()
+        elif not is_gathered or not state._state_ctx.post_backward_final_callback_queued:
+            if not is_gathered and self._training_state == TrainingState.PRE_BACKWARD:
+                self._training_state = TrainingState.IDLE
+            state._pre_backward(cast("Tensor", None))  # as if the gradient of the output had come
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
+        """As in PyTorch; also has graphs gather again the weights that they save."""
         with unseen_by_checkpoints():
-            return super().pre_forward(*args, **kwargs)
+            given = super().pre_forward(*args, **kwargs)
+        if self.is_held:
+            self._show("_unsharded_param")
+        if not self._is_in_saved:
+            self._is_in_saved = self.saved_weights.begin()
+        return given
+
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        """As in PyTorch, also for tensors in containers of users' own classes."""
+        given: dict[int, Tensor] = {}
+        map_tensors(
+            lambda tensor: given.setdefault(id(tensor), tensor) if tensor.requires_grad else tensor, [args, kwargs]
+        )
+        hooked, _ = super()._register_post_backward_hook(tuple(given.values()), {})
+        replaced = dict(zip(given, hooked, strict=True))
+        new_args, new_kwargs = map_tensors(lambda tensor: replaced.get(id(tensor), tensor), [args, kwargs])
+        return new_args, new_kwargs
 
     def post_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch."""
+        if self._is_in_saved:
+            self._is_in_saved = False
+            self.saved_weights.end()
+        if self.is_held:
+            self._show("sharded_param")
         with unseen_by_checkpoints():
             return super().post_forward(*args, **kwargs)
 
@@ -138,8 +341,22 @@ class SharedGroup(DifferentiableGroup):
         self._local_gradients.ran.add(id(self))
         return super().pre_forward(*args, **kwargs)
 
+    def hold_touched(self) -> None:
+        """Also notes that the group ran, and that gradients wait for the step."""
+        super().hold_touched()
+        self._local_gradients.ran.add(id(self))
+        self._local_gradients.waiting.add(self)
+
+    def settle(self) -> None:
+        """Gradients that came to gathered parameters by no way that ended here wait for the step."""
+        if not self.is_held and self.keeps_gradients():
+            self._local_gradients.waiting.add(self)
+
     def post_backward(self, *unused: Any) -> None:
         """As in PyTorch, with zeros for the parameters that this rank's loss does not depend on."""
+        if self.is_held and not self.ends:  # backward may come to it in other ways still
+            self._training_state = TrainingState.POST_BACKWARD
+            return
         gathered = self._gathered()
         # One that never ran has nothing to keep, where PyTorch would ask for it.
         if not gathered or (self.reduce_grads and not any(p.requires_grad for p in gathered)):
@@ -177,6 +394,7 @@ class SharedGroup(DifferentiableGroup):
             elif gathered.requires_grad:
                 # From PyTorch 2.15 on gradients are in the dtype that they are reduced in.
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
+                self._local_gradients.zeros.add(id(parameter.sharded_param))
             if has_sums and gathered.grad is not None and parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = gathered.grad.to(parameter.reduce_dtype)
                 gathered.grad = None
@@ -210,6 +428,18 @@ class WholeGroup(DifferentiableGroup):
         if self.reshard_after_backward:
             self.reshard()
 
+    def let_touched_go(self) -> None:
+        """Gives back what is held, and keeps the gradients that came to it."""
+        self.is_held = False
+        self.write_back(also_unseen=True)
+        self.post_backward()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """As `post_backward`."""
+        for parameter in self.fsdp_params:
+            self._keep(parameter)
+
     def _keep(self, parameter: Any) -> None:
         gathered, sharded = vars(parameter).get("_unsharded_param"), parameter.sharded_param
         if gathered is None or gathered.grad is None:
@@ -234,7 +464,7 @@ def _refuse_hooks(parameter: Any) -> None:
         )
 
 
-def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None:
+def watch_gradients(module: FSDPModule, local_gradients: LocalGradients, touchable: TouchableShards) -> None:
     """Makes the group of `fully_shard(module)` end its backwards as above, and registers it in `local_gradients`."""
     state = module._get_fsdp_state()
     state.__class__ = UnseenState
@@ -245,9 +475,14 @@ def watch_gradients(module: FSDPModule, local_gradients: LocalGradients) -> None
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
     shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
+    shared._state = state
+    if local_gradients.saved is None:
+        local_gradients.saved = SavedWeights(local_gradients.owners)
+    local_gradients.groups.append(group)
     for parameter in group.fsdp_params:
         if not is_whole:
             local_gradients.shared[id(parameter.sharded_param)] = group
+    touchable.add(group)
 
 
 def is_shared(module: FSDPModule) -> bool:
@@ -318,6 +553,25 @@ def reduce_what_waits(
         if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
             module.set_is_last_backward(True)  # which `as_one_backward` may have left otherwise
             _end_backward(state)
+
+
+def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
+    """After a backward: reduces the gradients of what is held, as the end of a backward does; and those that came late
+    wait for the step.
+
+    Args:
+        groups: All of them.
+    """
+    held = [group for group in groups if group.is_held]
+    for group in groups:
+        group.settle()
+        group.ends = group.is_held
+        if held:
+            group._training_state = TrainingState.IDLE if group.is_held else TrainingState.POST_BACKWARD
+    for root in {group._state._state_ctx.all_states[0]: None for group in held}:
+        _end_backward(root)
+    for group in held:
+        group.ends = False
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class LocalGradients:
         shared: The `fully_shard` group of each sharded parameter, by the parameter's id.
         used: Ids of sharded parameters that a backward on this rank gave a gradient, since their last step.
         ran: Ids of the groups that ran a forward in the window.
+        zeros: Ids of sharded parameters that this rank brought zeros for in the window.
         waiting: Groups that ended a backward whose gradients are not reduced over ranks yet.
         graphs: Groups, in order, whose gathered parameters the graph of a gradient refers to (`create_graph=True`).
         own_time: How long this rank is busy with its windows, without collectives.
@@ -32,11 +33,15 @@ class LocalGradients:
         order: A hash of all collectives of the groups so far, in order: equal where ranks ran the same ones.
         steps: A hash of what was stepped so far, in order; 0 but in the stages of a pipeline.
         shard_of: The shard by the id of the whole parameter, of models that are whole in steps.
+        owners: The `fully_shard` group by the storage that its gatherings fill.
+        groups: All groups of `fully_shard`.
+        saved: The `SavedWeights` that forwards of these groups are in.
     """
 
     shared: dict[int, Any] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     ran: set[int] = field(default_factory=set)
+    zeros: set[int] = field(default_factory=set)
     waiting: set[Any] = field(default_factory=set)
     graphs: dict[Any, None] = field(default_factory=dict)
     own_time: OwnTime = field(default_factory=OwnTime)
@@ -47,6 +52,9 @@ class LocalGradients:
     order: int = 0
     steps: int = 0
     shard_of: dict[int, nn.Parameter] = field(default_factory=dict)
+    owners: dict[int, Any] = field(default_factory=dict)
+    saved: Any = None
+    groups: list[Any] = field(default_factory=list)
 
     def note_collective(self, number: int) -> None:
         """A group begins the collective `number`. Ranks that run different ones would mix up what they send."""

@@ -126,7 +126,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
 
     state = module._get_fsdp_state()
     group = state._fsdp_param_group
-    if group is None:
+    if group is None or getattr(group, "is_held", False):  # gathered already, in the type that it computes in
         yield
         return
     module.reshard()
@@ -135,7 +135,9 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
     group.post_forward_mesh_info, state._mp_policy = None, MixedPrecisionPolicy()
     gathered = [vars(managed).get("_unsharded_param") for managed in group.fsdp_params]
     for managed in group.fsdp_params:
-        whole = _whole(managed.sharded_param.detach()).to(group.device)
+        with torch._C.DisableTorchFunctionSubclass():  # while it can be touched
+            shard = managed.sharded_param.detach()
+        whole = _whole(shard).to(group.device)
         managed._unsharded_param = torch.nn.Parameter(whole, managed.sharded_param.requires_grad)  # 2.15 looks for it
         managed._setattr_on_modules(managed._unsharded_param)
     group._sharded_state = ShardedState.UNSHARDED

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, Self, runtime_checkable
@@ -169,10 +169,15 @@ def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[
     """A copy of `mapping` with `changed` values, keeping its class and extras (default factory, encodings)."""
     if not isinstance(mapping, MutableMapping):
         return type(mapping)({**mapping, **changed})  # type: ignore[call-arg]
-    result = copy.copy(mapping)
+    if isinstance(mapping, OrderedDict) and type(mapping).__reduce__ is OrderedDict.__reduce__:
+        result: Any = type(mapping).__new__(type(mapping))  # copy.copy calls the class without arguments
+        vars(result).update(vars(mapping))
+        OrderedDict.update(result, mapping)
+    else:
+        result = copy.copy(mapping)
     for key, value in changed.items():
         result[key] = value
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def _with_fields(record: Any, changed: dict[str, Any]) -> Any:

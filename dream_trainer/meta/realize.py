@@ -10,7 +10,7 @@ Memory on a rank: its parts, plus one full tensor and what making that one takes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,16 +43,18 @@ class Plan:
     by_owner: dict[tuple[nn.Module, str], _Note] = field(default_factory=dict)
     by_name: dict[str, _Note] = field(default_factory=dict)
     attributes: list[tuple[Tensor, _Note]] = field(default_factory=list)
-    _parameters: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+    _parameters: dict[int, tuple[Callable[[], Tensor | None], str]] = field(default_factory=dict)
 
     def note_parameter(self, tensor: Tensor, name: str) -> None:
         """Remembers a parameter of the models, as they were before they were sharded."""
-        self._parameters.setdefault(id(tensor), (weakref.ref(tensor), name))
+        # One on meta takes no room, and could not be swapped for a real one if something referred to it weakly.
+        remembered = (lambda: tensor) if tensor.is_meta else weakref.ref(tensor)
+        self._parameters.setdefault(id(tensor), (remembered, name))
 
     def former_name(self, tensor: Tensor) -> str | None:
         """The name of a tensor that was a parameter before the models were sharded; None if it was none."""
-        parameter, name = self._parameters.get(id(tensor), (None, None))
-        return name if parameter is not None and parameter() is tensor else None
+        found = self._parameters.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
 
 
 @dataclass(slots=True)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
 from dream_trainer.compat.local_gradients import LocalGradients
+from dream_trainer.compat.pytorch import begin_root
+from dream_trainer.errors import StepError
 from dream_trainer.modules.sharded_model import ShardedModel
-from dream_trainer.modules.sharding import fsdp_modules
+from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.modules.whole_optimizers import MadeOfWhole, WholeOptimizers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
+    from dream_trainer.compat.touched_shards import TouchableShards
     from dream_trainer.distributed.world import World
     from dream_trainer.modules.expert_balance import ExpertBalance
     from dream_trainer.modules.joined_buffers import JoinedBuffers
+
+_NOTHING = nullcontext()
+_MIXED = (
+    "an operation met a shard of a parameter beside a plain tensor. Code in a step may read the parameters of a large "
+    "model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
+    "fsdp_parameters.min_group_mib above the model's size."
+)
 
 
 class ParallelModels:
@@ -39,6 +49,7 @@ class ParallelModels:
         self.buffers: JoinedBuffers | None = None
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
+        self._touchable: TouchableShards | None = None
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
         self.whole_in_steps: list[ShardedModel] = []
@@ -72,13 +83,19 @@ class ParallelModels:
             optimizers: Returns the trainer's optimizers.
         """
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients
+        from dream_trainer.compat.touched_shards import TouchableShards
 
+        touchable = TouchableShards(world.refuse_if_forbidden)
         self._world, self._policy = world, sync_policy
         models = list(models)
         self._wrapped = [module for model in models for module in fsdp_modules(model)]
+        for model in models:
+            for module in outermost_fsdp_modules(model):
+                begin_root(module)
         for module in self._wrapped:
-            watch_gradients(module, self.gradients)
+            watch_gradients(module, self.gradients, touchable)
         self._shared = [module for module in self._wrapped if is_shared(module)]
+        self._touchable = touchable if self._wrapped else None
         self._optimizers = WholeOptimizers(optimizers)
         for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
@@ -107,10 +124,19 @@ class ParallelModels:
         if self.experts is not None:
             self.experts.update()
 
+    def end_backward(self) -> None:
+        """After a backward: ends it where code reads parameters outside of their blocks; a collective there."""
+        if self._touchable is not None:
+            from dream_trainer.compat.fully_shard import end_backward
+
+            end_backward(self.gradients.groups)
+
     def reduce_what_waits(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduces gradients of `parameters` that no backward of the window has reduced; a collective."""
         from dream_trainer.compat.fully_shard import reduce_what_waits
 
+        if self._touchable is not None:
+            self._touchable.let_go()
         reduce_what_waits(self._wrapped, parameters, self.gradients)
 
     def reshard(self) -> None:
@@ -118,19 +144,30 @@ class ParallelModels:
         for module in self._wrapped:
             module.reshard()
 
-    # -- small models, which are whole in steps
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, no parameter is gathered, and none is gathered for being read."""
+        self.reshard()
+        if self._touchable is None or not self._is_whole:
+            yield
+            return
+        self._touchable.let_touch(False)
+        yield
+        self._touchable.let_touch(True)
+
+    # -- inside steps: small models are whole, and parameters of large ones can be touched
 
     @contextmanager
     def whole(self, *, stays_fresh: bool = False) -> Iterator[None]:
         """Inside, small sharded models and their optimizers have whole, plain parameters; a collective on all ranks.
 
-        What is written to the parameters inside is kept.
+        What is written to the parameters inside is kept. Parameters of large models are gathered when they are read.
 
         Args:
             stays_fresh: Whether nothing changes the shards before the next time, which then need not be gathered again:
                 between two windows of training, unless `forget_whole` is called.
         """
-        if not self.whole_in_steps or self._is_whole:
+        if not self.changes_in_steps or self._is_whole:
             yield
             return
         if not self._is_fresh:
@@ -138,10 +175,19 @@ class ParallelModels:
         self._enter()
         try:
             yield
+        except RuntimeError as error:
+            if self._touchable is not None and "mixed torch.Tensor and DTensor" in str(error):
+                raise StepError(_MIXED) from error
+            raise
         finally:
             if self._is_whole:  # else an exception left `shards`
                 self._leave()
             self._is_fresh &= stays_fresh
+
+    @property
+    def changes_in_steps(self) -> bool:
+        """Whether parameters are other ones in steps than between them."""
+        return bool(self.whole_in_steps or self._wrapped)
 
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
@@ -151,7 +197,7 @@ class ParallelModels:
             optimizers: Those that change parameters inside.
             others_may_change: Whether listeners may change those of other models.
         """
-        if not self._is_whole:
+        if not self._is_whole or not self.whole_in_steps:
             yield
             return
         for sharded in self.whole_in_steps:
@@ -166,6 +212,15 @@ class ParallelModels:
         changed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._gather(changed, all_models=others_changed)
         self._enter()
+
+    def assignable(self, optimizers: Sequence[Optimizer], *, someone_listens: bool) -> AbstractContextManager[None]:
+        """Inside, code of users that steps or listens may assign to `data` of parameters that are shards."""
+        has_own = any(not type(one).__module__.startswith(("torch.optim.", "dream_trainer.")) for one in optimizers)
+        if not self.changes_in_steps or not (has_own or someone_listens):
+            return _NOTHING
+        from dream_trainer.compat.touched_shards import assignable
+
+        return assignable(optimizers)
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
@@ -190,8 +245,10 @@ class ParallelModels:
     def configuring_optimizers(self) -> Iterator[None]:
         """Inside, optimizers are built, and lists of parameters hold those of steps; a collective on all ranks."""
         made_of_whole = MadeOfWhole(self._whole_of.values())
+        touchable, self._touchable = self._touchable, None
         with self.whole(), made_of_whole if self.whole_in_steps else nullcontext():
             yield
+        self._touchable = touchable
         shards, parts = self.gradients.shard_of, {}
         for tensor, parameter in made_of_whole.made:
             sharded = next(one for one in self.whole_in_steps if id(parameter) in one.shard_of)
@@ -218,11 +275,19 @@ class ParallelModels:
     def _enter(self) -> None:
         for sharded in self.whole_in_steps:
             sharded.enter()
-        self._optimizers.exchange(self._whole_of)
+        if self.whole_in_steps:
+            self._optimizers.exchange(self._whole_of)
+        if self._touchable is not None:
+            self._touchable.let_touch(True)
         self._is_whole = self._is_fresh = True
 
     def _leave(self) -> None:
-        self._optimizers.exchange(self.gradients.shard_of)
+        if self.gradients.saved is not None:
+            self.gradients.saved.leave_all()
+        if self._touchable is not None:
+            self._touchable.let_touch(False)
+        if self.whole_in_steps:
+            self._optimizers.exchange(self.gradients.shard_of)
         for sharded in self.whole_in_steps:
             self._is_fresh &= sharded.leave()
         self._is_whole = False

@@ -254,7 +254,7 @@ class BaseTrainer(AbstractTrainer):
         """Trains one accumulation window and advances the counters."""
         self._window_started()
         if self.config.training_parameters.nonfinite != "retry":
-            if not self._parallel.whole_in_steps:
+            if not self._parallel.changes_in_steps:
                 return self._run_batches(window)
             with self._parallel.whole(stays_fresh=True):
                 return self._run_batches(window)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import reading_waits
-from dream_trainer.modules.class_change import own_class
 from dream_trainer.trainer.event_table import describe_events
 from dream_trainer.trainer.mesh_table import mesh_lines
 from dream_trainer.trainer.step.gradients import guards_itself
@@ -30,28 +29,7 @@ def describe(trainer: AbstractTrainer) -> str:
     if optimizers:
         lines += ["", "## Non-finite gradients", "", "| Optimizer | How a bad step is left out |", "| --- | --- |"]
         lines += [f"| {name} | {_guard(trainer, optimizer)} |" for name, optimizer in optimizers.items()]
-    routed = _forward_methods(trainer)
-    if routed:
-        lines += [
-            "",
-            "## Methods that gather what is sharded",
-            "",
-            "| Model | Class | Methods |",
-            "| --- | --- | --- |",
-        ]
-        lines += routed
     return "\n".join(lines)
-
-
-def _forward_methods(trainer: AbstractTrainer) -> list[str]:
-    rows = []
-    for name, model in trainer.named_models().items():
-        kinds = {own_class(module): module for module in model.modules()}
-        for kind, module in kinds.items():
-            methods = trainer.forward_methods(module)
-            if methods:
-                rows.append(f"| {name} | {kind.__name__} | {', '.join(methods)} |")
-    return rows
 
 
 def _guard(trainer: AbstractTrainer, optimizer: Optimizer) -> str:

@@ -50,19 +50,6 @@ class Hooks:
 
         return repeated_blocks(model)
 
-    def forward_methods(self, module: nn.Module) -> Sequence[str]:
-        """The methods of `module`, a sharded model or a part of one, that compute with its weights, beside `forward`.
-
-        Called with a tensor, each gathers what it needs, as `forward` does, so all ranks must call it. Any other method
-        runs as it is, on one rank alone too.
-
-        Default: the public methods that its author wrote, but for those that save, load, push, export, print, count,
-        describe or register, by the first word of their names. `describe()` lists them.
-        """
-        from dream_trainer.modules.entry_points import forward_methods
-
-        return forward_methods(module)
-
     def buffer_policies(self) -> Mapping[str, BufferPolicy]:
         """How ranks join buffers that forwards change, by regular expression, searched for in `<model>.<name>`.
 

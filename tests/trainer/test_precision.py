@@ -407,10 +407,11 @@ def on_a_rank_besides(directory: str) -> dict[str, Any]:
         trainer.fit()
         with trainer.autocast():
             found["seconds"] = trainer.model.elapsed(torch.tensor([123456.0]))
-            found["by name"] = trainer.model.norm(input=torch.zeros(2, WIDTH)).shape
+            with trainer.gathered(trainer.model):
+                found["by name"] = trainer.model.norm(input=torch.zeros(2, WIDTH)).shape
         found["signature"] = str(inspect.signature(trainer.model.forward))
         trainer.world.forbidden = "a callback on rank 0"
-        with pytest.raises(RuntimeError, match="a callback on rank 0"):
+        with pytest.raises(RuntimeError, match="a callback on rank 0"), trainer.gathered(trainer.model):
             trainer.model.encode(tokens()[:2])
         trainer.world.forbidden = None
     with Trainer(config_for(replace(EXACT, reduce_dtype="fp32"), ranks=2), dtype=torch.float64) as trainer:

@@ -24,7 +24,6 @@ from dream_trainer.meta.left_behind import refuse_hidden, refuse_lazy
 from dream_trainer.meta.realize import Plan, materialize, remember
 from dream_trainer.meta.tape import Tape
 from dream_trainer.modules.cut_models import is_cut
-from dream_trainer.modules.entry_points import enter_by_methods, enter_by_parts
 from dream_trainer.modules.equal_weights import make_equal, real_tensors
 from dream_trainer.modules.expert_balance import ExpertBalance
 from dream_trainer.modules.joined_buffers import JoinedBuffers
@@ -274,10 +273,7 @@ def _make_ready_to_wrap(trainer: SetupMixin) -> None:
     world = trainer.world
     for model in trainer._parameterised_models():
         keep_recurrent_weights_in_place(model)
-        if is_whole_in_steps(trainer, model):
-            continue
-        enter_by_methods(model, trainer.forward_methods(model), world.refuse_if_forbidden)
-        if half_dtype(trainer.config.device_parameters) is not None:
+        if not is_whole_in_steps(trainer, model) and half_dtype(trainer.config.device_parameters) is not None:
             norms_in_float32(model, world.device)
 
 
@@ -298,7 +294,6 @@ def _materialise(trainer: SetupMixin) -> None:
     for model in models.values():
         if world.parameter_device != world.device:
             move_what_is_whole(model, world.device)
-        enter_by_parts(model, trainer.forward_methods)
     policy = trainer.config.training_parameters.sync_policy
     trainer._parallel.watch(models.values(), world, policy, lambda: trainer.named_optimizers().values())
     build.marks.refuse_lost_hooks(models)

@@ -63,6 +63,7 @@ class Accumulation:
         self._backward_context = without_autocast(devices, self._world.device)
         self._context_ranks, self._stages = trainer.world.mesh_shape.cp, trainer.world.stages
         self._call = "forward_backward" if self._stages > 1 else "backward"  # of the user's, as messages name it
+        self._parallel = trainer._parallel
         self._local_gradients = trainer._parallel.gradients
         self.turns = Turns(trainer)
         self._own = OwnGradients(self._local_gradients)
@@ -114,6 +115,7 @@ class Accumulation:
         self._totals.clear()
         self._spent.clear()
         self._local_gradients.ran.clear()
+        self._local_gradients.zeros.clear()
         if self.reduced:
             self.reduced.clear()
             self._own.forget()
@@ -167,6 +169,7 @@ class Accumulation:
                     direct_calls.backward(loss)
         except RecomputationMismatch as error:
             raise mismatch(error) from error
+        self._parallel.end_backward()
         self.turns.after_backward()
         if watches:
             self._own.note(self.turns.optimizers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -133,17 +134,14 @@ class OptimizerStep:
         can_rerun = self._accumulation.begin_step()
         if self._world.world_size > 1:
             self._local_gradients.let_graphs_go()
-            self._parallel.reshard()
-        self._trainer._saver.before_update()
-        with torch.no_grad():
-            norm, empty = self._finish_gradients(model, optimizers, plan)
-        if self._parallel.whole_in_steps:
+        with self._parallel.stepping():
+            self._trainer._saver.before_update()
+            with torch.no_grad():
+                norm, empty = self._finish_gradients(model, optimizers, plan)
             with self._parallel.shards(optimizers, others_may_change=self._others_may_change):
                 self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
-        else:
-            self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
-        for parameter in plan.parameters:
-            parameter.grad = None
+            for parameter in plan.parameters:
+                parameter.grad = None
         self._turns.stepped(optimizers)
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.finish_step()
@@ -163,16 +161,13 @@ class OptimizerStep:
         can_rerun: bool,
     ) -> None:
         """Steps the optimizers, and tells who listens."""
-        with torch.no_grad():
-            if plan.is_mixed:
-                with plain_beside_dtensors():
-                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-            else:
+        with self._parallel.assignable(optimizers, someone_listens=bool(self._after_step)):
+            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else nullcontext():
                 skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-        if not skipped and self._after_step:
-            for optimizer in optimizers:
-                for listener in self._after_step:
-                    listener(model, optimizer)
+            if not skipped and self._after_step:
+                for optimizer in optimizers:
+                    for listener in self._after_step:
+                        listener(model, optimizer)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` was stepped in this process."""
@@ -316,9 +311,10 @@ class OptimizerStep:
             return self._local_norm(plan, grads), total
         norm, total, unused = global_norm(plan, grads, weight, self._device, lacking)
         for place in unused:
-            if plan.shared[place].grad is not None and not self._has_run(plan.shared[place]):
-                self._refuse_gradient_of_shards(plan.shared[place])
-            plan.shared[place].grad = None
+            parameter = plan.shared[place]
+            if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:
+                self._refuse_gradient_of_shards(parameter)
+            parameter.grad = None
         for place in set(lacking).difference(unused):
             if not self._has_run(plan.shared[place]):
                 self._refuse_left_out_block(plan.shared[place])
@@ -344,9 +340,8 @@ class OptimizerStep:
 
     def _refuse_gradient_of_shards(self, parameter: nn.Parameter) -> NoReturn:
         raise StepError(
-            f"{self._names_of(parameter)} has a gradient of code that read it outside of the model's forward, where it "
-            "is a shard. Compute that loss in a method with a tensor argument, raise fsdp_parameters.min_group_mib "
-            "above the model's size, or use dp_shard=1."
+            f"{self._names_of(parameter)} has a gradient of code that took its shard (to_local, redistribute), and "
+            "this is not this rank's part of the whole gradient. Compute with the parameter itself."
         )
 
     def _refuse_left_out_block(self, parameter: nn.Parameter) -> NoReturn:

@@ -1,0 +1,106 @@
+"""What blocks of a large sharded model are given and give, in containers of users' own classes, in half precision."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import dream_trainer as dt
+from dream_trainer.data.loader import DistributedDataLoader
+from tests.trainer.small import BY_BLOCKS, make_config, weights
+from tests.trainer.test_plain_steps import SIZE, WIDTH, Samples
+from tests.worlds import run_world
+
+
+class Output(dict[str, Tensor]):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self["x"] = x
+
+
+class Ordered(OrderedDict[str, Tensor]):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self["x"] = x
+
+
+@dataclass
+class Record:
+    x: Tensor
+    calls: int = field(init=False, default=0)
+
+
+def packed(x: Tensor) -> PackedSequence:
+    return pack_padded_sequence(x[None], [len(x)], batch_first=True)
+
+
+MAKE: dict[str, Any] = {"tensor": lambda x: x, "dict": Output, "ordered": Ordered, "record": Record, "packed": packed}
+
+
+def tensor_in(value: Any) -> Tensor:
+    if isinstance(value, dict):
+        return value["x"]
+    if isinstance(value, Record):
+        return value.x
+    return value.data if isinstance(value, PackedSequence) else value
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        return MAKE[self.kind](self.linear(tensor_in(given)).tanh())
+
+
+class Trains(dt.BaseTrainer, dt.SetupMixin, dt.FSDPMixin):
+    def __init__(self, config: Any, kind: str) -> None:
+        super().__init__(config)
+        self.kind, self.given = kind, ("", torch.float64)
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(Block(self.kind), Block(self.kind))
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> tuple[Any, Any]:
+        return DistributedDataLoader(Samples(), SIZE), None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        output = self.model(batch[0].float())
+        self.given = type(output).__name__, tensor_in(output).dtype
+        self.backward(tensor_in(output).square().mean())
+        self.step(self.model, self.optimizer)
+        return {}
+
+
+def train_all(directory: str) -> list[tuple[str, torch.dtype, dict[str, Tensor]]]:
+    os.chdir(directory)
+    found = []
+    for kind in MAKE:
+        devices = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
+        with Trains(make_config(devices=devices, fsdp=BY_BLOCKS, n_epochs=1), kind) as trainer:
+            trainer.fit()
+            found.append((*trainer.given, weights(trainer.model)))
+    return found
+
+
+@pytest.mark.pitfall(104)
+def test_containers_keep_their_class_and_what_they_hold_is_cast(tmp_path: Path) -> None:
+    names = ["Tensor", "Output", "Ordered", "Record", "PackedSequence"]
+    for rank in run_world(train_all, 2, str(tmp_path)):
+        for (name, dtype, trained), expected in zip(rank, names, strict=True):
+            assert name == expected
+            assert dtype == torch.float32
+            assert all(map(torch.equal, trained.values(), rank[0][2].values()))
