@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "a loss of shards alone trains nothing",
         f"{TRAINER}/step/optimizer_step.py",
-        "            if plan.shared[place].grad is not None and not self._has_run(plan.shared[place]):\n",
+        "            if parameter.grad is not None and id(parameter) not in self._local_gradients.zeros:\n",
         "            if False:\n",
         "tests/trainer/test_plain_steps.py -k shards_alone",
     ),
@@ -364,8 +364,8 @@ MUTANTS = [
     Mutant(
         "what no rank used decays under sharding",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "plan.shared[place].grad = None",
-        "pass",
+        "            parameter.grad = None\n        for place in set(lacking)",
+        "        for place in set(lacking)",
         UNEVEN,
     ),
     Mutant(
@@ -1800,9 +1800,9 @@ MUTANTS = [
     Mutant(
         "the rate logged is the next step's",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
-        "        for scheduler in schedulers:\n            scheduler.step()\n        schedulers = ()\n"
-        "        if not skipped and self._after_step:\n            for optimizer in optimizers:\n",
+        "            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):\n",
+        "            for scheduler in schedulers:\n                scheduler.step()\n            schedulers = ()\n"
+        "            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):\n",
         "tests/callbacks/test_learning_rate.py",
     ),
     Mutant(
