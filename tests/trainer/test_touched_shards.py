@@ -81,6 +81,17 @@ def average_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + sum((p * a).sum() for p, a in zip(model.parameters(), average, strict=True))
 
 
+def gradient_of_weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = fit_loss(model, x, y)
+    gradients = torch.autograd.grad(loss, list(model.head.parameters()), create_graph=True)
+    return loss + sum(g.square().sum() for g in gradients)
+
+
+def whole_tensor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    whole = getattr(model.head.weight, "full_tensor", lambda: model.head.weight)()  # a plain one has none
+    return fit_loss(model, x, y) + whole.square().sum()
+
+
 OF_ALL = ("forward", "method only", "method first", "penalty on all", "weight of a block", "methods of blocks",
           "hidden state", "kept", "object", "clamped", "replaced data", "loaded", "frozen in the step",
           "gradient penalty")  # fmt: skip
@@ -90,6 +101,8 @@ KINDS: dict[str, Loss] = {name: plain.KINDS[name] for name in OF_ALL} | {
     "objects of blocks": objects_of_blocks,
     "written": written,
     "average by hand": average_by_hand,
+    "gradient of weights": gradient_of_weights,
+    "whole tensor": whole_tensor,
 }
 ONCE = ("replaced data", "loaded", "written")  # change weights, which two ranks do once and a loop by hand twice
 LAYOUTS: dict[str, dict[str, Any]] = {
