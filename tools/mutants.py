@@ -2405,7 +2405,7 @@ MUTANTS = [
         "dream_trainer/compat/fully_shard.py",
         "        group.ends = group.is_held\n",
         "",
-        "tests/trainer/test_touched_shards.py",
+        "tests/trainer/test_precision.py",
     ),
     Mutant(
         "gradients that came late are left behind",
