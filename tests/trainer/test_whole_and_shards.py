@@ -31,6 +31,11 @@ class OwnLists(torch.optim.SGD):
         self.averages = [p.detach().clone() for p in mine]
         self.inner = torch.optim.SGD([{"params": mine[:2]}, {"params": mine[2:]}], lr=lr)
 
+    def halve_gradients(self) -> None:
+        for p in (*self.halves["first"], *self.halves["rest"]):
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()
@@ -73,6 +78,9 @@ class Trained(Sharded, dt.CheckpointMixin):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         self.backward(mse_loss(self.model(batch[0]), batch[1]))
+        if self.kind == "an optimizer's lists":
+            self.reduce_gradients(self.optimizer)
+            self.optimizer.halve_gradients()
         if self.kind == "kept list":
             self.reduce_gradients(self.optimizer)
             nn.utils.clip_grad_norm_(self.kept, 0.01)
