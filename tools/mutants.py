@@ -1800,9 +1800,9 @@ MUTANTS = [
     Mutant(
         "the rate logged is the next step's",
         "dream_trainer/trainer/step/optimizer_step.py",
-        "            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):\n",
-        "            for scheduler in schedulers:\n                scheduler.step()\n            schedulers = ()\n"
-        "            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):\n",
+        "        if self._parallel.changes_in_steps:\n            with self._parallel.stepping():\n",
+        "        for scheduler in schedulers:\n            scheduler.step()\n        schedulers = ()\n"
+        "        if self._parallel.changes_in_steps:\n            with self._parallel.stepping():\n",
         "tests/callbacks/test_learning_rate.py",
     ),
     Mutant(
@@ -2424,8 +2424,8 @@ MUTANTS = [
     Mutant(
         "assigning to the data of a shard does nothing",
         "dream_trainer/compat/touched_shards.py",
-        "                return _as_shards(Tensor.copy_, (shard, values), {})\n",
-        "                return None\n",
+        "            func, args = Tensor.copy_, (args[0], _cut_as(args[0], args[1]))\n",
+        "            return None\n",
         "tests/trainer/test_touched_shards.py",
     ),
     Mutant(

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.compat.pytorch import local_tensor
-from dream_trainer.data.nested import leaves
 from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.nested import leaves
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from dream_trainer.checkpoint.model_state import parameter_fqns
 from dream_trainer.checks import check_boolean, check_integer
 from dream_trainer.compat.pytorch import foreach_norm, local_tensor, local_tensors
-from dream_trainer.data.nested import map_tensors
 from dream_trainer.data.stream import DataPosition
 from dream_trainer.errors import NonFiniteError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.buffer import is_scalar, keep
+from dream_trainer.nested import map_tensors
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer

@@ -15,12 +15,12 @@ from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor
 from dream_trainer.data.loader import loader_batch_size
-from dream_trainer.data.nested import map_tensors
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback
 from dream_trainer.loggers.formatting import format_bytes, format_count
 from dream_trainer.modules.class_change import own_class
+from dream_trainer.nested import map_tensors
 from dream_trainer.optim.whole_parameters import values_in_whole
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
-from dream_trainer.compat.pytorch import local_tensor, write_count
-from dream_trainer.data.nested import map_tensors
+from dream_trainer.compat.pytorch import local_tensor, whole_of, write_count
 from dream_trainer.errors import StepError
+from dream_trainer.nested import map_tensors
 
 if TYPE_CHECKING:
     from dream_trainer.compat.local_gradients import LocalGradients
@@ -166,9 +166,10 @@ class DifferentiableGroup(FSDPParamGroup):
     _state: FSDPState
     is_held = False  # for a parameter that was touched outside of the group's forward
     ends = False  # a backward, with all the gradients that it gave
-    _is_in_saved = _owns_storages = False
-    _memory: list[Tensor]  # of the gathered parameters, the same for good
-    _writes: tuple[int, ...] = ()  # to shards and to gathered parameters, when these were gathered
+    _is_in_saved = _owns_storages = _shows_shards = False
+    is_stale = False  # shards were written to since the gathering
+    _full: dict[Any, Tensor]  # gathered for code outside of the group's forward, in the parameters' own type
+    _writes: list[int]  # to gathered parameters, up to their gathering
 
     def hold_touched(self) -> None:
         """Gathers what code outside of the group's forward reads, and keeps it; a collective if it is not gathered.
@@ -176,8 +177,35 @@ class DifferentiableGroup(FSDPParamGroup):
         Modules go on showing shards, so that each operation on them is noticed.
         """
         self.is_held = True
+        self._refresh()
         self.hold()
-        self._show("sharded_param")
+        self.show("sharded_param")
+
+    def _refresh(self) -> None:
+        """Has what is gathered be gathered anew, in the same memory, if shards were written to."""
+        if self.is_stale:
+            self.is_stale = False
+            super()._to_sharded()  # type: ignore[no-untyped-call]
+
+    def is_in_half_precision(self, parameter: Any) -> bool:
+        """Whether one of its parameters is gathered in another type than it has."""
+        whole, shard = parameter._unsharded_param, parameter._sharded_local_tensor
+        return (
+            whole.dtype != shard.dtype and whole.is_floating_point() and gathered_dtype(parameter.sharded_param) is None
+        )
+
+    def in_full_precision(self, parameter: Any) -> Tensor:
+        """The whole parameter in its own type; a collective, if it is not here yet."""
+        if parameter not in self._full:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._full[parameter] = whole_of(parameter.sharded_param.detach())
+        return self._full[parameter]
+
+    def write_full_precision(self, parameter: Any) -> None:
+        """Gives the shard what was written to the whole parameter in its own type."""
+        with torch.no_grad():
+            write_rows(parameter, self._full[parameter])
+        self.is_stale = self.is_unsharded
 
     @property
     def saved_weights(self) -> SavedWeights:
@@ -185,12 +213,9 @@ class DifferentiableGroup(FSDPParamGroup):
         saved: SavedWeights = self._local_gradients.saved
         return saved
 
-    def gather_anew(self) -> None:
-        """Shards were written to: what is held gets their values, in the same memory."""
-        super()._to_sharded()  # type: ignore[no-untyped-call]
-        self.hold_touched()
-
-    def _show(self, which: str) -> None:
+    def show(self, which: str) -> None:
+        """Has modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
+        self._shows_shards = which == "sharded_param"
         for parameter in self.fsdp_params:
             parameter._setattr_on_modules(getattr(parameter, which))
 
@@ -202,6 +227,7 @@ class DifferentiableGroup(FSDPParamGroup):
         """Gives back what is held, without the gradients that came to it."""
         self.is_held = False
         self.write_back(also_unseen=True)
+        self._full.clear()
         for parameter in self.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
         self.reshard()
@@ -211,15 +237,25 @@ class DifferentiableGroup(FSDPParamGroup):
     def settle(self) -> None:
         """Takes gradients that came to gathered parameters by no way that ended here."""
 
-    def _count_writes(self) -> tuple[int, ...]:
-        shards = [write_count(p.sharded_param) for p in self.fsdp_params]
-        return (*shards, *(write_count(p._unsharded_param) for p in self.fsdp_params))
+    def _count_writes(self) -> list[int]:
+        return [write_count(p._unsharded_param) for p in self.fsdp_params]
 
     def reshard(self) -> None:
         """As in PyTorch, but for what is held. What code wrote to gathered parameters is kept."""
         if not self.is_held:
             self.write_back(also_unseen=False)
+            for parameter in self.fsdp_params if self.is_unsharded else ():
+                self._renew_memory(parameter)
             super().reshard()
+
+    def _renew_memory(self, parameter: Any) -> None:
+        """Leaves memory that numpy has, and so cannot be given back, to it."""
+        for number, gathered in enumerate(parameter.all_gather_outputs):
+            if not gathered.untyped_storage().resizable():
+                parameter.all_gather_outputs[number] = memory = torch.empty_like(gathered)
+                whole = local_tensor(parameter._unsharded_param)
+                whole.data = memory.as_strided(whole.size(), whole.stride(), whole.storage_offset())
+                self._owns_storages = False
 
     @torch.no_grad()
     def write_back(self, *, also_unseen: bool) -> None:
@@ -230,14 +266,17 @@ class DifferentiableGroup(FSDPParamGroup):
         """
         if not self.is_unsharded:
             return
-        count = len(self.fsdp_params)
+        if self.is_stale:
+            return
         now = self._count_writes()
+        if not also_unseen and now == self._writes:
+            return
         for number, parameter in enumerate(self.fsdp_params):
-            is_written = also_unseen or now[count + number] != self._writes[count + number]
-            if is_written and now[number] == self._writes[number] and gathered_dtype(parameter.sharded_param) is None:
+            is_written = now[number] != self._writes[number]
+            unseen = also_unseen and not self.is_in_half_precision(parameter)
+            if (is_written or unseen) and gathered_dtype(parameter.sharded_param) is None:
                 write_rows(parameter, parameter._unsharded_param)
-            if also_unseen:  # `data` may have been assigned to
-                parameter._unsharded_param.data = self._memory[number]
+        self._writes = now
 
     def unshard(self, async_op: bool = False) -> None:
         """As in PyTorch."""
@@ -252,7 +291,7 @@ class DifferentiableGroup(FSDPParamGroup):
             super().wait_for_unshard()
         self._writes = self._count_writes()
         if not self._owns_storages and self.is_unsharded:  # the first gathering makes them
-            self._owns_storages, self._memory = True, [p._unsharded_param.data for p in self.fsdp_params]
+            self._owns_storages = True
             for parameter in self.fsdp_params:
                 for tensor in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors):
                     self._local_gradients.owners[tensor.untyped_storage()._cdata] = self
@@ -269,10 +308,11 @@ class DifferentiableGroup(FSDPParamGroup):
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in PyTorch; also has graphs gather again the weights that they save."""
+        self._refresh()
         with unseen_by_checkpoints():
             given = super().pre_forward(*args, **kwargs)
-        if self.is_held:
-            self._show("_unsharded_param")
+        if self._shows_shards:
+            self.show("_unsharded_param")
         if not self._is_in_saved:
             self._is_in_saved = self.saved_weights.begin()
         return given
@@ -293,10 +333,11 @@ class DifferentiableGroup(FSDPParamGroup):
         if self._is_in_saved:
             self._is_in_saved = False
             self.saved_weights.end()
-        if self.is_held:
-            self._show("sharded_param")
         with unseen_by_checkpoints():
-            return super().post_forward(*args, **kwargs)
+            output = super().post_forward(*args, **kwargs)
+        if self.is_unsharded:  # held, or the root's
+            self.show("sharded_param")
+        return output
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
         """As in PyTorch; also notes a backward that keeps its graph."""
@@ -359,7 +400,8 @@ class SharedGroup(DifferentiableGroup):
             return
         gathered = self._gathered()
         # One that never ran has nothing to keep, where PyTorch would ask for it.
-        if not gathered or (self.reduce_grads and not any(p.requires_grad for p in gathered)):
+        is_frozen = self.reduce_grads and not any(p.requires_grad for p in gathered)
+        if not gathered or (is_frozen and not (self.ends and self.keeps_gradients())):
             # Another optimizer's turn: gradients of an earlier micro-batch are reduced in this group's own turn.
             if self.keeps_gradients():
                 self._local_gradients.waiting.add(self)
@@ -432,6 +474,7 @@ class WholeGroup(DifferentiableGroup):
         """Gives back what is held, and keeps the gradients that came to it."""
         self.is_held = False
         self.write_back(also_unseen=True)
+        self._full.clear()
         self.post_backward()
 
     @torch.no_grad()
@@ -475,7 +518,7 @@ def watch_gradients(module: FSDPModule, local_gradients: LocalGradients, touchab
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
     shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
-    shared._state = state
+    shared._state, shared._full = state, {}
     if local_gradients.saved is None:
         local_gradients.saved = SavedWeights(local_gradients.owners)
     local_gradients.groups.append(group)
@@ -545,14 +588,18 @@ def reduce_what_waits(
         parameters: Of an optimizer.
         local_gradients: What waits.
     """
-    groups = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
+    groups: set[Any] = {local_gradients.shared.get(id(p)) for p in parameters} & local_gradients.waiting
     if not groups:
         return
+    for group in groups:
+        group.ends = True
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and any(other._fsdp_param_group in groups for other in state._state_ctx.all_states):
             module.set_is_last_backward(True)  # which `as_one_backward` may have left otherwise
             _end_backward(state)
+    for group in groups:
+        group.ends = False
 
 
 def end_backward(groups: Iterable[DifferentiableGroup]) -> None:

@@ -126,8 +126,14 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
 
     state = module._get_fsdp_state()
     group = state._fsdp_param_group
-    if group is None or getattr(group, "is_held", False):  # gathered already, in the type that it computes in
+    if group is None:
         yield
+        return
+    if vars(group).get("is_held"):  # gathered already, in the type that it computes in
+        held: Any = group
+        held.show("_unsharded_param")
+        yield
+        held.show("sharded_param")
         return
     module.reshard()
     # A group that takes itself for gathered gathers nothing; `state_dict()` would have it go back to its shards.
@@ -137,7 +143,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
     for managed in group.fsdp_params:
         with torch._C.DisableTorchFunctionSubclass():  # while it can be touched
             shard = managed.sharded_param.detach()
-        whole = _whole(shard).to(group.device)
+        whole = whole_of(shard).to(group.device)
         managed._unsharded_param = torch.nn.Parameter(whole, managed.sharded_param.requires_grad)  # 2.15 looks for it
         managed._setattr_on_modules(managed._unsharded_param)
     group._sharded_state = ShardedState.UNSHARDED
@@ -156,7 +162,7 @@ def whole_parameters(module: FSDPModule) -> Iterator[None]:
                 managed._unsharded_param = twin
 
 
-def _whole(parameter: Any) -> Tensor:
+def whole_of(parameter: Any) -> Tensor:
     """All of a parameter that `fully_shard` cut; still split over tensor-parallel ranks, if it was before."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -1,8 +1,9 @@
 """Parameters of `fully_shard` that code reads outside of the forward that gathers them: touched, gathered, and held.
 
 While they can be touched, sharded parameters have the class `TouchableShard`. An operation on one gathers its group,
-which stays gathered to the end of the step, and goes on with the whole parameter, as in one process. Operations among
-shards (`shard.lerp_(other_shard, 0.1)`), writes and metadata are the shard's own.
+which stays gathered to the end of the step, and goes on with the whole parameter, as in one process. Operations beside
+other shards (`average.lerp_(shard, 0.1)`) and metadata are the shard's own. Gradients, and parameters while an
+optimizer of the user's own steps, are `ShardValue`s: computed with as shards, and read as whole numbers.
 
 This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_touched_shards.py` exercises them.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -20,36 +23,57 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
-_COMPUTED = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_FACTORIES = frozenset((Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros))
-_OWN = frozenset(
+from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
+
+_PROPERTIES: dict[str, Any] = {
+    name: found for name in dir(Tensor) if isinstance(found := getattr_static(Tensor, name), GetSetDescriptorType)
+}
+_GET_DATA, _SET_DATA = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
+_GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
+_SET_REQUIRES_GRAD = _PROPERTIES["requires_grad"].__set__
+_METADATA = {
+    *(found.__get__ for name, found in _PROPERTIES.items() if name not in ("T", "mT", "H", "mH", "real", "imag")),
+    *(found.__set__ for found in _PROPERTIES.values()),
+    *(found.__delete__ for found in _PROPERTIES.values()),
+    *(torch.is_complex, torch.is_floating_point, torch.is_same_size, torch.numel),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("__hash__", "__len__", "__reduce_ex__", "data_ptr", "dim", "element_size", "is_complex"),
+            *("is_contiguous", "is_floating_point", "is_inference", "is_same_size", "is_shared", "ndimension"),
+            *("nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "size"),
+            *("storage_offset", "stride", "type", "untyped_storage"),
+        )
+    ),
+}
+_METADATA -= {_GET_DATA, _SET_DATA, _GET_GRAD, _SET_GRAD, _SET_REQUIRES_GRAD}
+_FACTORIES = {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
+_READS = {
     getattr(Tensor, name)
-    for name in (
-        *("__deepcopy__", "__format__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "data_ptr"),
-        *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_same_size"),
-        *("is_shared", "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook"),
-        *("requires_grad_", "retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage"),
-    )
-) | {torch.is_complex, torch.is_floating_point, torch.is_same_size, torch.numel}
+    for name in ("__array__", "__bool__", "__float__", "__format__", "__int__", "__repr__", "item", "numpy", "tolist")
+}
+_RANDOM = {
+    getattr(Tensor, f"{name}_")
+    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+}  # of which each rank draws all, as one process does
+_SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
+_places = WeakTensorKeyDictionary()
+"""Of each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
 
 
-class AssignableShard(DTensor):
-    """A sharded parameter whose `data` can be assigned to, which does nothing to a DTensor."""
+class ShardValue(DTensor):
+    """A shard that is computed with as such: plain tensors beside it are whole ones, and its numbers are of all ranks.
+
+    Of a DTensor `item` gives this rank's part of a sum that is not added up yet, and assigning to `data` does nothing.
+    """
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:
-            shard, values = args
-            with torch.no_grad():
-                if not isinstance(values, DTensor):
-                    values = distribute_tensor(values, shard.device_mesh, shard.placements, src_data_rank=None)
-                return _as_shards(Tensor.copy_, (shard, values), {})
-        return _as_shards(func, args, kwargs or {})
+        return _as_shards(func, args, kwargs) if func in _METADATA else _of_shards(func, args, kwargs or {})
 
 
 class TouchableShard(DTensor):
@@ -59,42 +83,54 @@ class TouchableShard(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            return _as_shards(func, args, kwargs)
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func in _FACTORIES and isinstance(args[0], DTensor):
-            return func(args[0]._local_tensor, *args[1:], **kwargs)
-        if func == _SET_DATA:
-            with torch.no_grad():
-                return _write(Tensor.copy_, args, {})
-        if func is Tensor.detach or func == _GET_DATA:
-            return _alias(func, args[0])
-        if func in _OWN or (name in ("__get__", "__set__", "__delete__") and func not in _COMPUTED):
-            return _as_shards(func, args, kwargs)
-        if type(args[0]) is cls and _changes_its_first(name):
-            return _write(func, args, kwargs)
+        first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init gives its tensor by name
+        if type(first) is cls:
+            if func is Tensor.detach or func == _GET_DATA:
+                return _alias(func, first)
+            if func is Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
+                return _set_requires_grad(func, args, kwargs)
+            if func in (_GET_GRAD, _SET_GRAD):
+                return _of_shards(func, args, kwargs)
+            if func == _SET_DATA:
+                with torch.no_grad():
+                    return _write(Tensor.copy_, first, args, kwargs)
+            if func is Tensor.__deepcopy__:
+                return args[1].setdefault(id(first), _copied(first))
+            if func in _FACTORIES:
+                return func(first._local_tensor, *args[1:], **kwargs)
+            if _changes_its_first(func):
+                return _write(func, first, args, kwargs)
         if any(_is_other_shard(value) for value in tree_iter((args, kwargs))):
-            return _as_shards(func, args, kwargs)
+            return _of_shards(func, args, kwargs)
+        if func in _SHARES_MEMORY:  # which is given back at the end of the step
+            args = tree_map(_copied, args)
         return _on_whole(func, args, kwargs)
 
     def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
         """The whole parameter, with its gradient."""
         whole = _whole(self)
-        return super().full_tensor(*args, **kwargs) if whole is self else whole
+        if whole is self:
+            return super().full_tensor(*args, **kwargs)
+        return whole.full_tensor(*args, **kwargs) if isinstance(whole, DTensor) else whole  # split layers
 
 
 @contextmanager
-def assignable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside, `parameter.data = values` writes to the parameters of `optimizers` that are shards; in a step of users'
-    own, since it costs about a microsecond for each operation on shards."""
+def as_values(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside, parameters of `optimizers` that are shards are `ShardValue`s, which costs some microseconds for each
+    operation on them."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     shards: list[Any] = [p for p in parameters if type(p) is DTensor]
     for shard in shards:
-        shard.__class__ = AssignableShard
+        shard.__class__ = ShardValue
     try:
         yield
     finally:
         for shard in shards:
             shard.__class__ = DTensor
+        _make_plain(shard.grad for shard in shards)
 
 
 class TouchableParameter(FSDPParam):
@@ -116,6 +152,9 @@ class TouchableShards:
 
     Args:
         check: Called before each gathering; raises where ranks may not communicate.
+
+    Attributes:
+        may_be_touched: Whether code may read parameters now.
     """
 
     def __init__(self, check: Callable[[], object]) -> None:
@@ -125,10 +164,10 @@ class TouchableShards:
         self.may_be_touched = False
 
     def add(self, group: Any) -> None:
-        """From now on the parameters of a `SharedGroup` can be touched, while `let_touch` says so."""
+        """From now on the parameters of a group can be touched, while `let_touch` says so."""
         for parameter in group.fsdp_params:
             parameter.__class__ = TouchableParameter
-            vars(parameter.sharded_param)[_PLACE] = self, group, parameter
+            _places[parameter.sharded_param] = self, group, parameter
             self._shards.append(parameter.sharded_param)
 
     def let_touch(self, allowed: bool) -> None:
@@ -138,6 +177,7 @@ class TouchableShards:
             shard.__class__ = TouchableShard if allowed else DTensor
         if not allowed:
             self.let_go()
+            _make_plain(shard.grad for shard in self._shards)
 
     def let_go(self) -> None:
         """Gives back what was gathered for being touched. Its gradients wait for the step."""
@@ -153,33 +193,71 @@ class TouchableShards:
         group.hold_touched()
 
 
-_PLACE = "_place_in_group"
+# -- as shards
 
 
-def _changes_its_first(name: str) -> bool:
-    """Whether a function of PyTorch changes its first argument: such ones end in an underscore."""
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+def _as_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
 
 
-def _whole(value: Any) -> Any:
-    if type(value) is not TouchableShard:
-        return value
-    shard: Any = value
-    shards, group, parameter = vars(shard)[_PLACE]
-    if not shards.may_be_touched:  # what was taken from a parameter in a step, and kept
-        shard.__class__ = DTensor
-        return shard
-    shards.gather(group)
-    whole = parameter._unsharded_param
-    return whole if shard.requires_grad or not whole.requires_grad else whole.detach()
+def _of_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives for shards, as `ShardValue`s."""
+    if func == _SET_DATA:
+        with torch.no_grad():
+            func, args = Tensor.copy_, (args[0], _cut_as(args[0], args[1]))
+    elif func == _SET_GRAD and isinstance(args[1], Tensor):
+        args = args[0], _cut_as(args[0], args[1])
+    elif func == _GET_GRAD:
+        return _as_value(_as_shards(func, args, kwargs))
+    if args and isinstance(args[0], DTensor) and _changes_its_first(func):  # which cannot get another layout
+        args = args[0], *(_cut_as(args[0], v) if _is_plain_like(v, args[0]) else v for v in args[1:])
+    with torch._C.DisableTorchFunctionSubclass(), plain_beside_dtensors():
+        if func in _READS:
+            args = args[0].full_tensor(), *args[1:]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and func is not Tensor.copy_):
+            result = func(*args, **kwargs)
+    return tree_map(_as_value, result)
+
+
+def _cut_as(shard: Any, values: Tensor) -> Tensor:
+    """`values`, whole or a shard, as a DTensor with the layout of `shard`."""
+    if isinstance(values, DTensor):
+        return values
+    return distribute_tensor(values.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+def _is_plain_like(value: Any, shard: DTensor) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shard.shape
+
+
+def _as_value(value: Any) -> Any:
+    if type(value) is DTensor:
+        value.__class__ = ShardValue
+    return value
+
+
+def _make_plain(gradients: Iterable[Any]) -> None:
+    for gradient in gradients:
+        if type(gradient) is ShardValue:
+            gradient.__class__ = DTensor  # type: ignore[assignment]
+
+
+def _is_other_shard(value: Any) -> bool:
+    return type(value) in (DTensor, ShardValue) and any(dim.is_shard() or dim.is_partial() for dim in value.placements)
+
+
+# -- as whole parameters
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` gives for whole parameters, which graphs gather again if they are given back before backward."""
-    groups = [vars(value)[_PLACE][1] for value in tree_iter((args, kwargs)) if type(value) is TouchableShard]
+    touched = [value for value in tree_iter((args, kwargs)) if type(value) is TouchableShard]
     args, kwargs = tree_map(_whole, (args, kwargs))
-    saved = groups[0].saved_weights
-    if not saved.begin():
+    if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in tree_iter((args, kwargs))):
+        return _of_shards(func, args, kwargs)  # of split layers
+    saved = _places[touched[0]][1].saved_weights if touched else None
+    if saved is None or not saved.begin():
         return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
@@ -187,35 +265,69 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         saved.end()
 
 
+def _whole(value: Any) -> Any:
+    if type(value) is not TouchableShard:
+        return value
+    shard: Any = value
+    shards, group, parameter = _places[shard]
+    if not shards.may_be_touched:  # what was taken from a parameter in a step, and kept
+        shard.__class__ = DTensor
+        return shard
+    shards.gather(group)
+    whole = parameter._unsharded_param
+    takes_gradients = shard.requires_grad and whole.requires_grad and torch.is_grad_enabled()
+    if group.is_in_half_precision(parameter):
+        full = group.in_full_precision(parameter)
+        # The values are exact, and the gradient goes the way of those of forwards.
+        return full + (whole.to(full.dtype) - whole.detach().to(full.dtype)) if takes_gradients else full
+    return whole if takes_gradients or not whole.requires_grad or shard.requires_grad else whole.detach()
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a touchable parameter, with the values of all ranks; anything else as it is."""
+    if type(value) is not TouchableShard:
+        return value
+    copy = _whole(value).detach().clone()
+    return nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
+
+
 def _alias(func: Any, shard: Any) -> Any:
     """What `detach()` and `data` give: written to it is a shard, and read the whole parameter."""
     result = _as_shards(func, (shard,), {})
     result.__class__ = TouchableShard
-    vars(result)[_PLACE] = vars(shard)[_PLACE]
+    _places[result] = _places[shard]
     return result
 
 
-def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes to a shard, the first of `args`: to the whole parameter if that is held or plain tensors are written."""
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     shard = args[0]
-    shards, group, _ = vars(shard)[_PLACE]
+    result = _as_shards(func, args, kwargs)
+    parameter = _places[shard][2]
+    whole = vars(parameter).get("_unsharded_param")
+    if whole is not None and shard is parameter.sharded_param:  # not what `detach` gave
+        whole.requires_grad_(shard.requires_grad)
+    return result
+
+
+def _write(func: Any, shard: Any, args: Any, kwargs: Any) -> Any:
+    """Writes to `shard`, the first argument: by way of the whole parameter if plain tensors are written."""
+    shards, group, parameter = _places[shard]
     values = list(tree_iter((args, kwargs)))
     is_plain = any(isinstance(v, Tensor) and not isinstance(v, DTensor) and v.ndim for v in values)
-    if shards.may_be_touched and (is_plain or group.is_held) and not any(map(_is_other_shard, values)):
+    has_others = any(map(_is_other_shard, values))
+    if shards.may_be_touched and (is_plain or group.is_held or func in _RANDOM or not args) and not has_others:
         _on_whole(func, args, kwargs)
+        if group.is_in_half_precision(parameter):
+            group.write_full_precision(parameter)
         return shard
-    if not group.is_held:
-        return _as_shards(func, args, kwargs)
-    group.write_back(also_unseen=True)
-    result = _as_shards(func, args, kwargs)
-    group.gather_anew()
-    return result
+    if group.is_held:
+        group.write_back(also_unseen=True)
+    _as_shards(func, args, kwargs) if not is_plain else _of_shards(func, args, kwargs)
+    group.is_stale = group.is_unsharded
+    return shard
 
 
-def _as_shards(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _is_other_shard(value: Any) -> bool:
-    return type(value) is DTensor and any(dim.is_shard() for dim in value.placements)
+def _changes_its_first(func: Any) -> bool:
+    """Whether a function of PyTorch changes its first argument: such ones end in an underscore."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"

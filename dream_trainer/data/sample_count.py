@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dream_trainer.data.nested import leaves
 from dream_trainer.errors import DataError, HookError
+from dream_trainer.nested import leaves
 
 OVERRIDE = "Override `batch_size(self, batch) -> int` in your trainer."
 

@@ -40,6 +40,7 @@ class ParallelModels:
         gradients: What this rank's backwards gave to them.
         experts: The mixtures of experts whose loads are balanced; None without.
         whole_in_steps: The models that are sharded between steps only.
+        changes_in_steps: Whether parameters are other ones in steps than between them.
         buffers: The models' buffers; None until setup.
     """
 
@@ -50,6 +51,7 @@ class ParallelModels:
         self._policy = ""
         self._wrapped: list[FSDPModule] = []
         self._touchable: TouchableShards | None = None
+        self.changes_in_steps = False
         self._shared: list[FSDPModule] = []  # those of which each rank keeps a share
         self._world: World | None = None
         self.whole_in_steps: list[ShardedModel] = []
@@ -66,6 +68,7 @@ class ParallelModels:
             check: Called before each collective; raises if only some ranks run it.
         """
         self.whole_in_steps.append(ShardedModel(model, mesh, check))
+        self.changes_in_steps = True
 
     def watch(
         self,
@@ -95,7 +98,8 @@ class ParallelModels:
         for module in self._wrapped:
             watch_gradients(module, self.gradients, touchable)
         self._shared = [module for module in self._wrapped if is_shared(module)]
-        self._touchable = touchable if self._wrapped else None
+        if self._wrapped:
+            self._touchable, self.changes_in_steps = touchable, True
         self._optimizers = WholeOptimizers(optimizers)
         for sharded in self.whole_in_steps:
             sharded.connect(self.gradients.own_time)
@@ -184,11 +188,6 @@ class ParallelModels:
                 self._leave()
             self._is_fresh &= stays_fresh
 
-    @property
-    def changes_in_steps(self) -> bool:
-        """Whether parameters are other ones in steps than between them."""
-        return bool(self.whole_in_steps or self._wrapped)
-
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
         """Within `whole`: inside, parameters are shards and have their part of the gradients.
@@ -213,14 +212,14 @@ class ParallelModels:
         self._gather(changed, all_models=others_changed)
         self._enter()
 
-    def assignable(self, optimizers: Sequence[Optimizer], *, someone_listens: bool) -> AbstractContextManager[None]:
-        """Inside, code of users that steps or listens may assign to `data` of parameters that are shards."""
+    def as_values(self, optimizers: Sequence[Optimizer], *, someone_listens: bool) -> AbstractContextManager[None]:
+        """Inside, code of users that steps or listens reads whole numbers of shards, and may assign to their `data`."""
         has_own = any(not type(one).__module__.startswith(("torch.optim.", "dream_trainer.")) for one in optimizers)
         if not self.changes_in_steps or not (has_own or someone_listens):
             return _NOTHING
-        from dream_trainer.compat.touched_shards import assignable
+        from dream_trainer.compat.touched_shards import as_values
 
-        return assignable(optimizers)
+        return as_values(optimizers)
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:

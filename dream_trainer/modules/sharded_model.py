@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from dream_trainer.own_time import OwnTime
 
-_STEPPED_AS_SHARD = "_stepped_as_shard"  # an attribute of whole parameters
+_stepped_as_shard = WeakTensorKeyDictionary()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 
@@ -143,7 +144,8 @@ class ShardedModel:
             torch.empty_strided(shard.shape, self._strides[slots[0]], dtype=shard.dtype, device=device),
             requires_grad=shard.requires_grad,
         )
-        vars(whole).update(vars(shard) | {_STEPPED_AS_SHARD: True})
+        vars(whole).update(vars(shard))
+        _stepped_as_shard[whole] = True
         start, rows = _rows_of(self._rank, shard.shape[0], self._n_ranks)
         return _Parameter(shard, whole, whole.data, slots, start, rows)
 
@@ -327,7 +329,7 @@ def is_sharded(parameter: Tensor) -> bool:
     """Whether an optimizer steps shards of this parameter, which may be whole at the moment."""
     from torch.distributed.tensor import DTensor
 
-    return isinstance(parameter, DTensor) or _STEPPED_AS_SHARD in vars(parameter)
+    return isinstance(parameter, DTensor) or parameter in _stepped_as_shard
 
 
 def shardable_bytes(model: nn.Module) -> int:

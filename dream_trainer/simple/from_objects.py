@@ -16,10 +16,10 @@ from dream_trainer.config.device_parameters import DeviceParameters, DeviceType,
 from dream_trainer.config.evaluation_parameters import EvalParameters
 from dream_trainer.config.logger_parameters import LoggerName, LoggerParameters
 from dream_trainer.config.training_parameters import TrainingParameters
-from dream_trainer.data.nested import concatenated
 from dream_trainer.errors import ConfigError
 from dream_trainer.events.callback import Callback, CallbackCollection
 from dream_trainer.modules.joined_buffers import BufferPolicy
+from dream_trainer.nested import concatenated
 from dream_trainer.screen import show
 from dream_trainer.simple.argument_names import refuse_wrong_arguments
 from dream_trainer.simple.epoch_rows import EpochRows, Row

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from dream_trainer.data.loader import DistributedDataLoader, PerRankLoader
-from dream_trainer.data.nested import leaves
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.errors import DataError
+from dream_trainer.nested import leaves
 from dream_trainer.simple.described import described
 
 _AS_ARRAYS = "Make each of them an array of all samples, by numpy.asarray"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.nested import leaves
+from dream_trainer.nested import leaves
 from dream_trainer.simple.given_data import NamedArrays
 
 _ARRAY_BYTES, _BLOCKS, _ITEMS = 1 << 22, 64, 256

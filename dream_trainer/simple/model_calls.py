@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.data.nested import leaves
 from dream_trainer.errors import DataError, HookError
+from dream_trainer.nested import leaves
 from dream_trainer.simple.described import described
 from dream_trainer.simple.given_loss import GivenLoss
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dream_trainer.data.loader import DistributedDataLoader
-from dream_trainer.data.nested import map_tensors
 from dream_trainer.data.ordered import ENDLESS
 from dream_trainer.data.sample_count import SampleCount
 from dream_trainer.errors import ConfigError, HookError
 from dream_trainer.events.callback import Callback
+from dream_trainer.nested import map_tensors
 from dream_trainer.optim.learning_rates import ScheduleParameters
 from dream_trainer.simple.best_weights import best_of, take_weights
 from dream_trainer.simple.given_data import LoaderOptions, as_loader

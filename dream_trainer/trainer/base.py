@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.copy_ahead import on_device
-from dream_trainer.data.nested import detach
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
 from dream_trainer.distributed.signals import Interrupted, is_interactive
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
+from dream_trainer.nested import detach
 from dream_trainer.screen import show
 from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed

@@ -19,13 +19,13 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, StepError
 from dream_trainer.modules.forward_state import as_before, in_evaluation
 from dream_trainer.modules.precision import half_dtype
 from dream_trainer.modules.sharding import fsdp_modules
 from dream_trainer.modules.whole_copies import copied_without_values, plain, run_with_values_of
+from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.screen import show
 
 if TYPE_CHECKING:

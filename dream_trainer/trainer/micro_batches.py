@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dream_trainer.data.nested import leaves, map_children
 from dream_trainer.errors import DataError
+from dream_trainer.nested import leaves, map_children
 
 
 def rows_of(batch: Any) -> int:

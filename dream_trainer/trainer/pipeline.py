@@ -20,7 +20,6 @@ from dream_trainer.compat.fully_shard import as_one_backward
 from dream_trainer.compat.loss_graph import trained_by
 from dream_trainer.compat.pipelining import ScheduledStage, as_tuple, bytes_sent, new_schedule, refresh_copy
 from dream_trainer.compat.pytorch import write_count
-from dream_trainer.data.nested import concatenated, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import ConfigError, DataError, StepError
 from dream_trainer.modules.class_change import Changed, change_class
@@ -29,6 +28,7 @@ from dream_trainer.modules.forward_state import as_before
 from dream_trainer.modules.pipeline_stages import view_of
 from dream_trainer.modules.sharding import fsdp_modules, outermost_fsdp_modules
 from dream_trainer.modules.shared_draws import numbers_of_place
+from dream_trainer.nested import concatenated, map_tensors
 from dream_trainer.trainer.micro_batches import cut, rows_of, shapes_of
 from dream_trainer.trainer.stage_check import StageCheck
 from dream_trainer.trainer.stage_messages import Message, StageMessages, layout_of

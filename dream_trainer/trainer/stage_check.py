@@ -22,12 +22,12 @@ from torch import Tensor
 from dream_trainer.compat.computation import Computation, on_meta, tensor_names
 from dream_trainer.compat.pipelining import as_tuple
 from dream_trainer.compat.pytorch import write_count
-from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.distributed.seeds import preserved_random_state
 from dream_trainer.errors import HookError
 from dream_trainer.modules.cut_models import is_held
 from dream_trainer.modules.pipeline_stages import keep_only
 from dream_trainer.modules.whole_copies import copied_without_values
+from dream_trainer.nested import leaves, map_tensors
 from dream_trainer.users_code import failing_frame, line_of, running_line
 
 _CROSS = (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dream_trainer.data.nested import leaves, map_tensors
 from dream_trainer.errors import HookError
+from dream_trainer.nested import leaves, map_tensors
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dream_trainer.compat.pipelining import asked_for_what_is_not_there
-from dream_trainer.data.nested import leaves
 from dream_trainer.errors import RanksDifferError, StepError
+from dream_trainer.nested import leaves
 from dream_trainer.trainer.micro_batches import digest
 
 if TYPE_CHECKING:

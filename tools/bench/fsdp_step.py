@@ -1,8 +1,9 @@
 """CPU time of a sharded training step beside that of a plain FSDP2 loop: the same model, data and optimizer.
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tools/bench/fsdp_step.py [--steps 10] [--pairs 40]
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tools/bench/fsdp_step.py [--steps 10] [--pairs 40] [--by-blocks]
 
-4 blocks, 100 parameters, width 64, sharded block by block, fused AdamW and clipping at 1.0. The plain loop clips by
+4 blocks, 100 parameters, width 64, fused AdamW and clipping at 1.0. The plain loop gathers block by block, and so does
+the trainer with `--by-blocks`; else its model is whole in steps, as small ones are. The plain loop clips by
 `torch.nn.utils.clip_grad_norm_`. Both train in one process group, in turns of `--steps` steps, so that drift of the
 machine meets both. The trainer's time includes its loop, its agreement between ranks and its guard against NaN. It is
 given for the thread that trains, and for the process: gloo's threads, too, which wait by polling and so take more the
@@ -33,6 +34,7 @@ from dream_trainer import (
     DeviceParameters,
     FSDPConfigMixin,
     FSDPMixin,
+    FSDPParameters,
     SetupConfigMixin,
     SetupMixin,
     TrainingParameters,
@@ -163,7 +165,7 @@ class Trainer(BaseTrainer, SetupMixin, FSDPMixin):
             self.started = clocks()
 
 
-def measure(steps: int, pairs: int) -> Tensor:
+def measure(steps: int, pairs: int, *, by_blocks: bool) -> Tensor:
     """Seconds per step and rank, [pairs, 2, 2]: of the plain loop and the trainer, by both clocks."""
     config = Config(
         project="bench",
@@ -173,6 +175,7 @@ def measure(steps: int, pairs: int) -> Tensor:
         training_parameters=TrainingParameters(
             max_steps=steps * (pairs + 1), n_epochs=None, gradient_clip_val=CLIP, train_batch_size=128
         ),
+        fsdp_parameters=FSDPParameters(min_group_mib=0) if by_blocks else FSDPParameters(),
         turn=steps,
     )
     with Trainer(config) as trainer:
@@ -186,11 +189,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of a sharded step beside a plain FSDP2 loop.")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--by-blocks", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        found = measure(options.steps, options.pairs)
+        found = measure(options.steps, options.pairs, by_blocks=options.by_blocks)
         os.chdir("/")
     if int(os.environ["RANK"]) == 0:
         n_parameters = len(list(Model().parameters()))

@@ -169,7 +169,8 @@ class Accumulation:
                     direct_calls.backward(loss)
         except RecomputationMismatch as error:
             raise mismatch(error) from error
-        self._parallel.end_backward()
+        if self._local_gradients.groups:
+            self._parallel.end_backward()
         self.turns.after_backward()
         if watches:
             self._own.note(self.turns.optimizers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -134,20 +133,34 @@ class OptimizerStep:
         can_rerun = self._accumulation.begin_step()
         if self._world.world_size > 1:
             self._local_gradients.let_graphs_go()
-        with self._parallel.stepping():
-            self._trainer._saver.before_update()
-            with torch.no_grad():
-                norm, empty = self._finish_gradients(model, optimizers, plan)
-            with self._parallel.shards(optimizers, others_may_change=self._others_may_change):
-                self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
-            for parameter in plan.parameters:
-                parameter.grad = None
+        if self._parallel.changes_in_steps:
+            with self._parallel.stepping():
+                norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
+        else:
+            norm = self._advance(model, optimizers, plan, can_rerun=can_rerun)
         self._turns.stepped(optimizers)
         if self._world.data_size > 1 or self._accumulation.reduced:
             self._accumulation.finish_step()
         for scheduler in schedulers:
             scheduler.step()
             self.handed_over[id(scheduler)] += 1
+        return norm
+
+    def _advance(
+        self, model: nn.Module, optimizers: tuple[Optimizer, ...], plan: StepPlan, *, can_rerun: bool
+    ) -> Tensor:
+        """Finishes the gradients, and steps; returns their norm."""
+        self._trainer._saver.before_update()
+        with torch.no_grad():
+            norm, empty = self._finish_gradients(model, optimizers, plan)
+        if self._parallel.changes_in_steps:
+            shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
+            with shards, self._parallel.as_values(optimizers, someone_listens=bool(self._after_step)):
+                self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
+        else:
+            self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
+        for parameter in plan.parameters:
+            parameter.grad = None
         return norm
 
     def _update(
@@ -161,13 +174,16 @@ class OptimizerStep:
         can_rerun: bool,
     ) -> None:
         """Steps the optimizers, and tells who listens."""
-        with self._parallel.assignable(optimizers, someone_listens=bool(self._after_step)):
-            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else nullcontext():
+        with torch.no_grad():
+            if plan.is_mixed:
+                with plain_beside_dtensors():
+                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+            else:
                 skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-            if not skipped and self._after_step:
-                for optimizer in optimizers:
-                    for listener in self._after_step:
-                        listener(model, optimizer)
+        if not skipped and self._after_step:
+            for optimizer in optimizers:
+                for listener in self._after_step:
+                    listener(model, optimizer)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` was stepped in this process."""
@@ -212,9 +228,10 @@ class OptimizerStep:
         if self._renormalises:
             if scale is not None:
                 scale_gradients(plan, grads, scale)
-            for optimizer in optimizers:
-                for listener in self._before_step:
-                    listener(model, optimizer)
+            with self._parallel.as_values(optimizers, someone_listens=True):
+                for optimizer in optimizers:
+                    for listener in self._before_step:
+                        listener(model, optimizer)
             grads, scale = gradients_of(plan), None
             norm = self._norm_of_changed(plan, grads)
             if self._stages is not None:
