@@ -83,8 +83,10 @@ class TouchableShard(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
+        if func in _METADATA or (func == _SET_GRAD and (args[1] is None or isinstance(args[1], DTensor))):
             return _as_shards(func, args, kwargs)
+        if func == _GET_GRAD:
+            return _as_value(_as_shards(func, args, kwargs))
         kwargs = kwargs or {}
         first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init gives its tensor by name
         if type(first) is cls:
@@ -92,7 +94,7 @@ class TouchableShard(DTensor):
                 return _alias(func, first)
             if func is Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
                 return _set_requires_grad(func, args, kwargs)
-            if func in (_GET_GRAD, _SET_GRAD):
+            if func == _SET_GRAD:
                 return _of_shards(func, args, kwargs)
             if func == _SET_DATA:
                 with torch.no_grad():

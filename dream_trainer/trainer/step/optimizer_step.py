@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,8 @@ from dream_trainer.trainer.step.tied_gradients import TiedGradients
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
     from dream_trainer.trainer.step.accumulation import Accumulation, Weight
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class OptimizerStep:
@@ -153,37 +156,20 @@ class OptimizerStep:
         self._trainer._saver.before_update()
         with torch.no_grad():
             norm, empty = self._finish_gradients(model, optimizers, plan)
+        shards = values = _NOTHING
         if self._parallel.changes_in_steps:
             shards = self._parallel.shards(optimizers, others_may_change=self._others_may_change)
-            with shards, self._parallel.as_values(optimizers, someone_listens=bool(self._after_step)):
-                self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
-        else:
-            self._update(model, optimizers, plan, norm, empty, can_rerun=can_rerun)
+            values = self._parallel.as_values(optimizers, someone_listens=bool(self._after_step))
+        with shards, values:
+            with torch.no_grad(), plain_beside_dtensors() if plan.is_mixed else _NOTHING:
+                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
+            if not skipped and self._after_step:
+                for optimizer in optimizers:
+                    for listener in self._after_step:
+                        listener(model, optimizer)
         for parameter in plan.parameters:
             parameter.grad = None
         return norm
-
-    def _update(
-        self,
-        model: nn.Module,
-        optimizers: tuple[Optimizer, ...],
-        plan: StepPlan,
-        norm: Tensor,
-        empty: Tensor | bool,
-        *,
-        can_rerun: bool,
-    ) -> None:
-        """Steps the optimizers, and tells who listens."""
-        with torch.no_grad():
-            if plan.is_mixed:
-                with plain_beside_dtensors():
-                    skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-            else:
-                skipped = self._guard.step(optimizers, norm, empty, can_rerun=can_rerun)
-        if not skipped and self._after_step:
-            for optimizer in optimizers:
-                for listener in self._after_step:
-                    listener(model, optimizer)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` was stepped in this process."""

@@ -80,7 +80,7 @@ class OwnGradients:
             p
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.requires_grad and id(p) not in self._gradients.shared
+            if id(p) not in self._gradients.shared and p.requires_grad
         ]
         return [
             _Mark(p, p.grad, 0 if p.grad is None else write_count(local_tensor(p.grad)), write_count(p))
