@@ -164,6 +164,7 @@ class DifferentiableGroup(FSDPParamGroup):
 
     _local_gradients: LocalGradients
     _state: FSDPState
+    _touchable: TouchableShards
     is_held = False  # for a parameter that was touched outside of the group's forward
     ends = False  # a backward, with all the gradients that it gave
     _is_in_saved = _owns_storages = _shows_shards = False
@@ -213,6 +214,11 @@ class DifferentiableGroup(FSDPParamGroup):
         saved: SavedWeights = self._local_gradients.saved
         return saved
 
+    def let_touch(self) -> None:
+        """What stays gathered, held or as the root's is, shows shards again, so that each operation is noticed."""
+        if self.is_unsharded and self._touchable.may_be_touched:
+            self.show("sharded_param")
+
     def show(self, which: str) -> None:
         """Has modules show the shards (`sharded_param`), or the gathered parameters (`_unsharded_param`)."""
         self._shows_shards = which == "sharded_param"
@@ -224,15 +230,10 @@ class DifferentiableGroup(FSDPParamGroup):
             super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def let_touched_go(self) -> None:
-        """Gives back what is held, without the gradients that came to it."""
+        """Gives back what is held, and keeps the gradients that came to it."""
         self.is_held = False
         self.write_back(also_unseen=True)
         self._full.clear()
-        for parameter in self.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-        self.reshard()
-        for parameter in self.fsdp_params:
-            parameter.to_accumulated_grad_if_needed()
 
     def settle(self) -> None:
         """Takes gradients that came to gathered parameters by no way that ended here."""
@@ -335,8 +336,7 @@ class DifferentiableGroup(FSDPParamGroup):
             self.saved_weights.end()
         with unseen_by_checkpoints():
             output = super().post_forward(*args, **kwargs)
-        if self.is_unsharded:  # held, or the root's
-            self.show("sharded_param")
+        self.let_touch()
         return output
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
@@ -345,6 +345,8 @@ class DifferentiableGroup(FSDPParamGroup):
             self._local_gradients.graphs[self] = None
             self.reshard_after_backward = False
         super().pre_backward(*args, **kwargs)
+        if self._shows_shards and self.is_unsharded:  # what is computed again meets gathered parameters
+            self.show("_unsharded_param")
 
     def hold(self) -> None:
         """Gathers what a forward has released since; a collective."""
@@ -387,6 +389,14 @@ class SharedGroup(DifferentiableGroup):
         super().hold_touched()
         self._local_gradients.ran.add(id(self))
         self._local_gradients.waiting.add(self)
+
+    def let_touched_go(self) -> None:
+        """As at the end of a backward that reduces nothing: gradients wait in the type that they are summed in."""
+        super().let_touched_go()
+        reduces, self.reduce_grads = self.reduce_grads, False
+        super().post_backward()
+        self.reduce_grads, self._training_state = reduces, TrainingState.IDLE
+        self.reshard()
 
     def settle(self) -> None:
         """Gradients that came to gathered parameters by no way that ended here wait for the step."""
@@ -471,10 +481,8 @@ class WholeGroup(DifferentiableGroup):
             self.reshard()
 
     def let_touched_go(self) -> None:
-        """Gives back what is held, and keeps the gradients that came to it."""
-        self.is_held = False
-        self.write_back(also_unseen=True)
-        self._full.clear()
+        """Also gives the gradients to the optimizer's parameters."""
+        super().let_touched_go()
         self.post_backward()
 
     @torch.no_grad()
@@ -518,7 +526,7 @@ def watch_gradients(module: FSDPModule, local_gradients: LocalGradients, touchab
     group.__class__ = WholeGroup if is_whole else SharedGroup
     shared = cast("SharedGroup", group)
     shared._local_gradients, shared._number = local_gradients, len(set(local_gradients.shared.values()))
-    shared._state, shared._full = state, {}
+    shared._state, shared._full, shared._touchable = state, {}, touchable
     if local_gradients.saved is None:
         local_gradients.saved = SavedWeights(local_gradients.owners)
     local_gradients.groups.append(group)
@@ -617,8 +625,9 @@ def end_backward(groups: Iterable[DifferentiableGroup]) -> None:
             group._training_state = TrainingState.IDLE if group.is_held else TrainingState.POST_BACKWARD
     for root in {group._state._state_ctx.all_states[0]: None for group in held}:
         _end_backward(root)
-    for group in held:
+    for group in groups:
         group.ends = False
+        group.let_touch()
 
 
 @contextmanager

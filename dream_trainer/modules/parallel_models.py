@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dream_trainer.modules.joined_buffers import JoinedBuffers
 
 _NOTHING = nullcontext()
+_OF_MIXED = ("mixed torch.Tensor and DTensor", "of TensorWrapper")  # the latter of PyTorch 2.11
 _MIXED = (
     "an operation met a shard of a parameter beside a plain tensor. Code in a step may read the parameters of a large "
     "model as whole ones, but torch.func cannot transform a function of them. Use dp_shard=1, or raise "
@@ -180,7 +181,7 @@ class ParallelModels:
         try:
             yield
         except RuntimeError as error:
-            if self._touchable is not None and "mixed torch.Tensor and DTensor" in str(error):
+            if self._touchable is not None and any(words in str(error) for words in _OF_MIXED):
                 raise StepError(_MIXED) from error
             raise
         finally:

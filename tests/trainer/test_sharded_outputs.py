@@ -96,6 +96,7 @@ def train_all(directory: str) -> list[tuple[str, torch.dtype, dict[str, Tensor]]
     return found
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 casts within a hook that cannot be overridden")
 @pytest.mark.pitfall(104)
 def test_containers_keep_their_class_and_what_they_hold_is_cast(tmp_path: Path) -> None:
     names = ["Tensor", "Output", "Ordered", "Record", "PackedSequence"]
