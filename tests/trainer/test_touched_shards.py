@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,38 @@ def of_an_earlier_forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return fit_loss(model, x, y) + torch.stack(sums).sum()
 
 
+def frozen_after_a_read(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    for number, block in enumerate(model.blocks):
+        block.weight.norm()
+        block.requires_grad_(number != 1)
+    return fit_loss(model, x, y)
+
+
+def thawed_after_a_read(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    model.blocks[1].requires_grad_(False)
+    size = model.blocks[1].weight.norm()
+    model.blocks[1].requires_grad_(True)
+    return fit_loss(model, x, y) * size
+
+
+def in_numpy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return fit_loss(model, x, y) * float(model.blocks[0].weight.detach().cpu().numpy().sum())
+
+
+def initialised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    nn.init.constant_(model.blocks[0].rho, 0.3)
+    nn.init.eye_(model.blocks[1].weight)
+    return fit_loss(model, x, y)
+
+
+def copied_state(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.blocks[0].weight.zero_()
+    model.load_state_dict(state)
+    return fit_loss(model, x, y)
+
+
 OF_ALL = ("forward", "method only", "method first", "penalty on all", "weight of a block", "methods of blocks",
           "hidden state", "kept", "object", "clamped", "replaced data", "loaded", "frozen in the step",
           "gradient penalty")  # fmt: skip
@@ -114,6 +147,11 @@ KINDS: dict[str, Loss] = {name: plain.KINDS[name] for name in OF_ALL} | {
     "gradient of weights": gradient_of_weights,
     "whole tensor": whole_tensor,
     "of an earlier forward": of_an_earlier_forward,
+    "frozen after a read": frozen_after_a_read,
+    "thawed after a read": thawed_after_a_read,
+    "in numpy": in_numpy,
+    "initialised": initialised,
+    "copied state": copied_state,
 }
 ONCE = ("replaced data", "loaded", "written")  # change weights, which two ranks do once and a loop by hand twice
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -257,6 +295,112 @@ def test_what_cannot_meet_whole_weights_is_refused_before_they_move(tmp_path: Pa
         assert "min_group_mib" in said
         assert unmoved
         assert "a callback on rank 0" in forbidden
+
+
+# -- gradients
+
+
+def clipped_with_decay(parameters: list[nn.Parameter]) -> float:
+    """Clips and decays by hand, as many loops do."""
+    norm = sum(p.grad.norm().item() ** 2 for p in parameters) ** 0.5
+    for parameter in parameters:
+        parameter.grad.mul_(min(1.0, 0.1 / norm))
+        parameter.grad += 0.01 * parameter.detach()
+        parameter.grad.add_(torch.ones(parameter.shape, dtype=torch.float64) * 0.01)
+    return norm
+
+
+class ByHand(Touches):
+    freezes = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        if self.freezes:  # in the last micro-batch, so that its gradient is of the first alone
+            self.model.blocks[1].requires_grad_(self.is_accumulating_gradients)
+        self.backward(fit_loss(self.model, *batch))
+        if not self.is_accumulating_gradients:
+            if not self.freezes:
+                self.reduce_gradients(self.optimizer)
+                self.norms.append(clipped_with_decay(list(self.model.parameters())))
+            self.step(self.model, self.optimizer)
+        return {}
+
+
+def with_gradients_by_hand(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    os.chdir(directory)
+    found = []
+    for freezes in (False, True):
+        with ByHand(config_of("blocks", 2), "forward") as trainer:
+            trainer.freezes = freezes
+            trainer.fit()
+            found.append((weights(trainer.model), trainer.norms))
+    return found
+
+
+@pytest.mark.pitfall(103)
+def test_gradients_are_read_and_changed_as_whole_ones(tmp_path: Path) -> None:
+    results = run_world(with_gradients_by_hand, 2, str(tmp_path))
+    data = Samples()
+    parts = list(zip(data.x.split(SIZE), data.y.split(SIZE), strict=True))
+    for number, freezes in enumerate((False, True)):
+        model, norms = Net(), []
+        optimizer = plain.optimizer_of(model)
+        for start in range(0, len(parts), 4):
+            for place, (x, y) in enumerate(parts[start : start + 4]):
+                model.blocks[1].requires_grad_(not freezes or place < 2)
+                (fit_loss(model, x, y) / 4).backward()
+            if not freezes:
+                norms.append(clipped_with_decay(list(model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in results:
+            torch.testing.assert_close(rank[number], (weights(model), norms), rtol=1e-10, atol=1e-10)
+
+
+# -- half precision
+
+
+class Shrinks(Touches):
+    """Reads, and shrinks weights by less than half precision has."""
+
+    def configure_models(self) -> None:
+        self.model = Net().float()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss = self.model(batch[0].float()).mean()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert (parameter * 1).dtype == torch.float32
+                parameter.mul_(1 - 1e-4)
+                parameter.copy_(parameter.detach().clone() * (1 - 1e-4))
+        self.backward(loss + sum(p.square().sum() for p in self.model.parameters()))
+        self.step(self.model, self.optimizer)
+        return {}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.model(batch[0].float()).mean()}
+
+
+def in_half_precision(directory: str) -> dict[str, Tensor]:
+    os.chdir(directory)
+    config = config_of("blocks")
+    config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, precision="bf16")
+    trainer = Shrinks(config, "forward")
+    trainer._session.start()
+    trainer._train()
+    return weights(trainer.model)
+
+
+def test_weights_keep_full_precision_where_code_reads_and_writes_them(tmp_path: Path) -> None:
+    steps = len(Samples()) // (2 * SIZE)
+    for found in run_world(in_half_precision, 2, str(tmp_path)):
+        for name, value in weights(Net().float()).items():
+            torch.testing.assert_close(found[name], value * (1 - 1e-4) ** (2 * steps), rtol=1e-6, atol=0)
+
+
+# -- in place
 
 
 class ChangesInPlace(Net):
