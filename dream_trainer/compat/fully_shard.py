@@ -216,7 +216,7 @@ class DifferentiableGroup(FSDPParamGroup):
 
     def let_touch(self) -> None:
         """What stays gathered, held or as the root's is, shows shards again, so that each operation is noticed."""
-        if self.is_unsharded and self._touchable.may_be_touched:
+        if self.is_unsharded and self._touchable.may_be_touched and not self._touchable.in_stages:
             self.show("sharded_param")
 
     def show(self, which: str) -> None:

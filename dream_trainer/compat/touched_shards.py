@@ -154,13 +154,15 @@ class TouchableShards:
 
     Args:
         check: Called before each gathering; raises where ranks may not communicate.
+        in_stages: Whether schedules of a pipeline run backwards, which take the parameters that modules show.
 
     Attributes:
         may_be_touched: Whether code may read parameters now.
     """
 
-    def __init__(self, check: Callable[[], object]) -> None:
+    def __init__(self, check: Callable[[], object], *, in_stages: bool = False) -> None:
         self._check = check
+        self.in_stages = in_stages
         self._shards: list[DTensor] = []
         self._touched: dict[Any, None] = {}
         self.may_be_touched = False
