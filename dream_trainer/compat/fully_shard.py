@@ -75,7 +75,7 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         """Whether they are entered: where others are, as a checkpoint's, these have to see what is saved."""
         wanted = (
             torch.is_grad_enabled()
-            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # pyright: ignore
             and torch._C._current_graph_task_id() == -1
             and not torch._C._are_functorch_transforms_active()
         )
