@@ -1,14 +1,15 @@
-"""How the parameter groups of `fully_shard` end a backward when ranks do not use the same parameters in it.
+"""Parameter groups of `fully_shard` that code may use in ways that PyTorch does not provide for.
 
-A group reduces its gradients in its backward, and only those that are there: ranks that used other parameters would add
-up what does not belong together. So a sharded group brings zeros for what its rank did not use. A group of replicas
-reduces nothing by itself: a rank may leave whole blocks out, and the order of collectives must not hang on that. Its
-gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
+- Ranks may use different parameters in a backward. A sharded group reduces only the gradients that are there, so it
+  brings zeros for what its rank did not use. A group of replicas reduces nothing by itself, since a rank may leave out
+  whole blocks: its gradients stay this rank's own until `step` averages them (`dream_trainer.trainer.step.gradients`).
+- Code may read parameters outside of their block (touched_shards.py). Their group is held to the end of the step, and
+  the shards get what is written to the gathered parameters.
+- A graph may need a weight again after it was given back (saved_weights.py).
+- A group may lie in a block that is run again, and several backwards may be one for their gradients.
 
-Groups inside of blocks that are run again, and backwards that are one for their gradients, are here too.
-
-This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py` and
-`tests/compat/test_fully_shard.py` exercise them.
+This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_uneven_use.py`,
+`tests/trainer/test_touched_shards.py` and `tests/compat/test_fully_shard.py` exercise them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from dream_trainer.compat.gradient_hooks import after_accumulation, changes_gradients
 from dream_trainer.compat.pytorch import local_tensor, whole_of, write_count
+from dream_trainer.compat.saved_weights import SavedWeights
 from dream_trainer.errors import StepError
 from dream_trainer.nested import map_tensors
 
@@ -39,60 +41,6 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
-
-
-class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
-    """Around forwards of sharded blocks: a weight that a graph has saved is gathered again when a backward asks for it.
-
-    `fully_shard` gathers a block for backward when the gradient of its output comes. A loss of what the block kept
-    alone has no such gradient, and its backward would read memory that was given back.
-
-    Args:
-        owners: The group by the storage that its gatherings fill, the same one for good.
-    """
-
-    def __init__(self, owners: dict[int, DifferentiableGroup]) -> None:
-        self._entered = 0
-
-        def pack(tensor: Tensor) -> tuple[Tensor, DifferentiableGroup | int]:
-            group = owners.get(tensor.untyped_storage()._cdata)
-            return tensor, tensor._version if group is None else group
-
-        def unpack(packed: tuple[Tensor, DifferentiableGroup | int]) -> Tensor:
-            tensor, saved = packed
-            if not isinstance(saved, int):
-                saved.gather_again()
-            elif tensor._version != saved:  # PyTorch does not look itself, where there are hooks
-                raise StepError(
-                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at "
-                    f"version {tensor._version} and was saved at {saved}. Use operations that return a new tensor."
-                )
-            return tensor
-
-        super().__init__(pack, unpack)
-
-    def begin(self) -> bool:
-        """Whether they are entered: where others are, as a checkpoint's, these have to see what is saved."""
-        wanted = (
-            torch.is_grad_enabled()
-            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # pyright: ignore
-            and torch._C._current_graph_task_id() == -1
-            and not torch._C._are_functorch_transforms_active()
-        )
-        if wanted:
-            self._entered += 1
-            self.__enter__()
-        return wanted
-
-    def end(self) -> None:
-        """Leaves them."""
-        self._entered -= 1
-        self.__exit__(None, None, None)
-
-    def leave_all(self) -> None:
-        """Leaves what a forward that raised did not leave."""
-        while self._entered:
-            self.end()
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
@@ -253,6 +201,7 @@ class DifferentiableGroup(FSDPParamGroup):
         """Leaves memory that numpy has, and so cannot be given back, to it."""
         for number, gathered in enumerate(parameter.all_gather_outputs):
             if not gathered.untyped_storage().resizable():
+                self._local_gradients.owners.pop(gathered.untyped_storage()._cdata, None)
                 parameter.all_gather_outputs[number] = memory = torch.empty_like(gathered)
                 whole = local_tensor(parameter._unsharded_param)
                 whole.data = memory.as_strided(whole.size(), whole.stride(), whole.storage_offset())
@@ -320,13 +269,18 @@ class DifferentiableGroup(FSDPParamGroup):
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
         """As in PyTorch, also for tensors in containers of users' own classes."""
-        given: dict[int, Tensor] = {}
-        map_tensors(
-            lambda tensor: given.setdefault(id(tensor), tensor) if tensor.requires_grad else tensor, [args, kwargs]
+        given: list[Tensor] = []  # one that is given twice, too: a second run is given its copies, and must not differ
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                given.append(tensor)
+            return tensor
+
+        map_tensors(note, [args, kwargs])
+        hooked = iter(super()._register_post_backward_hook(tuple(given), {})[0])
+        new_args, new_kwargs = map_tensors(
+            lambda tensor: next(hooked) if tensor.requires_grad else tensor, [args, kwargs]
         )
-        hooked, _ = super()._register_post_backward_hook(tuple(given.values()), {})
-        replaced = dict(zip(given, hooked, strict=True))
-        new_args, new_kwargs = map_tensors(lambda tensor: replaced.get(id(tensor), tensor), [args, kwargs])
         return new_args, new_kwargs
 
     def post_forward(self, *args: Any, **kwargs: Any) -> Any:

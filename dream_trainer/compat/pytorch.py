@@ -294,6 +294,13 @@ def reading_waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def of_class_of(tensor: Tensor, values: Tensor) -> Tensor:
+    """`values` as a tensor of the class of `tensor`, with its attributes and `requires_grad`."""
+    new = Tensor._make_subclass(type(tensor), values.detach(), tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    return new
+
+
 def write_count(tensor: Tensor) -> int:
     """How many in-place operations have gone through `tensor` or its views: autograd's version counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,16 +1,19 @@
-"""Parameters of `fully_shard` that code reads outside of the forward that gathers them: touched, gathered, and held.
+"""Sharded parameters that code reads outside of their block's forward: such a read gathers the block.
 
-While they can be touched, sharded parameters have the class `TouchableShard`. An operation on one gathers its group,
-which stays gathered to the end of the step, and goes on with the whole parameter, as in one process. Operations beside
-other shards (`average.lerp_(shard, 0.1)`) and metadata are the shard's own. Gradients, and parameters while an
-optimizer of the user's own steps, are `ShardValue`s: computed with as shards, and read as whole numbers.
+Within steps, sharded parameters have the class `TouchableShard`. An operation on one of them:
+
+- gathers the parameter's block, which stays gathered until the step ends, and computes with the whole parameter;
+- uses the shard itself if its other operands are shards (`average.lerp_(shard, 0.1)`) or if it asks for metadata.
+
+Gradients have the class `ShardValue`, and so have parameters while an optimizer of the user's own steps. Operations on
+these use the shards. Numbers that are read from them (`item()`) are those of the whole tensor.
 
 This file uses private names of PyTorch, as pytorch.py does; `tests/trainer/test_touched_shards.py` exercises them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getattr_static
 from types import GetSetDescriptorType
@@ -19,13 +22,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dream_trainer.compat.mixed_tensors import plain_beside_dtensors
+from dream_trainer.compat.weak_tensors import OfTensors
 
 _PROPERTIES: dict[str, Any] = {
     name: found for name in dir(Tensor) if isinstance(found := getattr_static(Tensor, name), GetSetDescriptorType)
@@ -59,14 +63,14 @@ _RANDOM = {
     for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 }  # of which each rank draws all, as one process does
 _SHARES_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
-_places = WeakTensorKeyDictionary()
-"""Of each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
+_places = OfTensors["tuple[TouchableShards, Any, Any]"]()
+"""For each touchable shard: the TouchableShards, PyTorch's group and its FSDPParam."""
 
 
 class ShardValue(DTensor):
-    """A shard that is computed with as such: plain tensors beside it are whole ones, and its numbers are of all ranks.
+    """A shard whose operations use shards: plain operands are cut to fit, and `item()` gives the whole tensor's number.
 
-    Of a DTensor `item` gives this rank's part of a sum that is not added up yet, and assigning to `data` does nothing.
+    A DTensor's own `item()` gives this rank's part of a sum over ranks, and assigning to its `data` does nothing.
     """
 
     __slots__ = ()
@@ -77,7 +81,7 @@ class ShardValue(DTensor):
 
 
 class TouchableShard(DTensor):
-    """A sharded parameter that is whole for whatever computes with it."""
+    """A sharded parameter whose operations gather it and use the whole parameter."""
 
     __slots__ = ()
 
@@ -136,7 +140,7 @@ def as_values(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 class TouchableParameter(FSDPParam):
-    """What `fully_shard` knows of one parameter. A gathering leaves alone what `functional_call` put in its place."""
+    """`fully_shard`'s record of one parameter. Gathering does not replace what `functional_call` put in its place."""
 
     def _setattr_on_modules(self, param: nn.Parameter) -> None:
         now = self._module_info.module._parameters.get(self._module_info.param_name)
@@ -153,15 +157,15 @@ class TouchableShards:
     """The sharded parameters of a trainer's models.
 
     Args:
-        check: Called before each gathering; raises where ranks may not communicate.
+        meet: Called before each gathering with the ranks and the parameter's name. It raises if a rank does not come.
         in_stages: Whether schedules of a pipeline run backwards, which take the parameters that modules show.
 
     Attributes:
         may_be_touched: Whether code may read parameters now.
     """
 
-    def __init__(self, check: Callable[[], object], *, in_stages: bool = False) -> None:
-        self._check = check
+    def __init__(self, meet: Callable[[Sequence[int], str], object], *, in_stages: bool = False) -> None:
+        self._meet = meet
         self.in_stages = in_stages
         self._shards: list[DTensor] = []
         self._touched: dict[Any, None] = {}
@@ -171,7 +175,7 @@ class TouchableShards:
         """From now on the parameters of a group can be touched, while `let_touch` says so."""
         for parameter in group.fsdp_params:
             parameter.__class__ = TouchableParameter
-            _places[parameter.sharded_param] = self, group, parameter
+            _places.set(parameter.sharded_param, (self, group, parameter))
             self._shards.append(parameter.sharded_param)
 
     def let_touch(self, allowed: bool) -> None:
@@ -189,10 +193,10 @@ class TouchableShards:
             group.let_touched_go()
         self._touched.clear()
 
-    def gather(self, group: Any) -> None:
+    def gather(self, group: Any, name: str) -> None:
         """A parameter of `group` is touched; a collective."""
         if not group.is_held:
-            self._check()
+            self._meet(get_process_group_ranks(group._all_gather_process_group), name)
             self._touched[group] = None
         group.hold_touched()
 
@@ -260,7 +264,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_whole, (args, kwargs))
     if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in tree_iter((args, kwargs))):
         return _of_shards(func, args, kwargs)  # of split layers
-    saved = _places[touched[0]][1].saved_weights if touched else None
+    saved = _place(touched[0])[1].saved_weights if touched else None
     if saved is None or not saved.begin():
         return func(*args, **kwargs)
     try:
@@ -269,15 +273,21 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         saved.end()
 
 
+def _place(shard: Any) -> tuple[TouchableShards, Any, Any]:
+    place = _places.get(shard)
+    assert place is not None, "only `add` and `_alias` make touchable shards, and they note their places"
+    return place
+
+
 def _whole(value: Any) -> Any:
     if type(value) is not TouchableShard:
         return value
     shard: Any = value
-    shards, group, parameter = _places[shard]
+    shards, group, parameter = _place(shard)
     if not shards.may_be_touched:  # what was taken from a parameter in a step, and kept
         shard.__class__ = DTensor
         return shard
-    shards.gather(group)
+    shards.gather(group, parameter._param_fqn)
     whole = parameter._unsharded_param
     takes_gradients = shard.requires_grad and whole.requires_grad and torch.is_grad_enabled()
     if group.is_in_half_precision(parameter):
@@ -299,14 +309,14 @@ def _alias(func: Any, shard: Any) -> Any:
     """What `detach()` and `data` give: written to it is a shard, and read the whole parameter."""
     result = _as_shards(func, (shard,), {})
     result.__class__ = TouchableShard
-    _places[result] = _places[shard]
+    _places.set(result, _place(shard))
     return result
 
 
 def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     shard = args[0]
     result = _as_shards(func, args, kwargs)
-    parameter = _places[shard][2]
+    parameter = _place(shard)[2]
     whole = vars(parameter).get("_unsharded_param")
     if whole is not None and shard is parameter.sharded_param:  # not what `detach` gave
         whole.requires_grad_(shard.requires_grad)
@@ -315,7 +325,7 @@ def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _write(func: Any, shard: Any, args: Any, kwargs: Any) -> Any:
     """Writes to `shard`, the first argument: by way of the whole parameter if plain tensors are written."""
-    shards, group, parameter = _places[shard]
+    shards, group, parameter = _place(shard)
     values = list(tree_iter((args, kwargs)))
     is_plain = any(isinstance(v, Tensor) and not isinstance(v, DTensor) and v.ndim for v in values)
     has_others = any(map(_is_other_shard, values))

@@ -8,6 +8,7 @@ is when hosts join or leave; so the ranks of an attempt agree on a name for it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -78,6 +79,27 @@ def all_say(what: str, world_size: int, timeout_seconds: float) -> bool:
     except RuntimeError:  # the time is up, or the store went away with its rank
         return False
     return True
+
+
+def all_arrive(where: str, times: int, n_ranks: int, timeout_seconds: float, waits_for: str) -> bool:
+    """Arrives somewhere for the `times`-th time, and returns whether `n_ranks` ranks have within the time; warns
+    of `waits_for` if it takes long."""
+    if _store is None:
+        return True
+    key, begin, pause = f"{_attempt}/at/{where}", time.monotonic(), 0.0005
+    says_so_at = begin + SAYS_SO_AFTER_SECONDS
+    try:
+        arrived = _store.add(key, 1)
+        while arrived < times * n_ranks and time.monotonic() < begin + timeout_seconds:
+            if time.monotonic() > says_so_at:
+                logger.warning("%s", waits_for)
+                says_so_at = math.inf
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            arrived = _store.add(key, 0)
+    except RuntimeError:  # the store went away with its rank
+        return False
+    return arrived >= times * n_ranks
 
 
 def leave(number: int, world_size: int, timeout_seconds: float | None) -> None:

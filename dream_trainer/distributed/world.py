@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
@@ -29,7 +30,7 @@ from dream_trainer.distributed.hosts import host_name, meet_hosts, place_among_h
 from dream_trainer.distributed.lost_ranks import announce
 from dream_trainer.distributed.rank_groups import make_groups
 from dream_trainer.distributed.ranks import Ranks
-from dream_trainer.errors import ConfigError
+from dream_trainer.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -168,6 +169,7 @@ class World(Ranks):
         self.data_size = self.dp_size * cp
         self.data_rank = self.rank // self.data_copies % self.data_size
         self._number = _launches
+        self._meetings: Counter[str] = Counter()
         self._open = True
 
     def _choose_parameter_device(self) -> torch.device:
@@ -381,6 +383,29 @@ class World(Ranks):
         """
         if self._open and not job_store.all_say(f"exception {self._number}", self.world_size, _ALONE_AFTER_SECONDS):
             self.fail(exc)
+
+    def meet(self, ranks: Sequence[int], where: str) -> None:
+        """Waits for `ranks` before they run a collective that code of users caused, which only some may have.
+
+        Args:
+            ranks: This one among them.
+            where: Which code, for errors; the same on all of them.
+
+        Raises:
+            RuntimeError: Only one rank runs now.
+            StepError: Not all came within half the time that a collective may take. Then none is left half run.
+        """
+        self.refuse_if_forbidden()
+        key = f"{self._number}/{','.join(map(str, ranks))}/{where}"
+        self._meetings[key] += 1
+        seconds = self._time_out.total_seconds() / 2
+        said = (
+            f"rank {self.rank} read {where} outside of its block's forward, which gathers it from ranks "
+            f"{', '.join(map(str, ranks))}, and not all of these have. Read it on all of them, in the same order, or "
+            "raise fsdp_parameters.min_group_mib above the model's size."
+        )
+        if not job_store.all_arrive(key, self._meetings[key], len(ranks), seconds, said):
+            raise StepError(said)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Leaves the process group; the last world of the process destroys it. Safe to call twice.

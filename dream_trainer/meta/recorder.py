@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from dream_trainer.compat.pytorch import storage_id, write_count
+from dream_trainer.compat.pytorch import of_class_of, storage_id, write_count
 from dream_trainer.errors import InitError
 from dream_trainer.meta.functions import (
     EMPTY,
@@ -351,9 +351,7 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 def _become(tensor: Tensor, recorded: Tensor) -> None:
     """`tensor.data = recorded` for a real tensor without elements, such as the parameter of a lazy module."""
-    new = torch.Tensor._make_subclass(type(tensor), recorded.detach(), tensor.requires_grad)
-    vars(new).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, new)
+    torch.utils.swap_tensors(tensor, of_class_of(tensor, recorded))
 
 
 def _to_meta(leaf: Any) -> Any:

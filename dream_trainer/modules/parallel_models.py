@@ -89,7 +89,7 @@ class ParallelModels:
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients
         from dream_trainer.compat.touched_shards import TouchableShards
 
-        touchable = TouchableShards(world.refuse_if_forbidden, in_stages=world.stages > 1)
+        touchable = TouchableShards(world.meet, in_stages=world.stages > 1)
         self._world, self._policy = world, sync_policy
         models = list(models)
         self._wrapped = [module for model in models for module in fsdp_modules(model)]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dream_trainer.compat.gradient_hooks import share_hooks
 from dream_trainer.compat.pytorch import all_gather_flat, foreach_copy_, local_tensor, with_local, write_count
+from dream_trainer.compat.weak_tensors import OfTensors
 from dream_trainer.errors import StepError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from dream_trainer.own_time import OwnTime
 
-_stepped_as_shard = WeakTensorKeyDictionary()  # whole parameters
+_stepped_as_shard = OfTensors[bool]()  # whole parameters
 _ALIGNMENT = 16  # bytes; any dtype can be viewed at such an offset
 
 
@@ -145,7 +145,7 @@ class ShardedModel:
             requires_grad=shard.requires_grad,
         )
         vars(whole).update(vars(shard))
-        _stepped_as_shard[whole] = True
+        _stepped_as_shard.set(whole, True)
         start, rows = _rows_of(self._rank, shard.shape[0], self._n_ranks)
         return _Parameter(shard, whole, whole.data, slots, start, rows)
 
@@ -329,7 +329,7 @@ def is_sharded(parameter: Tensor) -> bool:
     """Whether an optimizer steps shards of this parameter, which may be whole at the moment."""
     from torch.distributed.tensor import DTensor
 
-    return isinstance(parameter, DTensor) or parameter in _stepped_as_shard
+    return isinstance(parameter, DTensor) or bool(_stepped_as_shard.get(parameter))
 
 
 def shardable_bytes(model: nn.Module) -> int:

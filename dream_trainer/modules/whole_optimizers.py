@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
+
+from dream_trainer.nested import leaves
 
 _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 
@@ -36,8 +37,8 @@ class MadeOfWhole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        origins = [self._origins[id(value)] for value in tree_iter(args) if id(value) in self._origins]
-        for value in tree_iter(result) if origins else ():
+        origins = [self._origins[id(value)] for value in leaves(args) if id(value) in self._origins]
+        for value in leaves(result) if origins else ():
             if isinstance(value, Tensor) and id(value) not in self._origins:
                 origin = next((one for one in origins if one.shape == value.shape), None)
                 if origin is not None:

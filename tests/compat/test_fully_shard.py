@@ -38,7 +38,7 @@ def backwards_after_all_forwards() -> list[float]:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(sharded, reshard_after_forward=False)
     for module in fsdp_modules(sharded):
-        watch_gradients(module, local_gradients, TouchableShards(lambda: None))
+        watch_gradients(module, local_gradients, TouchableShards(lambda *_: None))
     for model in (plain, sharded):
         generator = torch.Generator().manual_seed(1)
         inputs = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -75,7 +75,7 @@ def a_layer_that_runs_in_the_second_batch_alone() -> list[float]:
         fully_shard(layer, mp_policy=halves)
     fully_shard(sharded, mp_policy=halves)
     for module in fsdp_modules(sharded):
-        watch_gradients(module, local_gradients, TouchableShards(lambda: None))
+        watch_gradients(module, local_gradients, TouchableShards(lambda *_: None))
     x = torch.arange(8.0).remainder(5).view(2, 4)
     for n_layers in (1, 2):
         sharded.set_requires_gradient_sync(n_layers == 2)  # type: ignore[operator]

@@ -280,15 +280,18 @@ def test_a_buffer_that_grows_on_one_rank_is_named_and_nothing_hangs() -> None:
         assert 'choose "as is"' in message
 
 
-def wrong(policies: dict[str, str], match: str) -> None:
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        ({"codebok": "mean"}, ["'codebok'", "matches no buffer", "model.running, model.signs"]),
+        ({"running": "sum"}, ["'sum' for 'running'", "'mean', 'rank 0', 'as is'"]),
+        ({"place": "mean"}, ["model.place", "torch.int64", 'Use "rank 0"']),
+        ({"(": "mean"}, ["not a regular expression"]),
+    ],
+)
+def test_policies_that_cannot_be_are_refused_on_any_number_of_ranks(policies: dict[str, str], words: list[str]) -> None:
     trainer = type("Of", (Replicas,), {"make": Queue, "policies": policies})(make_config(n_epochs=1), loader(4))
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError) as error:
         trainer.fit()
     trainer.close()
-
-
-def test_policies_that_cannot_be_are_refused_on_any_number_of_ranks() -> None:
-    wrong({"codebok": "mean"}, r"'codebok', which matches no buffer. The buffers are: model\.running, model\.signs")
-    wrong({"running": "sum"}, r"'sum' for 'running'. Use one of 'mean', 'rank 0', 'as is'")
-    wrong({"place": "mean"}, r"model\.place, which is torch\.int64 and has no mean. Use \"rank 0\"")
-    wrong({"(": "mean"}, "not a regular expression")
+    assert all(word in str(error.value) for word in words)

@@ -233,32 +233,28 @@ def train(kind: str, shards: int, accumulation: int) -> dict[str, Any]:
 
 
 def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
-    model, data = Net(), Samples()
-    optimizer, norms, after = optimizer_of(model), [], []
+    model = Net()
     # Steps that change weights by a factor do so once in a micro-batch, which two ranks share.
-    ranks = 1 if kind in ("replaced data", "loaded") else 2
+    norms, after = loop_by_hand(model, KINDS[kind], accumulation, 1 if kind in ("replaced data", "loaded") else 2)
+    end = float(model.divergence().detach())
+    output = model(Samples().x[:2]).detach()
+    return {"weights": weights(model), "norms": norms, "after": after, "ended": end, "out": output}
+
+
+def loop_by_hand(model: nn.Module, loss_of: Loss, accumulation: int, ranks: int) -> tuple[list[float], list[float]]:
+    """Trains `model` as `ranks` ranks do, one after the other; norms, and sums of squares of weights, at each step."""
+    data, optimizer, norms, after = Samples(), optimizer_of(model), [], []
     size = 2 * SIZE // ranks
     parts = list(zip(data.x.split(size), data.y.split(size), strict=True))
     for start in range(0, len(parts), ranks * accumulation):
         window = parts[start : start + ranks * accumulation]
         for x, y in window:
-            (KINDS[kind](model, x, y) / len(window)).backward()
+            (loss_of(model, x, y) / len(window)).backward()
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
         optimizer.step()
         optimizer.zero_grad()
         after.append(float(sum(p.detach().square().sum() for p in model.parameters())))
-    return ended(model, norms, after)
-
-
-def ended(model: nn.Module, norms: list[float], after: list[float]) -> dict[str, Any]:
-    end = float(model.divergence().detach())
-    return {
-        "weights": weights(model),
-        "norms": norms,
-        "after": after,
-        "ended": end,
-        "out": model(Samples().x[:2]).detach(),
-    }
+    return norms, after
 
 
 def train_all(cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:

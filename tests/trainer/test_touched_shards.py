@@ -19,7 +19,7 @@ from dream_trainer.data.loader import DistributedDataLoader
 from dream_trainer.errors import StepError
 from tests.trainer import test_plain_steps as plain
 from tests.trainer.small import BY_BLOCKS, make_config, weights
-from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, Samples, fill, fit_loss
+from tests.trainer.test_plain_steps import SIZE, WIDTH, Bayesian, Loss, Plain, Samples, fill, fit_loss, loop_by_hand
 from tests.worlds import run_world
 
 
@@ -218,19 +218,8 @@ def train_all(cases: list[tuple[str, str, int]], directory: str) -> list[dict[st
 
 
 def by_hand(kind: str, accumulation: int) -> dict[str, Any]:
-    model, data = Net(), Samples()
-    optimizer, norms, after = plain.optimizer_of(model), [], []
-    ranks = 1 if kind in ONCE else 2
-    size = 2 * SIZE // ranks
-    parts = list(zip(data.x.split(size), data.y.split(size), strict=True))
-    for start in range(0, len(parts), ranks * accumulation):
-        window = parts[start : start + ranks * accumulation]
-        for x, y in window:
-            (KINDS[kind](model, x, y) / len(window)).backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after.append(float(sum(p.detach().square().sum() for p in model.parameters())))
+    model = Net()
+    norms, after = loop_by_hand(model, KINDS[kind], accumulation, 1 if kind in ONCE else 2)
     seen = [0.0, float(model.divergence().detach())]
     return {"weights": weights(model), "norms": norms, "after": after, "seen": seen}
 
@@ -273,6 +262,30 @@ def test_an_optimizer_of_ones_own_may_assign_to_data(tmp_path: Path) -> None:
             torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
 
 
+def read_on_one_rank(directory: str) -> str:
+    os.chdir(directory)
+    config = config_of("blocks")
+    config.device_parameters = dt.DeviceParameters(device="cpu", dp_shard=2, start_timeout_seconds=12.0)
+    trainer = Touches(config, "forward")
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if trainer.world.rank == 0:
+            model.blocks[1].weight.norm()
+        return fit_loss(model, x, y)
+
+    trainer.loss_of = loss_of
+    trainer._session.start()
+    with pytest.raises(RuntimeError) as error:
+        trainer._train()
+    return str(error.value)
+
+
+def test_weights_that_one_rank_alone_reads_are_named_before_a_collective_gives_up(tmp_path: Path) -> None:
+    said, _ = run_world(read_on_one_rank, 2, str(tmp_path))
+    assert "blocks.1.weight" in said
+    assert "0, 1" in said
+
+
 def refused(directory: str) -> tuple[str, bool, str]:
     os.chdir(directory)
     trainer = Touches(config_of("blocks"), "forward")
@@ -295,6 +308,50 @@ def test_what_cannot_meet_whole_weights_is_refused_before_they_move(tmp_path: Pa
         assert "min_group_mib" in said
         assert unmoved
         assert "a callback on rank 0" in forbidden
+
+
+# -- recomputed attention, which asks whether its query is its key
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+        fill(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.into(x)[:, None].expand(-1, 3, -1)
+        return self.head(self.attention(rows, rows, rows, need_weights=False)[0].mean(1))
+
+
+class OfAttention(Touches):
+    def configure_models(self) -> None:
+        self.model = Attends()
+
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.attention]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {"loss": mse_loss(self.model(batch[0]), batch[1])}
+
+    post_epoch = dt.BaseTrainer.post_epoch
+
+
+def with_attention(directory: str) -> dict[str, Tensor]:
+    os.chdir(directory)
+    with OfAttention(config_of("recomputed"), "forward") as trainer:
+        trainer.fit()
+        return weights(trainer.model)
+
+
+def test_a_block_that_is_given_one_tensor_twice_is_recomputed(tmp_path: Path) -> None:
+    model = Attends()
+    loop_by_hand(model, fit_loss, 1, 2)
+    for found in run_world(with_attention, 2, str(tmp_path)):
+        torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
 
 
 # -- gradients
