@@ -23,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 # Written by the tools themselves while tests run.
 TOOL_FILES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".coverage", ".git", ".venv", "__pycache__"}
 # pytest sets the first around every test; torch sets the others once, when the part that reads them is imported.
-RUNNER_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"}
+RUNNER_VARIABLES = {
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "KMP_DUPLICATE_LIB_OK")
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

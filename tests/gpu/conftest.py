@@ -21,9 +21,15 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def cuda() -> Iterator[torch.device]:
+def cuda() -> torch.device:
     """The CUDA device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    yield torch.device("cuda", 0)
-    torch.cuda.set_sync_debug_mode("default")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def waiting_is_allowed_again() -> Iterator[None]:
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import dream_trainer as dt
-from tests.gpu.test_training import Fits, config
+from tests.gpu.test_training import Strict, config
 
 pytestmark = pytest.mark.gpu
-
-
-class StrictSteps(dt.Callback):
-    """From the third step on an operation that makes the host wait for the device is an error."""
-
-    def post_train_step(self, trainer: Any) -> None:
-        if trainer.global_step == 2 and trainer.world.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-
-    def post_fit(self, trainer: Any) -> None:
-        if trainer.world.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_average_on_the_host_is_the_devices_and_steps_do_not_wait(device: torch.device) -> None:
     beside, on_host = dt.EMA(0.9), dt.EMA(0.9, device="cpu", validate=False)
     parameters = config(device, steps=12)
-    parameters.callbacks = dt.CallbackCollection([beside, on_host, StrictSteps()])
-    with Fits(parameters) as trainer:
+    parameters.callbacks = dt.CallbackCollection([beside, on_host])
+    with Strict(parameters) as trainer:
         trainer.fit()
         found, expected = on_host.averaged("model"), beside.averaged("model")
         for name, average in expected.items():

@@ -46,12 +46,13 @@ def one_rank(device: torch.device) -> dict[str, object]:
     gathered, own = torch.zeros(3, device=device), torch.arange(3.0, device=device)
     all_gather_flat(gathered, own, mesh.get_group())
     offloaded = fully_shard(network(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda"))
-    found = {
+    found: dict[str, object] = {
         "gathered": gathered.tolist(),
         "offloaded": step(offloaded, device),
         "plain": step(network().to(device), device),
-        "places": {shard.device.type for shard in local_tensors(list(offloaded.parameters()))},
     }
+    offloaded.reshard()
+    found["places"] = {shard.device.type for shard in local_tensors(list(offloaded.parameters()))}
     dist.destroy_process_group()
     return found
 

@@ -69,6 +69,25 @@ class Fits(dt.DreamTrainer):
         return {"loss": loss, "norm": self.step(self.model, self.optimizer)}
 
 
+class Strict(Fits):
+    """From the fifth step on, waiting for the device is an error, but for `settle`, which is documented to wait."""
+
+    def post_train_step(self) -> None:
+        if self.world.device.type == "cuda" and self.global_step >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        super().settle()
+        if self.world.device.type == "cuda" and self.global_step >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def post_fit(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def config(
     device: torch.device, *, steps: int, accumulation: int = 1, resume: Literal["auto"] | None = None, **devices: Any
 ) -> dt.DreamTrainerConfig:
@@ -131,23 +150,11 @@ def test_compiled_blocks_train_as_they_do_uncompiled(cuda: torch.device) -> None
 def test_warm_steps_with_logs_and_saves_wait_for_nothing(
     accumulation: int, precision: str, device: torch.device
 ) -> None:
-    class Watched(Fits):
-        def post_train_step(self) -> None:
-            if device.type == "cuda" and self.global_step == 4:
-                torch.cuda.set_sync_debug_mode("error")
-
-        def post_fit(self) -> None:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-
     settings = config(device, steps=10, accumulation=accumulation, precision=precision)
-    try:
-        with Watched(settings) as trainer:
-            trainer.fit()
-            assert trainer.global_step == 10
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+    settings.checkpoint_parameters = dt.CheckpointParameters(save_every_n_steps=3, save_every_n_epochs=None)
+    with Strict(settings) as trainer:
+        trainer.fit()
+        assert trainer.global_step == 10
 
 
 def test_a_resumed_run_draws_dropout_on_the_device_as_one_that_was_not_stopped(device: torch.device) -> None:
