@@ -26,7 +26,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dream_trainer.compat.loader_iterator import quiet
 from dream_trainer.compat.pytorch import shutdown_workers
 from dream_trainer.data.loader_groups.loader_group import AlternatingLoaders, LoaderGroup
 from dream_trainer.data.ordered import MarkedBatches, OrderedDataset
@@ -195,10 +194,9 @@ class ShardReader:
         self.sampler.start(epoch, first, end)
         self.generator.manual_seed(hash_seed(b"workers", self.seed, epoch, first, self.sampler.sharding.dp_rank))
         self._iterator = started(self._torch_loader)
-        batches = quiet(self._iterator)
         if self.ordered is None:
-            return batches
-        return self.marked.follow(batches, first, self.sampler.sharding.chunk_size)
+            return self._iterator
+        return self.marked.follow(self._iterator, first, self.sampler.sharding.chunk_size)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from dream_trainer.data.order import sample_seed
 from dream_trainer.data.ordered import OrderedDataset
 from dream_trainer.data.sampler import BatchKey
-from dream_trainer.distributed.seeds import GENERATORS, drawn_since, generator_marks, preserved_random_state, seed_cpu
+from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_random_state, seed_cpu
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class KeyedDataset(Dataset[Any]):
     Collation belongs in here so that a random `collate_fn` draws from the last sample's stream, and not from the
     training process's.
 
-    To seed all generators takes 10 us a sample, more than many a sample takes to load. So only those are seeded that
+    To seed all generators takes 20 us a sample, more than many a sample takes to load. So only those are seeded that
     a sample was seen to draw from: in the first batch, for which all are, or in a later one, which is then loaded again
     with its seeds. Whatever a sample draws comes from its own seed.
 
@@ -78,6 +78,7 @@ class KeyedDataset(Dataset[Any]):
         self.is_batched = loads_batches(dataset)
         self.is_ordered = isinstance(dataset, OrderedDataset)
         self._drawn: set[str] | None = None
+        self._watched: WatchedSeeds | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -109,25 +110,28 @@ class KeyedDataset(Dataset[Any]):
             return self._load_first(epoch, indices, seed)
         if self._drawn == GENERATORS:
             return self._load(epoch, indices, seed, GENERATORS)
+        self._watched = self._watched or WatchedSeeds(seed)
         while True:
-            marks = generator_marks()
+            others = GENERATORS - self._drawn
+            self._watched.seed(others)
             batch = self._load(epoch, indices, seed, self._drawn)
-            more = drawn_since(marks) - self._drawn
+            more = self._watched.drawn(others)
             if not more:
                 return batch
             self._drawn |= more
 
     def _load_first(self, epoch: int, indices: list[int], seed: int) -> Any:
         """Loads a batch with all generators seeded, and sees which of them are drawn from."""
-        drawn: set[str] = set()
-        samples, marks = [], generator_marks()
+        self._drawn = set()
+        samples, seeds = [], None
         for index in indices:
-            seed_cpu(sample_seed(seed, epoch, index))
-            marks = generator_marks()
+            if seeds is not None:
+                self._drawn |= seeds.drawn()
+            seeds = WatchedSeeds(sample_seed(seed, epoch, index))
             samples.append(self.dataset[index])
-            drawn |= drawn_since(marks)
-        batch = self.collate_fn(samples)
-        self._drawn = drawn | drawn_since(marks)
+        batch = self.collate_fn(samples)  # which draws from the last sample's stream
+        if seeds is not None:
+            self._drawn |= seeds.drawn()
         return batch
 
     def _load(self, epoch: int, indices: list[int], seed: int, generators: Collection[str]) -> Any:

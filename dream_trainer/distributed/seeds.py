@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,25 +17,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dream_trainer.compat.generator_bytes import (
-    PythonState,
-    as_tensor,
-    as_tuple,
-    numpy_global,
-    numpy_mark,
-    numpy_memory,
-    python_mark,
-    python_state,
-    set_python_state,
-    torch_state,
-)
 from dream_trainer.compat.pytorch import default_generator_of
 
 GENERATORS = frozenset(("torch", "python", "numpy"))
 """The global CPU generators, by library."""
-
-Marks = tuple[bytes, PythonState, bytes | None]
-"""What differs after a draw: of torch, of python, of numpy."""
 
 
 def hash_seed(purpose: bytes, *numbers: int) -> int:
@@ -79,7 +64,45 @@ def seed_everything(seed: int) -> None:
     seed_cpu(seed)
 
 
-States = tuple[bytes, PythonState, Any]
+_NEXT: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.randint(2**62, (2,), generator=torch.default_generator, device="cpu").tolist(),
+    "python": lambda: random.getrandbits(128),
+    "numpy": lambda: (
+        numpy.random.get_bit_generator().random_raw(4).tolist()
+        if (numpy := sys.modules.get("numpy")) is not None
+        else None
+    ),
+}
+
+
+class WatchedSeeds:
+    """Seeds the global CPU generators, and sees which of them are drawn from afterwards: the next 128 bits differ.
+
+    Args:
+        seed: As for `seed_cpu`.
+        generators: Which of `GENERATORS` to seed and to watch.
+    """
+
+    def __init__(self, seed: int, generators: Collection[str] = GENERATORS) -> None:
+        self._seed, self._generators = seed, generators
+        seed_cpu(seed, generators)
+        self._python_state = random.getstate() if "python" in generators else None
+        self._next = {name: _NEXT[name]() for name in generators}
+        self.seed(generators)
+
+    def seed(self, generators: Collection[str]) -> None:
+        """Seeds some of them again."""
+        seed_cpu(self._seed, [name for name in generators if name != "python"])
+        if "python" in generators and self._python_state is not None:
+            random.setstate(self._python_state)  # 3 us; to seed it takes 12
+
+    def drawn(self, generators: Collection[str] | None = None) -> set[str]:
+        """Which of `generators`, or of all that are watched, were drawn from or seeded since. Draws from each."""
+        watched = self._generators if generators is None else generators
+        return {name for name in watched if _NEXT[name]() != self._next[name]}
+
+
+States = tuple[Tensor, Any, Any]
 """Of torch, of python, and numpy's generator, or None without numpy."""
 
 
@@ -87,8 +110,8 @@ class Outside:
     """The training process's own streams, while others are drawn from: what the outermost block puts back.
 
     Attributes:
-        states: Torch's bytes, python's and numpy's; None outside any block. numpy's is a generator that was taken out,
-            since its bytes lack the second of a pair of normal numbers, and to copy all of its state takes 85 us.
+        states: Torch's, python's and numpy's; None outside any block. numpy's is a generator that was taken out, since
+            copying its state takes 45 us each way.
         depth: Number of blocks around.
     """
 
@@ -102,7 +125,6 @@ class Outside:
 outside = Outside()
 # numpy's generators inside these blocks, by the number of blocks around.
 _stand_ins: list[Any] = []
-_marked: tuple[Any, Any] = (None, None)
 
 
 def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
@@ -120,53 +142,49 @@ def undisturbed_cpu_state() -> tuple[Tensor, Any, Any]:
     of_torch, of_python, numpy_generator = outside.states
     # A generator that was taken out has lost the second half of a pair of normal numbers, if it held one.
     return (
-        as_tensor(of_torch),
-        as_tuple(of_python),
+        of_torch,
+        of_python,
         None if numpy_generator is None else numpy_generator.state | {"has_gauss": 0, "gauss": 0.0},
     )
 
 
 def put_back(states: States) -> None:
     """Puts the global CPU generators to `states`."""
-    torch_state.raw, of_python, numpy_generator = states
-    set_python_state(of_python)
+    of_torch, of_python, numpy_generator = states
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
     if numpy_generator is not None:
         sys.modules["numpy"].random.set_bit_generator(numpy_generator)
 
 
 class preserved_random_state(AbstractContextManager[None]):
-    """Puts the global generators back to where they were when the block ends (about 4 us).
+    """Puts the global generators back to where they were when the block ends (about 20 us).
 
     Seed them inside: numpy's begins with any state. Of numpy's legacy `randn`, which draws numbers in pairs, the second
     of a pair is not kept over the block.
 
     Args:
         device: Whose generator to put back beside the CPU's; None for the CPU alone.
-        numpy_generator: What numpy draws from inside; None for one that this function keeps.
     """
 
-    # Not a generator with `@contextmanager`, which takes 1 us more for each batch.
-    __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_stand_in", "_state")
+    __slots__ = ("_depth", "_device_state", "_is_outermost", "_on_device", "_state")
 
-    def __init__(self, device: torch.device | None = None, numpy_generator: Any = None) -> None:
-        self._stand_in = numpy_generator
+    def __init__(self, device: torch.device | None = None) -> None:
         self._on_device = None if device is None or device.type == "cpu" else default_generator_of(device)
 
     def __enter__(self) -> None:
         self._is_outermost, self._depth = outside.states is None, outside.depth
         numpy = sys.modules.get("numpy")
-        if self._stand_in is None and numpy is not None:
-            while len(_stand_ins) <= self._depth:
-                _stand_ins.append(numpy.random.MT19937(len(_stand_ins)))
-            self._stand_in = _stand_ins[self._depth]
-        numpy_generator = None if numpy is None else numpy_global(numpy)._bit_generator
-        self._state = state = torch_state.raw, python_state(), numpy_generator
+        if numpy is not None and len(_stand_ins) <= self._depth:
+            _stand_ins.append(numpy.random.MT19937(len(_stand_ins)))
+        numpy_generator = None if numpy is None else numpy.random.get_bit_generator()
+        self._state = state = torch.default_generator.get_state(), random.getstate(), numpy_generator
         self._device_state = None if self._on_device is None else self._on_device.get_state()
         try:
             if self._is_outermost:
                 outside.states = state
             if numpy is not None:
-                numpy.random.set_bit_generator(self._stand_in)
+                numpy.random.set_bit_generator(_stand_ins[self._depth])
             outside.depth += 1
         except BaseException:  # a signal that ends a wait for data may come just here
             self.__exit__()
@@ -187,25 +205,3 @@ class preserved_random_state(AbstractContextManager[None]):
         put_back(self._state)
         if self._on_device is not None and self._device_state is not None:
             self._on_device.set_state(self._device_state)
-
-
-def generator_marks() -> Marks:
-    """Where the global CPU generators are (1 us), to be given to `drawn_since`."""
-    numpy = sys.modules.get("numpy")
-    return torch_state.raw, python_mark(), None if numpy is None else _mark_of(numpy_global(numpy)._bit_generator).raw
-
-
-def _mark_of(bit_generator: Any) -> Any:
-    """`numpy_mark`, made once for a generator that is asked for again."""
-    global _marked
-    if _marked[0] is not bit_generator:
-        _marked = bit_generator, numpy_mark(numpy_memory(bit_generator))
-    return _marked[1]
-
-
-def drawn_since(marks: Marks) -> set[str]:
-    """Those of `GENERATORS` that were drawn from, or seeded, since."""
-    now = generator_marks()
-    return {
-        name for name, before, after in zip(("torch", "python", "numpy"), marks, now, strict=True) if before != after
-    }

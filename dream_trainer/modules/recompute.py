@@ -6,6 +6,7 @@ are expensive to compute (Korthikanti et al., 2022, arXiv:2205.05198, at the lev
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -17,7 +18,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from dream_trainer.compat.generator_bytes import python_state, set_python_state
 from dream_trainer.compat.operations import StopRecomputation, operation
 from dream_trainer.compat.pytorch import function_modes
 from dream_trainer.errors import StepError
@@ -75,7 +75,7 @@ class BlockCall:
         self.is_watched = self._state.is_new
         self._flags = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
         self._modes = function_modes()  # backward runs without
-        self._python = python_state()  # of torch's it is kept already
+        self._python = random.getstate()  # of torch's it is kept already
         self._inner: Any = None
         self._expected: list[tuple[Tensor, int]] | None = None  # what the first run gave, if it is watched
         self._found: list[tuple[Tensor, int]] | None = None
@@ -112,8 +112,8 @@ class BlockCall:
                 if parameter.requires_grad is not required:
                     parameter.requires_grad_(required)
                     stack.callback(parameter.requires_grad_, not required)
-            stack.callback(set_python_state, python_state())
-            set_python_state(self._python)
+            stack.callback(random.setstate, random.getstate())
+            random.setstate(self._python)
             stack.callback(put_back, self._state.put_in_place())
             for mode in self._modes[len(function_modes()) :]:
                 stack.enter_context(mode)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dream_trainer.compat.direct_calls import remove_step_hook
 from dream_trainer.compat.pytorch import all_gather_flat, local_tensor, shard_dim
 from dream_trainer.errors import RanksDifferError
 from dream_trainer.modules.shards import local_gradient
@@ -50,13 +49,11 @@ class _Comparison:
         self._names, self._world = names, world
         self._waiting = [p for group in optimizer.param_groups for p in group["params"] if not _is_split(p)]
         self._n_steps, self._is_over = 0, False
-        self._optimizer = optimizer
-        self._handle = optimizer.register_step_pre_hook(self._compare)
+        optimizer.register_step_pre_hook(self._compare)
 
     @torch.no_grad()
     def _compare(self, *of_optimizer: Any) -> None:
         if self._is_over:
-            remove_step_hook(self._optimizer, self._handle)
             return
         self._n_steps += 1
         parts = [_fingerprint(p).to(self._world.device) for p in self._waiting]
@@ -77,7 +74,6 @@ class _Comparison:
             found = self._world.all_gather_object(found[0])
         if self._n_steps == STEPS or not any(n_waiting for _, n_waiting in found):
             self._is_over = True
-            remove_step_hook(self._optimizer, self._handle)
         self._refuse(list(dict.fromkeys(name for names, _ in found for name in names)))
 
     def _refuse(self, differing: list[str]) -> None:

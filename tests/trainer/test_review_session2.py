@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from dream_trainer.distributed import seeds
 from dream_trainer.distributed.requests import Requests
 from dream_trainer.distributed.seeds import preserved_random_state, seed_cpu, undisturbed_cpu_state
 from dream_trainer.distributed.signals import Signals
@@ -27,17 +26,17 @@ def load_and_get(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Loads a sample that draws; the signal comes when only a part of the generators is put back."""
 
     def load(number: int) -> None:
-        put_back = seeds.set_python_state
+        put_back = random.setstate
 
         def put_back_late(state: Any) -> None:
-            monkeypatch.setattr(seeds, "set_python_state", put_back)
+            monkeypatch.setattr(random, "setstate", put_back)
             os.kill(os.getpid(), number)
             put_back(state)
 
         with preserved_random_state():
             seed_cpu(7)
             draws()
-            monkeypatch.setattr(seeds, "set_python_state", put_back_late)
+            monkeypatch.setattr(random, "setstate", put_back_late)
 
     return load
 

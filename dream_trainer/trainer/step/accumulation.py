@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError as RecomputationMismatch
 
-from dream_trainer.compat import direct_calls
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.modules.recompute import mismatch
@@ -163,10 +162,10 @@ class Accumulation:
             if not self.goes_back_here:
                 pass  # the last stage's ranks do, and `step` brings the gradients here
             elif self._backward_context is None:
-                direct_calls.backward(loss)
+                loss.backward()
             else:
                 with self._backward_context:
-                    direct_calls.backward(loss)
+                    loss.backward()
         except RecomputationMismatch as error:
             raise mismatch(error) from error
         if self._local_gradients.groups:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.compat import direct_calls
 from dream_trainer.compat.pytorch import reading_waits
 from dream_trainer.errors import NonFiniteError
 
@@ -132,7 +131,7 @@ class NonFiniteGuard:
         for optimizer in optimizers:
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             try:
-                direct_calls.step(optimizer)
+                optimizer.step()
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -146,7 +145,7 @@ class NonFiniteGuard:
         if math.isfinite(value):
             self._in_a_row = 0
             for optimizer in optimizers:
-                direct_calls.step(optimizer)
+                optimizer.step()
             return False
         is_overflow = self._loss_scale is not None and not bool(self._loss_scale.note(norm))
         if is_overflow and not (self._policy == "retry" and can_rerun):
