@@ -363,13 +363,6 @@ MUTANTS = [
         MUON,
     ),
     Mutant(
-        "Adafactor's statistics are those of a shard",
-        "dream_trainer/optim/adafactor.py",
-        "        dist.all_reduce(flat, group=group)\n",
-        "        pass\n",
-        "tests/optim/test_adafactor.py",
-    ),
-    Mutant(
         "a save of other tensors takes the last one's plan",
         "dream_trainer/checkpoint/dcp_writer.py",
         "return self._known.plan is not None and self._known.layout == self._layout",
@@ -2016,20 +2009,6 @@ MUTANTS = [
         "tests/trainer/test_recomputed_state.py -k compiled",
     ),
     Mutant(
-        "a block that is measured moves the statistics of its norms",
-        "dream_trainer/modules/activation_budget.py",
-        "        state.undo()\n",
-        "",
-        "tests/modules/test_activation_budget.py -k numbers",
-    ),
-    Mutant(
-        "a block that is measured draws random numbers",
-        "dream_trainer/modules/activation_budget.py",
-        "with preserved_random_state(device), noted(",
-        "with noted(",
-        "tests/modules/test_activation_budget.py -k numbers",
-    ),
-    Mutant(
         "adapters keep what they made of a random base",
         "dream_trainer/weights/adapters.py",
         "    begin_again(model, {",
@@ -2049,20 +2028,6 @@ MUTANTS = [
         "        chain.append(op.args[0])\n",
         "        return chain\n",
         "tests/weights/test_first_values.py -k magnitudes",
-    ),
-    Mutant(
-        "what blocks are given counts for each of them",
-        "dream_trainer/modules/activation_budget.py",
-        'budget.held.add(saved if way == "none" else entering)',
-        "pass",
-        "tests/modules/test_activation_budget.py -k given_counts_once",
-    ),
-    Mutant(
-        "blocks keep more than their budget",
-        "dream_trainer/modules/activation_budget.py",
-        "room = self.fraction * self.n_bytes_without - self.n_bytes",
-        "room = self.fraction * self.n_bytes_without",
-        "tests/modules/test_activation_budget.py -k memory",
     ),
     Mutant(
         "a window that runs again counts twice in metrics",

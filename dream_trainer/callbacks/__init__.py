@@ -8,7 +8,6 @@ from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from dream_trainer.callbacks.activation_stats import ActivationStats as ActivationStats
-    from dream_trainer.callbacks.compile_report import CompileReport as CompileReport
     from dream_trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from dream_trainer.callbacks.ema import EMA as EMA
     from dream_trainer.callbacks.every import Every as Every
@@ -38,7 +37,6 @@ else:
             "ActivationStats": "callbacks.activation_stats",
             "Callback": "events.callback",
             "CallbackCollection": "events.callback",
-            "CompileReport": "callbacks.compile_report",
             "EMA": "callbacks.ema",
             "EarlyStopping": "callbacks.early_stopping",
             "Every": "callbacks.every",

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.callbacks.memory_estimate import Bytes, estimate, held_gradient_bytes, in_words, measured
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
-from dream_trainer.compat.pytorch import record_memory_history, write_memory_snapshot
+from dream_trainer.compat.pytorch import local_tensor, record_memory_history, write_memory_snapshot
 from dream_trainer.errors import HookError
 from dream_trainer.events.callback import LoggingCallback
 from dream_trainer.loggers.formatting import format_bytes
+from dream_trainer.nested import leaves
 from dream_trainer.screen import show
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 GIB = 2.0**30
+
+Bytes = Counter[torch.dtype]
+"""Bytes by the dtype of the tensors that take them."""
 
 
 class Memory(LoggingCallback):
@@ -36,9 +40,9 @@ class Memory(LoggingCallback):
     - `alloc_retries`: how often PyTorch had to empty its cache to find room; slow, and the last warning
     - `allocated`, `reserved`: on MPS, which keeps no peaks
 
-    Once all optimizers have stepped twice, rank 0 prints what parameters, gradients and optimizer state take there,
-    beside what was to be expected before the first step, and on a CUDA device what all else took at the peak:
-    activations, gathered weights, temporaries. Twice, since the peak of the first step is that without optimizer state.
+    Once all optimizers have stepped twice, rank 0 prints what parameters, gradients and optimizer state take there, and
+    on a CUDA device what all else took at the peak: activations, gathered weights, temporaries. Twice, since the peak
+    of the first step is that without optimizer state.
 
     When a device runs out of memory, each rank that did writes a snapshot (see `snapshot`) before the run ends.
 
@@ -59,7 +63,7 @@ class Memory(LoggingCallback):
         self.every_n_steps = every_n_steps
         self.history = history
         self._trainer: AbstractTrainer | None = None
-        self._estimate: dict[str, Bytes | None] | None = None
+        self._is_reported = False
         self._gradients: dict[Optimizer, Bytes] = {}
         self._have_stepped_twice: set[Optimizer] = set()
 
@@ -89,30 +93,24 @@ class Memory(LoggingCallback):
 
     def post_launch(self, trainer: AbstractTrainer) -> None:
         """Begins to record, before the first tensor is made."""
-        self._trainer, self._estimate = trainer, None
+        self._trainer, self._is_reported = trainer, False
         self._gradients, self._have_stepped_twice = {}, set()
         if self.history and trainer.world.device.type == "cuda":
             record_memory_history(self.history)
 
-    def pre_fit(self, trainer: AbstractTrainer) -> None:
-        """Estimates, before anything is there."""
-        if trainer.world.is_main and not self._gradients:
-            self._estimate = estimate(trainer)
-
     def post_optimizer_step(self, trainer: AbstractTrainer, model: nn.Module, optimizer: Optimizer) -> None:
         """Counts the gradients of the first steps; they are gone when `step` returns."""
-        if self._estimate is None or optimizer in self._have_stepped_twice:
+        if self._is_reported or not trainer.world.is_main or optimizer in self._have_stepped_twice:
             return
         if optimizer in self._gradients:
             self._have_stepped_twice.add(optimizer)
-        self._gradients[optimizer] = held_gradient_bytes(optimizer)
+        self._gradients[optimizer] = _bytes_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def post_train_step(self, trainer: AbstractTrainer) -> None:
-        """Logs, if it is time; compares, once."""
-        if self._estimate is not None and len(self._have_stepped_twice) == len(trainer.named_optimizers()):
-            gradients = sum(self._gradients.values(), Counter())
-            _print_beside(trainer, self._estimate, measured(trainer, gradients))
-            self._estimate = None
+        """Logs, if it is time; prints what takes the memory, once."""
+        if self._gradients and not self._is_reported and len(self._have_stepped_twice) == len(self._gradients):
+            _print_parts(trainer, sum(self._gradients.values(), Counter()))
+            self._is_reported = True
         if trainer.global_step % self.every_n_steps == 0:
             for name, value in memory_numbers(trainer.world.device).items():
                 trainer.log(f"{self.name}/{name}", value, weight=1.0, reduce="max")
@@ -129,13 +127,34 @@ class Memory(LoggingCallback):
             record_memory_history(0)
 
 
-def _print_beside(trainer: AbstractTrainer, expected: Mapping[str, Bytes | None], actual: Mapping[str, Bytes]) -> None:
-    rows = [(part, in_words(expected[part]), in_words(n_bytes)) for part, n_bytes in actual.items()]
+def _bytes_of(values: Iterable[Any]) -> Bytes:
+    """What this rank holds of the tensors in `values`, however nested; each tensor once."""
+    tensors = {id(leaf): leaf for value in values for leaf in leaves(value) if isinstance(leaf, Tensor)}
+    n_bytes: Bytes = Counter()
+    for tensor in tensors.values():
+        n_bytes[tensor.dtype] += local_tensor(tensor).numel() * tensor.element_size()
+    return n_bytes
+
+
+def _print_parts(trainer: AbstractTrainer, gradients: Bytes) -> None:
+    models, optimizers = trainer.named_models().values(), trainer.named_optimizers().values()
+    parts = {
+        "parameters": _bytes_of(tensor for model in models for tensor in (*model.parameters(), *model.buffers())),
+        "gradients": gradients,
+        "optimizer state": _bytes_of(optimizer.state.values() for optimizer in optimizers),
+    }
+    rows = [(part, _by_dtype(n_bytes)) for part, n_bytes in parts.items()]
     world = trainer.world
     if world.device.type == "cuda" and world.parameter_device == world.device:
-        rest = torch.cuda.max_memory_allocated(world.device) - sum(n_bytes.total() for n_bytes in actual.values())
-        rows.append(("all else at the peak", "", format_bytes(rest)))
-    print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "expected", "measured"), rows)
+        rest = torch.cuda.max_memory_allocated(world.device) - sum(n_bytes.total() for n_bytes in parts.values())
+        rows.append(("all else at the peak", format_bytes(rest)))
+    print_table(f"memory of rank 0 by step {trainer.global_step}", ("part", "bytes"), rows)
+
+
+def _by_dtype(found: Bytes) -> str:
+    """`2.00 GiB float32, 3.00 MiB bfloat16`."""
+    kinds = [(format_bytes(count), str(dtype).removeprefix("torch.")) for dtype, count in found.most_common() if count]
+    return ", ".join(map(" ".join, kinds)) or "none"
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dream_trainer.callbacks.memory_estimate import estimate, in_words
 from dream_trainer.callbacks.tables import print_table
 from dream_trainer.checks import check_integer
 from dream_trainer.compat.pytorch import local_tensor
@@ -201,7 +200,6 @@ def summary_rows(trainer: AbstractTrainer) -> list[tuple[str, str]]:
         *_data_rows(trainer),
         ("limits", ", ".join(set_limits) or "one epoch"),
         ("total steps", "unknown" if trainer.total_steps is None else f"{trainer.total_steps:,}"),
-        ("memory of rank 0", " + ".join(f"{part} {in_words(n_bytes)}" for part, n_bytes in estimate(trainer).items())),
     ]
     if trainer.global_step:
         rows.append(("resumed at", f"step {trainer.global_step:,}, {trainer.samples_seen:,} samples seen"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -184,93 +184,3 @@ def too_often_is_told() -> Iterator[None]:
         raise CompiledTooOften(limits.changed) from error
     finally:
         log.removeFilter(limits)
-
-
-class Compilation(NamedTuple):
-    """A function that the compiler has traced, or what is left of one after a graph break."""
-
-    start_us: int
-    """When, in microseconds since 1970."""
-    where: str
-    """`<file>:<line>` of the function, or of the line at which it goes on."""
-    again_because: str | None
-    """Of one that was compiled before: the first guard that did not hold."""
-    is_last: bool
-    """Whether the compiler gave the function up: it was compiled too often."""
-
-
-def compilations(after_us: int = 0) -> list[Compilation]:
-    """What the compiler has traced in this process since `after_us`; PyTorch remembers the last 64."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return []
-    from torch._dynamo.utils import get_compilation_metrics
-
-    known = get_compilation_metrics()
-    new = [one for one in known if one.start_time_us is not None and one.start_time_us > after_us]
-    if not new:
-        return []
-    # An id is `<function>/<how often>`; where the function is, not every record of it says.
-    places = {_function(one.compile_id): f"{one.co_filename}:{one.co_firstlineno}" for one in known if one.co_filename}
-    return [
-        Compilation(
-            one.start_time_us or 0,
-            places.get(_function(one.compile_id), "unknown"),
-            # It begins with the id of the compilation whose guard it was, and may go on with a stack.
-            one.recompile_reason and one.recompile_reason.partition(": ")[2].partition("\n")[0],
-            "limit exceeded" in (one.fail_reason or ""),
-        )
-        for one in new
-    ]
-
-
-def _function(compile_id: str | None) -> str:
-    return (compile_id or "").partition("/")[0]
-
-
-def compiled_graphs() -> int:
-    """How many graphs the compiler has made in this process."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-@contextmanager
-def told_of_graph_breaks(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `tell` gets the text that PyTorch logs of each graph break under `TORCH_LOGS=graph_breaks`.
-
-    It begins with `Graph break in user code at <file>:<line>`. What is printed stays as the user has set it.
-    """
-    loggers = [
-        logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in ("symbolic_convert", "convert_frame")
-    ]
-    others = [handler for handler in loggers[0].handlers if isinstance(handler, _Tells)]
-    before = others[0].before if others else [(logger.level, logger.propagate) for logger in loggers]
-    handler = _Tells(tell, before)
-    for logger in loggers:
-        if not logger.isEnabledFor(logging.DEBUG):
-            logger.setLevel(logging.DEBUG)
-            logger.propagate = False
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            if not any(isinstance(other, _Tells) for other in logger.handlers):  # the last one to leave
-                logger.setLevel(level)
-                logger.propagate = propagate
-
-
-class _Tells(logging.Handler):
-    """Hands the text of each record on; knows how the loggers were before the first of its kind."""
-
-    def __init__(self, tell: Callable[[str], None], before: list[tuple[int, bool]]) -> None:
-        super().__init__()
-        self._tell = tell
-        self.before = before
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info and record.exc_info[1]
-        self._tell(f"{record.getMessage()}\n{error}" if error else record.getMessage())

@@ -19,13 +19,10 @@ class ActivationCheckpointingParameters:
     """
 
     keep: tuple[str, ...] = EXPENSIVE_OPERATIONS
-    """Under "selective" and "budget": operations whose outputs are kept, by PyTorch's names such as "aten.mm.default".
+    """Under "selective": operations whose outputs are kept, by PyTorch's names such as "aten.mm.default".
     Default: matrix products, convolutions, attention and collectives."""
     every_n_blocks: int = 1
-    """Every n-th block recomputes; 1: all of them, as "budget" has to have it."""
-    memory_budget: float | None = None
-    """Under "budget", which needs it: how much blocks may keep for backward, as a fraction of what they would keep
-    without recomputation, above 0 and at most 1."""
+    """Every n-th block recomputes; 1: all of them."""
 
     def __post_init__(self) -> None:
         check_names("keep", self.keep, example="aten.mm.default")
@@ -38,11 +35,6 @@ class ActivationCheckpointingParameters:
                 raise ConfigError(f"keep: {error}") from error
         if self.every_n_blocks < 1:
             raise ConfigError(f"every_n_blocks={self.every_n_blocks} is not a positive integer. 1 means all blocks.")
-        if self.memory_budget is not None and not 0 < self.memory_budget <= 1:
-            raise ConfigError(
-                f"memory_budget={self.memory_budget} is not a fraction. Use one above 0 and at most 1 of what blocks "
-                "keep for backward, such as 0.5."
-            )
 
 
 @dataclass(kw_only=True)

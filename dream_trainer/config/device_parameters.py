@@ -13,7 +13,7 @@ DeviceType = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ReduceType = Literal["fp32", "bf16", "fp16"]
 Float8Recipe = Literal["none", "tensorwise", "rowwise"]
-Recomputation = Literal["none", "full", "selective", "budget"]
+Recomputation = Literal["none", "full", "selective"]
 
 
 @parameters
@@ -117,16 +117,6 @@ class DeviceParameters:
         check_boolean("compare_first_forward", self.compare_first_forward)
         self._refuse_beside_a_comparison()
         check_choice("activation_checkpointing", self.activation_checkpointing, get_args(Recomputation))
-        if self.compile and self.activation_checkpointing == "budget":
-            raise ConfigError(
-                'compile=True with activation_checkpointing="budget": blocks are measured while they run, which '
-                'compiled ones cannot be. Use "selective", or compile=False.'
-            )
-        if self.expert_parallel > 1 and self.activation_checkpointing == "budget":
-            raise ConfigError(
-                f'expert_parallel={self.expert_parallel} with activation_checkpointing="budget": ranks would choose by '
-                'tokens of their own what to compute again, which sends tokens again. Use "selective" or "full".'
-            )
         if self.compile and self.tensor_parallel > 1 and self.activation_checkpointing == "full":
             raise ConfigError(
                 f'compile=True with tensor_parallel={self.tensor_parallel} and activation_checkpointing="full": '

@@ -118,10 +118,6 @@ class BlockState:
                     for value in content
                 ]
 
-    def n_bytes_copied(self) -> int:
-        """How much memory the copies hold of what the forward writes into."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
     def put_in_place(self) -> list[tuple[Any, Any]]:
         """Puts a copy of this state in the block's place; gives what was there, for `put_back`."""
         before = [(container, _content(container)) for container, _ in self._contents]
@@ -129,14 +125,6 @@ class BlockState:
         for container, content in self._contents:
             _fill(container, _replaced(content, fresh) if fresh else content)
         return before
-
-    def undo(self) -> None:
-        """Puts the state back for good, with the values in the tensors that were there."""
-        for container, content in self._contents:
-            _fill(container, content)
-        for key, tensor in self._noted:
-            if key in self._moves.written:
-                tensor.data.copy_(self._copies[id(tensor)])  # no write that a backward could mind
 
 
 def put_back(before: list[tuple[Any, Any]]) -> None:

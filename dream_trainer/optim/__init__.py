@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from dream_trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from dream_trainer.optim.adafactor import Adafactor as Adafactor
     from dream_trainer.optim.groups import GroupParameters as GroupParameters
     from dream_trainer.optim.groups import freeze as freeze
     from dream_trainer.optim.groups import parameter_groups as parameter_groups
@@ -29,7 +28,6 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "Adafactor": "optim.adafactor",
             "GroupParameters": "optim.groups",
             "Muon": "optim.muon",
             "OptimizerParameters": "optim.optimizer_parameters",

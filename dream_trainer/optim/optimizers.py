@@ -1,5 +1,4 @@
-"""Optimizers from OptimizerParameters: PyTorch's own classes with PyTorch's own arguments, and our own Muon and
-Adafactor."""
+"""Optimizers from OptimizerParameters: PyTorch's own classes with PyTorch's own arguments, and our own Muon."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from dream_trainer.errors import ConfigError
 from dream_trainer.modules.sharded_model import is_sharded
-from dream_trainer.optim.adafactor import Adafactor
 from dream_trainer.optim.groups import Placed, group, matches_any, place, require_hidden
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.optimizer_parameters import HYPERPARAMETERS, OptimizerParameters

@@ -3,7 +3,7 @@
 Measured with torch 2.13 in float64, three steps under `fully_shard` on 2 ranks and on a 2 x 2 mesh with tensor
 parallelism, against one process: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta and ASGD agree to
 4e-14. PyTorch's Muon orthogonalises whole matrices, not shards, but gathers them in each product; ours (muon.py) once a
-step. PyTorch's other ones are below; in the place of its Adafactor there is ours (adafactor.py).
+step. PyTorch's other ones are below.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch.optim import LBFGS, SGD, Adagrad, Optimizer, Rprop, SparseAdam
 
 from dream_trainer.errors import ConfigError
-from dream_trainer.optim.adafactor import Adafactor
 
 UNSHARDABLE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "takes norms of rows and columns in place, which DTensor refuses",
@@ -52,9 +51,9 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 def refuse_unshardable_class(cls: type[Optimizer]) -> None:
     """Raises ConfigError if no optimizer of this class can step sharded parameters."""
     for kind, reason in UNSHARDABLE.items():
-        if issubclass(cls, kind) and not issubclass(cls, Adafactor):
+        if issubclass(cls, kind):
             alone = "" if kind is LBFGS else ", or train in one process"  # where its closure is refused
             raise ConfigError(
                 f"torch.optim.{kind.__name__} cannot step sharded parameters: it {reason}. Use AdamW, Adam, SGD, "
-                f"Adagrad, RMSprop, NAdam, or Muon or Adafactor of dream_trainer.optim{alone}."
+                f"Adagrad, RMSprop, NAdam, or Muon of dream_trainer.optim{alone}."
             )

@@ -17,7 +17,6 @@ PRINTED = io.StringIO()
 
 FACTORIES: dict[str, Callable[[], cb.Callback]] = {
     "ActivationStats": lambda: cb.ActivationStats(4),
-    "CompileReport": lambda: cb.CompileReport(file=PRINTED),
     "EMA": lambda: cb.EMA(),
     "EarlyStopping": lambda: cb.EarlyStopping(patience=9),
     "Every": lambda: cb.Every(20, "samples", lambda trainer: print("every", trainer.global_step, file=PRINTED)),

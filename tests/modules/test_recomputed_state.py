@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dream_trainer.compat.operations import EXPENSIVE_OPERATIONS
 from dream_trainer.errors import StepError
-from dream_trainer.modules.activation_budget import Budget, keep_within
 from dream_trainer.modules.recompute import recompute
 
 WIDTH = 4
@@ -158,23 +157,19 @@ def train(model: nn.Module, twice: bool) -> list[Any]:
     return [*found, model(x).detach()]
 
 
-def changed(kind: str, block: nn.Module, budget: Budget) -> None:
-    if kind == "budget":
-        keep_within(block, budget, EXPENSIVE_OPERATIONS)
-    else:
-        recompute(block, EXPENSIVE_OPERATIONS if kind == "selective" else ())
+def changed(kind: str, block: nn.Module) -> None:
+    recompute(block, EXPENSIVE_OPERATIONS if kind == "selective" else ())
 
 
 @pytest.mark.pitfall(92)
-@pytest.mark.parametrize("kind", ["full", "selective", "budget"])
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_what_a_forward_changes_moves_once_and_gradients_are_the_plain_models(name: str, kind: str) -> None:
     torch.manual_seed(0)
     plain = Net(BLOCKS[name]).double()
     again = copy.deepcopy(plain)
-    budget = Budget(0.01, 2, lambda budget: None)
     for block in again.blocks:
-        changed(kind, block, budget)
+        changed(kind, block)
     twice = kind != "selective"  # whose graphs PyTorch lets go backward once
     expected, found = train(plain, twice), train(again, twice)
     assert len(found) == len(expected)
@@ -218,14 +213,13 @@ class Hourglass(nn.Module):
         return x + record["last"]
 
 
-@pytest.mark.parametrize("kind", ["full", "selective", "budget"])
+@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_lists_and_dicts_that_a_block_is_given_are_as_they_were_when_it_runs_again(kind: str) -> None:
     torch.manual_seed(0)
     plain = Hourglass().double()
     again = copy.deepcopy(plain)
-    budget = Budget(0.01, 4, lambda budget: None)
     for block in again.blocks:
-        changed(kind, block, budget)
+        changed(kind, block)
     twice = kind != "selective"
     assert all(map(same, train(again, twice), train(plain, twice)))
 
@@ -243,11 +237,11 @@ class FromOutside(nn.Module):
 
 
 @pytest.mark.pitfall(92)
-@pytest.mark.parametrize("kind", ["full", "selective", "budget"])
+@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_other_numbers_of_a_second_run_are_an_error_that_names_the_block(kind: str) -> None:
     others = [torch.full((WIDTH,), float(number)) for number in range(9)]
     block = FromOutside(others)
-    changed(kind, block, Budget(0.01, 1, lambda budget: None))
+    changed(kind, block)
     block.block_name = "model.blocks.3"
     loss = block(torch.randn(2, WIDTH)).sum()
     with pytest.raises(StepError, match=r"model.blocks.3 \(FromOutside\) gives other numbers .* outside of the block"):

@@ -25,7 +25,6 @@ NAMED: dict[str, dict[str, Any]] = {
     "adagrad": {},
     "rmsprop": {"momentum": 0.9, "centered": True},
     "nadam": {},
-    "adafactor": {"weight_decay": 0.1},
 }
 FAIL: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adafactor": (Adafactor, {}),

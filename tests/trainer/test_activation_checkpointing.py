@@ -26,7 +26,7 @@ from tests.trainer.arithmetic import full
 from tests.worlds import run_world
 
 WIDTH, N_BLOCKS = 8, 4
-Mode = Literal["none", "full", "selective", "budget"]
+Mode = Literal["none", "full", "selective"]
 
 
 class Block(nn.Module):
@@ -129,7 +129,6 @@ def observe(directory: str) -> dict[str, Any]:
         "full": ("full", {}),
         "selective": ("selective", {}),
         "every second": ("full", {"every_n_blocks": 2}),
-        "half": ("budget", {"memory_budget": 0.5}),
     }
     for name, (mode, parameters) in runs.items():
         with Trained(config_of(mode, **parameters)) as trainer:
@@ -152,7 +151,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_world(observe, request.param, str(tmp_path_factory.mktemp("recompute")))
 
 
-WAYS = ["full", "selective", "every second", "half"]
+WAYS = ["full", "selective", "every second"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -179,7 +178,7 @@ def test_blocks_are_found_and_sharded_whichever_of_them_recompute(ranks: list[di
 
 def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Path) -> None:
     (found,) = run_world(observe, 1, str(tmp_path))
-    none, whole, selective, second, half = (found[way]["cost"] for way in ("none", *WAYS))
+    none, whole, selective, second = (found[way]["cost"] for way in ("none", *WAYS))
     matrices = 2 * N_BLOCKS + 1
     backward = 2 * matrices  # towards weights and towards inputs
     assert none["matrix products"] == matrices + backward
@@ -190,19 +189,17 @@ def test_less_is_kept_and_no_more_than_asked_for_is_computed_again(tmp_path: Pat
     assert second["activations"] == N_BLOCKS + N_BLOCKS // 2
     assert selective["matrix products"] == none["matrix products"]
     assert selective["activations"] == 2 * N_BLOCKS
-    assert none["activations"] < half["activations"] <= whole["activations"]
-    assert half["matrix products"] < whole["matrix products"]
     assert whole["bytes"] < 0.25 * none["bytes"]
     assert whole["bytes"] < second["bytes"] < 0.7 * none["bytes"]
 
 
 @pytest.mark.pitfall(24)
-@pytest.mark.parametrize("mode", ["full", "selective", "budget"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_copied_model_computes_with_its_own_weights(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Trained(config_of(mode, memory_budget=0.5 if mode == "budget" else None)) as trainer:
+    with Trained(config_of(mode)) as trainer:
         trainer.fit()
         twin = copy.deepcopy(trainer.model)
         with torch.no_grad():
@@ -249,8 +246,6 @@ def test_a_frozen_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"keep": ()}, 'Use activation_checkpointing="full" for that'),
         ({"keep": ("aten.matmull.default",)}, "PyTorch has no operation 'aten.matmull.default'. Names look like"),
         ({"keep": ("mm",)}, "PyTorch has no operation 'mm'"),
-        ({"memory_budget": 0.0}, "memory_budget=0.0 is not a fraction"),
-        ({"memory_budget": 8}, "memory_budget=8 is not a fraction"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any], told: str) -> None:
@@ -261,33 +256,6 @@ def test_a_policy_that_cannot_work_is_refused_by_the_config(wrong: dict[str, Any
 def test_a_mode_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ConfigError, match="selective"):
         replace(config_of("none").device_parameters, activation_checkpointing="some")
-
-
-def test_a_budget_is_refused_where_it_says_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"Set activation_checkpointing_parameters.memory_budget to a fraction"):
-        Trained(config_of("budget"))
-    with pytest.raises(ConfigError, match="memory_budget=0.5 with activation_checkpointing='full' does nothing"):
-        Trained(config_of("full", memory_budget=0.5))
-    with pytest.raises(ConfigError, match="every_n_blocks=2 .* the budget chooses the blocks"):
-        Trained(config_of("budget", memory_budget=0.5, every_n_blocks=2))
-    with pytest.raises(ConfigError, match=r'compile=True with activation_checkpointing="budget"'):
-        replace(config_of("budget", memory_budget=0.5).device_parameters, compile=True)
-    with pytest.raises(ConfigError, match=r'expert_parallel=2 with activation_checkpointing="budget"'):
-        replace(config_of("budget", memory_budget=0.5).device_parameters, expert_parallel=2)
-
-
-def test_what_a_budget_chose_is_said_and_what_cannot_be_kept_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for budget in (0.5, 0.001):
-        with caplog.at_level("INFO"), Trained(config_of("budget", memory_budget=budget)) as trainer:
-            trainer.fit()
-    said, warned = (record for record in caplog.records if "the blocks of 'model' keep" in record.getMessage())
-    assert said.levelname == "INFO"
-    assert warned.levelname == "WARNING"
-    assert "memory_budget=0.001 is less than they can" in warned.getMessage()
-    assert "of 4, 4 compute all again and 0 what is cheap" in warned.getMessage()
 
 
 class Normed(nn.Module):
