@@ -223,12 +223,6 @@ def set_token_origin(scheduler: Any, origin: int) -> None:
         _tokens[scheduler].origin = origin
 
 
-def tokens_left(scheduler: Any) -> tuple[int, int] | None:
-    """Tokens that a run takes of a schedule with `unit="token"`, if it ends at the total of it, and that total."""
-    place = _tokens.get(scheduler)
-    return None if place is None or place.total is None else (max(0, place.total - place.origin), place.total)
-
-
 def _warn_of_long_warmup(parameters: ScheduleParameters, total: int | None) -> None:
     warmup = _length(parameters.warmup_steps, total)
     is_main = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -32,6 +32,7 @@ from dream_trainer.trainer.data_setup import ConnectedData
 from dream_trainer.trainer.event_table import anyone_listens, event_table
 from dream_trainer.trainer.hooks import Hooks
 from dream_trainer.trainer.limits import Limits, set_limits
+from dream_trainer.trainer.resumed_rates import ResumedRates
 from dream_trainer.trainer.run_recorder import RunRecorder
 from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
@@ -127,6 +128,7 @@ class AbstractTrainer(Hooks, Cooperation):
         self._window = WindowState()
         self._validation = ValidationState()
         self._schedule = Schedule(config.training_parameters, self.progress)
+        self._rates = ResumedRates(self.named_optimizers, self.named_schedulers)
         self._agreement = Agreement(self)
         self._session = Session(self)
         self._recorder = RunRecorder(self)

@@ -9,15 +9,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from torch.optim.lr_scheduler import LambdaLR
-
+from dream_trainer.config.branch_parameters import ALL_KEPT
 from dream_trainer.config.trainer_config import change_training_parameters
 from dream_trainer.distributed.equality import refuse_differences
 from dream_trainer.errors import HookError, StepError
-from dream_trainer.optim.learning_rates import set_token_origin, token_origins
-from dream_trainer.trainer.branched_rates import base_rates, cap_rates, options_in_force, rate_caps
+from dream_trainer.optim.learning_rates import set_token_origin
 from dream_trainer.trainer.data_setup import global_batch_size, planned_steps
-from dream_trainer.trainer.schedule_arguments import built_schedules, copied, note_built, outermost, set_rate, take_back
+from dream_trainer.trainer.resumed_rates import copied, set_rate
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -97,13 +95,13 @@ def ending_with_the_epoch(trainer: AbstractTrainer) -> Iterator[None]:
 
 def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
     """Their form follows `total_steps`; where they are in it is kept."""
-    before = trainer.named_schedulers()
-    states = {name: scheduler.state_dict() for name, scheduler in before.items()}
-    built, caps, origins = built_schedules(before), rate_caps(before), token_origins(before)
+    rates = trainer._rates
+    states = {name: scheduler.state_dict() for name, scheduler in trainer.named_schedulers().items()}
+    shared = rates.state() | {"schedulers": states}
     optimizers = list(trainer.named_optimizers().values())
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     options = [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
-    for group, base in zip(groups, [rate for one in optimizers for rate in base_rates(one)], strict=True):
+    for group, base in zip(groups, [rate for one in optimizers for rate in rates.base_rates(one)], strict=True):
         group.pop("initial_lr", None)
         set_rate(group, base)
     trainer.configure_schedulers()
@@ -113,7 +111,7 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
             f"configure_schedulers was called again for total_steps={trainer.total_steps} and left the schedulers "
             f"{sorted(schedulers)}, not {sorted(states)}. Let it assign the same names each time."
         )
-    note_built(schedulers)
+    rates.note_built()
     if trainer.world.is_main:
         logger.warning(
             "the run now ends at %s: its schedules (%s) were built again for that, and go on from step %d as a restart "
@@ -124,16 +122,11 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
         )
     for group, kept in zip(groups, options, strict=True):
         _put_back(group, kept)
-    for name, scheduler, is_alone in outermost(schedulers):
-        if scheduler is before[name]:
-            continue  # an object that was there before, which configure_schedulers only assigns
-        set_token_origin(scheduler, origins.get(name, 0))
-        own = options_in_force(scheduler.optimizer)
-        said = take_back(name, scheduler, states[name], built.get(name), is_alone=is_alone, own=own)
-        if name in caps and isinstance(scheduler, LambdaLR):
-            cap_rates(scheduler, caps[name])
-        if said is not None and trainer.world.is_main:
-            logger.warning("%s", said)
+    for name, scheduler in schedulers.items():
+        set_token_origin(scheduler, shared["token_origins"].get(name, 0))
+    for line in rates.go_on(shared, ALL_KEPT, trainer._another_run):
+        if trainer.world.is_main:
+            logger.warning("%s", line)
 
 
 def _put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:

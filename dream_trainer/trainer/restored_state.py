@@ -34,7 +34,6 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.branched_rates import refuse_branch, restore_rates
 from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered, restore_callbacks
 from dream_trainer.trainer.counters import Counters
 from dream_trainer.trainer.other_run import naming_what_changed, refuse_other_run
@@ -71,7 +70,7 @@ def restore(
     shared = on_all_ranks(world, f"load {path}", lambda: read_shared(path))
     if branch.data == "keep":
         refuse_other_run(trainer, shared, path, is_own=begins is None)
-    refuse_branch(trainer.named_schedulers(), branch)
+    trainer._rates.refuse(shared, branch)
     workers = _saved_workers(path, shared, world.workers, branch)
     models = trainer.named_models()
     fqns = parameter_fqns(models)
@@ -166,7 +165,11 @@ def _restore_shared(
         own = model_extra_state(trainer.named_models())
         extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
     load_model_extra_state(trainer.named_models(), extra_state)
-    restore_rates(trainer, shared, branch)
+    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen, trainer._another_run)
+    trainer._recorder.kept_options = [one._asdict() for one in kept]
+    if trainer.world.is_main:
+        for line in warned:
+            logger.warning("%s", line)
     restore_callbacks(trainer, shared["callbacks"], names, begins)
     if branch.counters == "keep":
         trainer._load_mixin_state(shared["mixins"])

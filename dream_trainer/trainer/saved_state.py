@@ -33,13 +33,10 @@ from dream_trainer.checkpoint.snapshot import Snapshot
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.optim.learning_rates import token_origins
-from dream_trainer.trainer.branched_rates import configured_options, rate_caps
 from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
-from dream_trainer.trainer.schedule_arguments import built_schedules
 from dream_trainer.weights.adapter_record import whole_adapters
 from dream_trainer.weights.origins import origin_of
 
@@ -93,10 +90,7 @@ def snapshot(
             "model_configs": model_configs(models),
             "adapters": {name: asdict(of_one) for name, of_one in adapters.items()},
             "loss_scale": trainer._accumulation.loss_scale_state(),
-            "rate_caps": rate_caps(trainer.named_schedulers()),
-            "token_origins": token_origins(trainer.named_schedulers()),
-            "built_schedules": built_schedules(trainer.named_schedulers()),
-            "configured_options": configured_options(trainer.named_optimizers()),
+            **trainer._rates.state(),
         } | (given := _given_state(trainer))
         random, tensors_of_rank = random_state(world.device)
         metric_states, metric_tensors, unsaved = metric_state(trainer._metrics_of_training())

@@ -11,7 +11,6 @@ from dream_trainer.config.trainer_config import let_go
 from dream_trainer.distributed.lost_ranks import is_lost_connection
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.errors import NonFiniteError, StepError
-from dream_trainer.trainer.branched_rates import note_rates
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.launch import launch
 from dream_trainer.trainer.nothing_trained import NothingTrained
@@ -83,7 +82,7 @@ class Session:
         trainer._optimizer_step = OptimizerStep(trainer, trainer._accumulation)
         trainer._nothing_trained = NothingTrained(trainer)
         trainer._agreement.begin()
-        note_rates(trainer.named_optimizers(), trainer.named_schedulers())
+        trainer._rates.note_built()
         self.is_ready = True
         trainer._finish_setup()
         trainer._notify("post_setup")

@@ -190,6 +190,7 @@ def test_sigusr1_to_one_rank_saves_and_the_run_goes_on(
         job = replace(job, pause=replace(job.pause, seconds=7.0))
     with Attempt(job, tmp_path) as attempt:
         case.reach(attempt, tmp_path)
+        sent = time.monotonic()
         case.send(attempt)
         while job.pause is not None and not listed(tmp_path):
             assert time.monotonic() - sent < 5.0, attempt.report()

@@ -246,17 +246,6 @@ def test_a_schedule_by_tokens_has_its_word_and_the_counters_theirs(
     assert len(again) == 4
 
 
-def test_a_new_schedule_in_a_run_whose_counters_go_on_is_said_to_end_early(caplog: pytest.LogCaptureFixture) -> None:
-    by_tokens("parent", 20)
-    path = "runs/tests/checkpoint/parent/checkpoints/step_00000004"
-    by_tokens("child", 20, resume=path, branch=BranchParameters(schedule="new"))
-    assert "scheduler begins anew" in caplog.text
-    assert "is built for 20 tokens, of which this run takes only 12" in caplog.text
-    caplog.clear()
-    by_tokens("other", 12, resume=path, branch=BranchParameters(schedule="new", counters="new"))
-    assert "begins anew" not in caplog.text
-
-
 def test_new_limits_in_tokens_build_schedules_by_tokens_again() -> None:
     config = saves.make_config(
         experiment="limits", training={"max_tokens": 8, "val_every_n_epochs": None}, save_every_n_epochs=None

@@ -231,14 +231,6 @@ def test_the_cap_of_an_extended_schedule_stays_where_it_goes_on_below_it() -> No
     assert max(again) == pytest.approx(cap)
 
 
-def test_extending_a_schedule_that_has_ended_at_zero_is_said_to_learn_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    path = str(fit(Swings(make_config("parent", OLD, STEPS))).checkpoint_dir / f"step_{STEPS:08d}")
-    config = make_config("zero", OLD, LONGER, resume=path, branch=BranchParameters(schedule="extend"))
-    assert max(fit(Swings(config)).rates) == 0
-    assert 'scheduler: the learning rate was 0 at step 6, and branch.schedule="extend" keeps it there' in caplog.text
-    assert 'schedule="new"' in caplog.text
-
-
 def test_a_run_directory_means_its_newest_checkpoint() -> None:
     parent()
     trainer = branch("whole", "runs/tests/checkpoint/parent")

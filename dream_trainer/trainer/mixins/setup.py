@@ -40,7 +40,6 @@ from dream_trainer.modules.sharding import (
 from dream_trainer.optim.muon import Muon
 from dream_trainer.optim.sharded import refuse_unshardable
 from dream_trainer.trainer.abstract import AbstractTrainer
-from dream_trainer.trainer.branched_rates import note_options
 from dream_trainer.trainer.cooperation import Cooperation
 from dream_trainer.trainer.data_setup import connect_data
 from dream_trainer.trainer.hooks import Hooks
@@ -334,7 +333,7 @@ def _configure_optimizers(trainer: SetupMixin) -> None:
         refuse_unshardable(optimizer)
         if isinstance(optimizer, Muon):
             optimizer.replicas = trainer.world.averaging_group()
-    note_options(optimizers)
+    trainer._rates.note_options()
 
 
 def _configure_schedulers(trainer: SetupMixin) -> None:

@@ -1,0 +1,349 @@
+"""Learning rates, and other options of optimizers, where a run goes on from a checkpoint.
+
+A LambdaLR, as `build_schedule` makes, is a base rate times a function of its step, and the function follows this
+config. Every other scheduler loads its whole state, arguments such as T_max included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from dream_trainer.checkpoint import typed_json
+from dream_trainer.compat.schedulers import inner_schedulers
+from dream_trainer.config.branch_parameters import BranchParameters
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.optim.learning_rates import set_token_origin, token_origins
+from dream_trainer.trainer.registry import Scheduler
+
+Options = list[dict[str, Any]]
+"""Numbers of each parameter group, such as its learning rate and weight decay."""
+
+# Options that depend on the machine, and `initial_lr`, which is compared as `lr`.
+_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+
+
+class KeptOption(NamedTuple):
+    """An option that a checkpoint brought along, and that this config sets otherwise.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        group: Number of the parameter group.
+        option: Such as `lr`.
+        config: This config's value.
+        trained: The checkpoint's value, which goes on.
+    """
+
+    optimizer: str
+    group: int
+    option: str
+    config: Any
+    trained: Any
+
+
+class ResumedRates:
+    """Options and schedules as this config builds them, and as a checkpoint changes them.
+
+    Args:
+        optimizers: Gives the trainer's optimizers by name.
+        schedulers: Gives its schedulers by name.
+    """
+
+    def __init__(
+        self, optimizers: Callable[[], Mapping[str, Optimizer]], schedulers: Callable[[], Mapping[str, Scheduler]]
+    ) -> None:
+        self._optimizers, self._schedulers = optimizers, schedulers
+        self._configured: dict[Optimizer, Options] = {}
+        self._of_checkpoint: dict[Optimizer, Options] = {}
+        self._scheduled: dict[Optimizer, Options] = {}  # as schedulers leave the groups before the first step
+        self._built: dict[Scheduler, dict[str, Any]] = {}  # state before the first step
+        self._caps: dict[LambdaLR, list[float]] = {}
+
+    def note_options(self) -> None:
+        """Notes the options that `configure_optimizers` set, once, before a schedule changes them."""
+        for optimizer in self._optimizers().values():
+            self._configured.setdefault(optimizer, [_options(group) for group in optimizer.param_groups])
+
+    def note_built(self) -> None:
+        """Notes schedulers that were not stepped yet, each once."""
+        self.note_options()
+        for scheduler in self._schedulers().values():
+            if scheduler not in self._built:
+                self._built[scheduler] = dict(_plain(scheduler.state_dict()))
+        for optimizer in self._optimizers().values():
+            self._scheduled.setdefault(optimizer, [_without_parameters(group) for group in optimizer.param_groups])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint contains beside the states of optimizers and schedulers."""
+        schedulers = self._schedulers()
+        return {
+            "rate_caps": {name: self._caps[one] for name, one in schedulers.items() if one in self._caps},
+            "token_origins": token_origins(schedulers),
+            "built_schedules": {
+                name: {"kind": type(one).__name__, "state": self._built[one]}
+                for name, one in schedulers.items()
+                if one in self._built
+            },
+            "configured_options": {name: self._in_force(one) for name, one in self._optimizers().items()},
+        }
+
+    def base_rates(self, optimizer: Optimizer) -> list[Any]:
+        """The rate of each group before any schedule changes it."""
+        pairs = zip(optimizer.param_groups, chain(self._in_force(optimizer), repeat({})), strict=False)
+        return [options.get("lr", group.get("initial_lr", group["lr"])) for group, options in pairs]
+
+    def refuse(self, shared: Mapping[str, Any], branch: BranchParameters) -> None:
+        """Raises ConfigError for a scheduler that cannot do what `branch` asks of a checkpoint."""
+        if branch.schedule == "new" and branch.optimizer == "keep":
+            self._refuse_other_bases(shared.get("configured_options", {}))
+        if branch.schedule == "new" or (branch.schedule == "keep" and branch.optimizer == "keep"):
+            return
+        word = 'schedule="extend"' if branch.schedule == "extend" else f'optimizer="{branch.optimizer}"'
+        for name, scheduler in self._outermost():
+            if not isinstance(scheduler, LambdaLR):
+                raise ConfigError(
+                    f"branch with {word}: {name!r} is a {type(scheduler).__name__}, whose rates follow "
+                    'from those before. Use branch.schedule="new", or a LambdaLR, as build_schedule makes.'
+                )
+
+    def _refuse_other_bases(self, in_force: Mapping[str, Options]) -> None:
+        """A new schedule on another learning rate than the one it was built for: only functions of the step can."""
+        names = {optimizer: name for name, optimizer in self._optimizers().items()}
+        for name, scheduler in self._outermost():
+            optimizer = scheduler.optimizer
+            rates = [options.get("lr") for options in in_force.get(names[optimizer], [])]
+            built_for = [options.get("lr") for options in self._configured[optimizer]]
+            if rates and rates != built_for and not isinstance(scheduler, LambdaLR | ReduceLROnPlateau):
+                raise ConfigError(
+                    f"{name} ({type(scheduler).__name__}) is built for this config's learning rate {built_for[0]}, and "
+                    f'the checkpoint\'s {rates[0]} goes on. Configure that rate, use branch.optimizer="moments", or a '
+                    "LambdaLR, as build_schedule makes."
+                )
+
+    def restore(
+        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int, another_run: str
+    ) -> tuple[list[str], list[KeptOption]]:
+        """Gives schedulers their place, and optimizers its rate, after counters and the optimizers' own state.
+
+        Args:
+            shared: What all ranks share of the checkpoint.
+            branch: What goes along.
+            tokens_seen: Tokens that the run has counted.
+            another_run: How to begin another run from a checkpoint, with a place for `words`.
+
+        Returns:
+            Warnings, and the options that go on although this config sets others.
+
+        Raises:
+            CheckpointError: The checkpoint has other schedulers.
+        """
+        schedulers, saved = self._schedulers(), shared["schedulers"]
+        if branch.schedule != "new" and set(schedulers) != set(saved):
+            raise CheckpointError(
+                f"it has schedulers {sorted(saved)}, and this trainer {sorted(schedulers)}. A run of another name "
+                'begins with its own by branch=BranchParameters(schedule="new").'
+            )
+        then = shared["progress"].get("tokens_seen", 0)
+        for name, scheduler in schedulers.items():
+            passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
+            set_token_origin(scheduler, tokens_seen - passed)
+        kept = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
+        warned = _options_in_words(kept, another_run.format(words='optimizer="moments"'))
+        if branch.schedule != "new":
+            warned += self.go_on(shared, branch, another_run)
+        elif branch.optimizer == "keep":
+            self._begin_schedules_anew()
+        return warned, kept
+
+    def go_on(self, shared: Mapping[str, Any], branch: BranchParameters, another_run: str) -> list[str]:
+        """Loads schedulers; gives warnings. Arguments as of `restore`."""
+        warned = []
+        for name, one in self._outermost():
+            saved, then = shared["schedulers"][name], shared.get("built_schedules", {}).get(name)
+            if then is not None and then["kind"] != type(one).__name__:
+                raise CheckpointError(
+                    f"{name} is now a {type(one).__name__} instead of a {then['kind']}, whose place it cannot take. "
+                    'Begin a run of another name with branch=BranchParameters(schedule="new").'
+                )
+            if isinstance(one, LambdaLR):
+                warned += self._go_on_by_steps(name, one, shared, branch)
+                continue
+            one.load_state_dict(dict(saved))
+            changed = [] if then is None else _changed(then["state"], self._built.get(one, {}))
+            if changed:
+                anew = another_run.format(words='schedule="new"')
+                warned.append(
+                    f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's goes "
+                    f"on. To use this config's, {anew}."
+                )
+        return warned
+
+    def _go_on_by_steps(
+        self, name: str, scheduler: LambdaLR, shared: Mapping[str, Any], branch: BranchParameters
+    ) -> list[str]:
+        saved, bases = shared["schedulers"][name], list(scheduler.base_lrs)
+        n_groups = len(bases)
+        factors = _for_groups(_factors(saved), n_groups)
+        if len(saved["base_lrs"]) == n_groups:
+            scheduler.load_state_dict(dict(saved))
+        else:
+            scheduler.last_epoch = saved["last_epoch"]  # all that a new optimizer's groups have of the former ones
+        if name in shared.get("rate_caps", {}):
+            self._cap(scheduler, _for_groups(shared["rate_caps"][name], n_groups))
+        now = [form(scheduler.last_epoch) for form in scheduler.lr_lambdas]
+        pairs, warned = list(zip(now, factors, strict=True)), []
+        if branch.schedule == "extend":
+            climbs = [after > before and not math.isclose(after, before) for after, before in pairs]
+            if any(climbs):
+                self._cap(scheduler, [cap if climb else math.inf for cap, climb in zip(factors, climbs, strict=True)])
+        elif any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs):
+            warned.append(
+                f"{name} has another form than in the checkpoint, as for another total_steps: at step "
+                f"{scheduler.last_epoch} it multiplied the learning rate by {factors[0]:.4g}, and the new form, which "
+                f"holds from the next step on, by {now[0]:.4g}. A run of another name that begins there with "
+                'branch=BranchParameters(schedule="extend") does not climb back.'
+            )
+        if branch.optimizer != "keep":
+            _rebase(scheduler, bases)
+        return warned
+
+    def _cap(self, scheduler: LambdaLR, caps: Sequence[float]) -> None:
+        """From now on no group's factor is above its cap, nor above one that it has already."""
+        kept = [min(pair) for pair in zip(caps, self._caps.get(scheduler, caps), strict=True)]
+        self._caps[scheduler] = kept
+        scheduler.lr_lambdas = [_at_most(form, cap) for form, cap in zip(scheduler.lr_lambdas, kept, strict=True)]
+
+    def _begin_schedules_anew(self) -> None:
+        """Schedules begin at the rates before any schedule, of the checkpoint's optimizers."""
+        for optimizer in self._optimizers().values():
+            bases, kept = self.base_rates(optimizer), chain(self._in_force(optimizer), repeat({}))
+            start, configured = self._scheduled[optimizer], self._configured[optimizer]
+            is_rebased = bases != [options.get("lr") for options in configured]
+            groups = zip(optimizer.param_groups, bases, start, configured, kept, strict=False)
+            for group, base, begun, own, options in groups:
+                altered = {key for key in own if begun.get(key) != own[key]}  # by a schedule, such as momentum
+                goes_on = {key: value for key, value in options.items() if key not in altered}
+                stays = {key: group[key] for key in ("params", "param_names", "lr") if key in group}
+                group.clear()
+                group.update(begun | goes_on | stays)
+                set_rate(group, base if is_rebased else begun["lr"])
+            for _, scheduler in self._outermost():
+                if scheduler.optimizer is optimizer and isinstance(scheduler, LambdaLR):
+                    _rebase(scheduler, bases)
+
+    def _take_options(self, in_force: Mapping[str, Options]) -> list[KeptOption]:
+        """Options of a checkpoint hold from now on; returns those that this config sets otherwise."""
+        optimizers = self._optimizers()
+        self._of_checkpoint = {optimizers[name]: options for name, options in in_force.items()}
+        return [
+            KeptOption(name, group, option, mine[option], theirs[option])
+            for name, of_groups in in_force.items()
+            for group, (mine, theirs) in enumerate(zip(self._configured[optimizers[name]], of_groups, strict=False))
+            for option in mine
+            if option in theirs and mine[option] != theirs[option]
+        ]
+
+    def _in_force(self, optimizer: Optimizer) -> Options:
+        return self._of_checkpoint.get(optimizer, self._configured.get(optimizer, []))
+
+    def _outermost(self) -> Iterator[tuple[str, Scheduler]]:
+        """Schedulers that are not part of another one, whose state contains theirs."""
+        schedulers = self._schedulers()
+        inner = {id(part) for scheduler in schedulers.values() for part in inner_schedulers(scheduler)}
+        return ((name, one) for name, one in schedulers.items() if id(one) not in inner)
+
+
+def copied(value: Any) -> Any:
+    """An option of a group: a copy if it is a tensor, which steps change in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Sets a group's learning rate, in place if it is a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
+    for key, value in group.items():
+        value = group.get("initial_lr", value) if key == "lr" else value
+        value = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        if key not in _NOT_COMPARED and isinstance(value, int | float | tuple | list):
+            options[key] = value
+    return options
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _options_in_words(kept: Sequence[KeptOption], anew: str) -> list[str]:
+    alike: dict[tuple[str, str], list[int]] = {}
+    for one in kept:
+        options = f"{one.option}={one.config}, and the checkpoint's {one.trained} goes on"
+        alike.setdefault((one.optimizer, options), []).append(one.group)
+    return [
+        f"{optimizer}: this config has {options} ({'group' if len(groups) == 1 else 'groups'} "
+        f"{', '.join(map(str, groups))}). To train on with this config's, {anew}."
+        for (optimizer, options), groups in alike.items()
+    ]
+
+
+def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a checkpoint can contain, of the types that it gives back."""
+    for key, value in state.items():
+        try:
+            yield key, typed_json.loads(typed_json.dumps(value))
+        except TypeError:
+            continue
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Arguments of a scheduler that differ; rates follow the optimizer's."""
+    found = []
+    for key in (key for key in now if key in then and key not in ("base_lrs", "_last_lr")):
+        if key == "_schedulers" and len(now[key]) == len(then[key]):
+            for number, (old, new) in enumerate(zip(then[key], now[key], strict=True)):
+                found += _changed(old, new, f"{prefix}schedulers[{number}].")
+        elif typed_json.dumps(then[key]) != typed_json.dumps(now[key]):
+            shown = [sorted(v.elements()) if isinstance(v, Counter) else v for v in (now[key], then[key])]
+            found.append(f"{prefix}{key.removeprefix('_')}={shown[0]} instead of {shown[1]}")
+    return found
+
+
+def _factors(state: Mapping[str, Any]) -> list[float]:
+    """The factor of a LambdaLR on each group's base rate when it was saved."""
+    return [
+        float(rate) / float(base) if float(base) else 1.0
+        for rate, base in zip(state["_last_lr"], state["base_lrs"], strict=True)
+    ]
+
+
+def _for_groups(factors: Sequence[float], n_groups: int) -> list[float]:
+    """One for each group; the highest for all if there were other groups."""
+    return [*factors] if len(factors) == n_groups else [max(factors)] * n_groups
+
+
+def _at_most(form: Callable[[int], float], cap: float) -> Callable[[int], float]:
+    return lambda step: min(cap, form(step))
+
+
+def _rebase(scheduler: LambdaLR, bases: Sequence[Any]) -> None:
+    """The scheduler goes on at its step, from these rates."""
+    scheduler.base_lrs = list(bases)
+    rates = []
+    for group, base, form in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
+        group["initial_lr"] = copied(base)
+        set_rate(group, base * form(scheduler.last_epoch))
+        rates.append(copied(group["lr"]))
+    scheduler._last_lr = rates
