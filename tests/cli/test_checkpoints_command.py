@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dream_trainer.checkpoint.manifest import list_checkpoints
-from dream_trainer.cli.difference import max_difference
+from dream_trainer.weights.stored_tensors import max_difference
 from dream_trainer.cli.main import GROUPS, main
 from tests.checkpoint.states import DESCRIPTION, save
 
