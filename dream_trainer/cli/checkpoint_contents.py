@@ -71,31 +71,25 @@ class Show(OneCheckpoint):
         stored = StoredTensors(self.find())
         manifest, groups = stored.manifest, tensors_by_owner(stored, read_shared(stored.manifest.path))
         tensors = {n: {"shape": list(s.shape), "dtype": str(s.dtype)[len("torch.") :]} for n, s in stored.specs.items()}
-        holds = {
-            name: {
-                "tensors": len(specs),
-                "elements": sum(spec.nbytes // spec.dtype.itemsize for spec in specs.values()),
-                "bytes": sum(spec.nbytes for spec in specs.values()),
-            }
-            for name, specs in groups.items()
-        }
+        holds, rows = {}, []
+        for name, specs in groups.items():
+            elements = sum(spec.nbytes // spec.dtype.itemsize for spec in specs.values())
+            size = sum(spec.nbytes for spec in specs.values())
+            holds[name] = {"tensors": len(specs), "elements": elements, "bytes": size}
+            rows.append([name, str(len(specs)), format_count(elements), format_bytes(size)])
         if self.as_json:
             facts = {"path": manifest.path, "step": manifest.step, **manifest.facts(), "config": manifest.config}
             files = {name: vars(entry) for name, entry in manifest.files.items()}
             print_json({**facts, "holds": holds, "tensors": tensors, "files": files})
             return 0
-        size = f"{format_bytes(directory_size(manifest.path))} in {len(manifest.files) + 1} files"
-        written = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.wall_time))}"
+        on_disk = f"{format_bytes(directory_size(manifest.path))} in {len(manifest.files) + 1} files"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.wall_time))
         counters = {"step": str(manifest.step), "epoch": str(manifest.epoch), "samples": f"{manifest.samples_seen:,}"}
-        counters |= {"written": f"{written} ({age_cell(manifest.wall_time)} ago)", "size": size}
+        counters |= {"written": f"{written} ({age_cell(manifest.wall_time)} ago)", "size": on_disk}
         counters |= {"ranks": str(manifest.world_size), "mesh": mesh_cell(manifest.mesh_shape), **manifest.versions}
         print_table(str(manifest.path), [], [list(pair) for pair in counters.items()])
         if manifest.metrics:
             print_table("metrics", [], [[name, number_cell(value)] for name, value in manifest.metrics.items()])
-        rows = [
-            [name, str(n["tensors"]), format_count(n["elements"]), format_bytes(n["bytes"])]
-            for name, n in holds.items()
-        ]
         print_table("holds", ["", "tensors", "elements", "size"], rows)
         if self.tensors:
             listed = [[name, *map(str, kind.values())] for name, kind in tensors.items()]
@@ -126,22 +120,20 @@ class Diff:
         first, second = (StoredTensors(find_checkpoint(as_path(path))) for path in (self.a, self.b))
         a, b = first.manifest, second.manifest
         names = ("step", "epoch", "samples_seen", "world_size", "mesh_shape", "versions")
-        found = {
+        found: dict[str, Any] = {
             "a": a.path,
             "b": b.path,
             "manifest": _unequal(vars(a), vars(b), names),
             "metrics": _unequal(a.metrics, b.metrics, dict.fromkeys([*a.metrics, *b.metrics])),
             "config": difference(a.config, b.config),
-            "tensors": (tensors := difference_of_tensors(first, second, values=self.values)),
+            "tensors": difference_of_tensors(first, second, values=self.values),
         }
         if self.as_json:
             print_json(found)
         else:
             _print_difference(found)
-        kinds = ("only_in_a", "only_in_b", "other_kind", "max_difference")
-        return int(
-            any(found[name] for name in ("manifest", "metrics", "config")) or any(tensors[kind] for kind in kinds)
-        )
+        kinds = [found["tensors"][kind] for kind in ("only_in_a", "only_in_b", "other_kind", "max_difference")]
+        return int(any([found["manifest"], found["metrics"], found["config"], *kinds]))
 
 
 @dataclass(frozen=True, kw_only=True)

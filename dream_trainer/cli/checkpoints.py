@@ -1,5 +1,4 @@
-"""`dream-trainer checkpoints`: the checkpoints of a run: ls, verify and prune. Commands on one are in
-checkpoint_contents.py."""
+"""`dream-trainer checkpoints ls`, `verify` and `prune`: a run's checkpoints. checkpoint_contents.py has the others."""
 
 from __future__ import annotations
 
@@ -80,8 +79,8 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Remove checkpoints that no rule keeps. The newest whole one always stays, and others than whole ones stay unless
-    you ask for them."""
+    """Remove checkpoints that no rule keeps. The newest whole one stays; damaged and other ones stay without --damaged
+    or --aside."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory. No job may be writing to it."""

@@ -76,6 +76,6 @@ def _devices() -> dict[str, str]:
     found = {"devices": f"{torch.accelerator.device_count()} {accelerator.type}"}
     for index in range(torch.cuda.device_count() if accelerator.type == "cuda" else 0):
         card = torch.cuda.get_device_properties(index)
-        memory = f"{card.total_memory / 1024**3:.1f} GiB"
-        found[f"cuda:{index}"] = f"{card.name}, {memory}, capability {card.major}.{card.minor}"
+        size, capability = f"{card.total_memory / 2**30:.1f} GiB", f"{card.major}.{card.minor}"
+        found[f"cuda:{index}"] = f"{card.name}, {size}, capability {capability}"
     return found

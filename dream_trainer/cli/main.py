@@ -1,8 +1,7 @@
 """The command `dream-trainer`: work on runs without training.
 
-A command is a dataclass whose `run()` returns the exit code, and a group of commands one whose `command` is one of
-several; tyro makes the parser and the help texts from their fields. Commands import what needs torch inside of
-functions, so that `--help` is quick.
+A command is a dataclass whose `run()` returns the exit code; tyro makes the parser and the help texts from its fields.
+Commands import what needs torch inside of functions, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -36,12 +35,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command with the given arguments, by default those of the process.
-
-    Returns:
-        The exit code: 0; 1 if the command failed, with one line on stderr, or found damage; 2 if the arguments are
-        wrong.
-    """
+    """Runs one command. Returns 0; 1 if it failed, with one line on stderr, or found damage; 2 for wrong arguments."""
     try:
         code: int = _parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()

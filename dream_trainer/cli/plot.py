@@ -111,14 +111,8 @@ def read_log(file: Path) -> list[dict[str, float]]:
 
 
 def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) -> dict[str, list[Curve]]:
-    """The curves by the titles of their panels.
-
-    Args:
-        runs: Records of each run by its name.
-        chosen: Names or patterns of metrics. By default losses, validations with their counterparts in training,
-            learning rates, gradient norms and throughput.
-        x: "steps", "samples" or "time".
-    """
+    """The curves of the chosen metrics by the titles of their panels. Default: losses, validations with their
+    counterparts in training, learning rates, gradient norms and throughput."""
     logged = dict.fromkeys(name for records in runs.values() for record in records for name in record)
     metrics = [name for name in logged if name not in Stamp._fields]
     for pattern in chosen:
@@ -177,10 +171,10 @@ def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str], smooth:
     metrics = list(dict.fromkeys(curve.metric for curve in curves))
     for curve in curves:
         run, metric = runs.index(curve.run), metrics.index(curve.metric)
-        style: dict[str, Any] = {"color": f"C{metric % 10}", "label": curve.metric}
+        style = {"color": f"C{metric % 10}", "label": curve.metric}
         if len(runs) > 1:
-            label = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
-            style = {"color": f"C{run % 10}", "linestyle": _LINES[metric % len(_LINES)], "label": label}
+            style = {"color": f"C{run % 10}", "linestyle": _LINES[metric % len(_LINES)]}
+            style["label"] = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
         is_validation = curve.metric.startswith("val/")
         places, values = list(curve.points), list(curve.points.values())
         if smooth and not is_validation:

@@ -48,7 +48,6 @@ class ConfigDiff:
         compared = {**first, **second}
         if is_saved(config_a) != is_saved(config_b):  # a file is compared in the fields that it sets
             compared = second if is_saved(config_a) else first
-        # by repr, since NaN equals NaN here
         names = [n for n in compared if (n in first) != (n in second) or repr(first.get(n)) != repr(second.get(n))]
         if self.as_json:
             print_json({name: [first.get(name), second.get(name)] for name in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from dream_trainer.trainer.run_record import ListedRun
 
 _SHOWN_FIELDS = 5
-# In the run's name, or without effect on training.
-_NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")
+_NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")  # of no effect
 _PARENT = "began from"
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
@@ -93,21 +93,19 @@ class Runs:
     def _print(self, root: Path, runs: Sequence[ListedRun]) -> None:
         cells = [_cells(run) for run in runs]
         header = [column.strip() for column in self.columns.split(",") if column.strip()]
-        names, hidden = [_full(column, cells) for column in header], []
+        names, hidden, differ = [_full(column, cells) for column in header], [], differing(runs)
         if not names:
-            differ = differing(runs)
             names, hidden, header = differ[:_SHOWN_FIELDS], differ[_SHOWN_FIELDS:], _ends(differ)[:_SHOWN_FIELDS]
         if any(_PARENT in values for values in cells):
             names, header = [_PARENT, *names], [_PARENT, *header]
-        rows = [
-            [*_row(run), *(values.get(name, "-") for name in names)] for run, values in zip(runs, cells, strict=True)
-        ]
+        more = [[values.get(name, "-") for name in names] for values in cells]
+        rows = [[*_row(run), *columns] for run, columns in zip(runs, more, strict=True)]
         print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
         if hidden:
             print(f"also different, for --columns: {', '.join(hidden)}")
         ended = [run for run in runs if run.record.why and run.state != "running"]
         lines = [f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}" for run in ended]
-        width = shutil.get_terminal_size((160, 24)).columns
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
         for run, line in zip(ended, lines, strict=True):
             print(line if self.long or len(line) <= width else f"{line[: width - 3]}...")
             if self.long:

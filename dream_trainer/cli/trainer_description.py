@@ -35,8 +35,7 @@ class DescribeTrainer:
         if not program or not name:
             raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:TRAINER, such as train.py:Trainer.")
         members = vars(_loaded(program))
-        found = members.get(name)
-        trainer: Any = None
+        found, trainer = members.get(name), None
         if isinstance(found, type) and issubclass(found, AbstractTrainer):
             make_config = members.get(self.config)
             if not callable(make_config):
@@ -59,18 +58,16 @@ class DescribeTrainer:
 
 def _loaded(program: str) -> ModuleType:
     """The module; a file is loaded, but not run as a script."""
-    if not program.endswith(".py"):
+    path = Path(program).resolve()
+    spec = spec_from_file_location("described_program", path)
+    if not program.endswith(".py") or spec is None or spec.loader is None:
         try:
             return import_module(program)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    path = Path(program).resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {program!r}. Give a Python file, or a module.")
     sys.path.insert(0, str(path.parent))  # a script may import files beside it
-    spec = spec_from_file_location("described_program", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks for its module there
     spec.loader.exec_module(module)
