@@ -91,7 +91,7 @@ class Runs:
         return mode
 
     def _print(self, root: Path, runs: Sequence[ListedRun]) -> None:
-        cells = [_cells(run) for run in runs]
+        cells = [_cells(run, with_branch=bool(self.columns or run.record.parent)) for run in runs]
         header = [column.strip() for column in self.columns.split(",") if column.strip()]
         names, hidden, differ = [_full(column, cells) for column in header], [], differing(runs)
         if not names:
@@ -131,13 +131,13 @@ def _row(run: ListedRun) -> list[str]:
     return [run.name, run.state, str(record.step), at, took, f"{age_cell(record.seen)} ago" if record.seen else "-"]
 
 
-def _cells(run: ListedRun) -> dict[str, str]:
+def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
     """Texts for columns: what a branch began from, the config's fields, and the last values of metrics."""
     from dream_trainer.trainer.run_record import BRANCH, trained_fields
 
     parent = run.record.parent
     values = trained_fields(run.config, run.record)
-    cells = {name: value_cell(value) for name, value in values.items() if parent or not name.startswith(BRANCH)}
+    cells = {name: value_cell(value) for name, value in values.items() if with_branch or not name.startswith(BRANCH)}
     if parent:
         begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
         cells[_PARENT] = f"{begun} at {parent['step']}"

@@ -43,7 +43,8 @@ class DescribeTrainer:
                     f"{program} has no function {self.config!r} that returns the config of {name}. Write one, or "
                     "choose another with --config; or give a function that returns a trainer."
                 )
-            trainer = found(make_config())
+            its_config: Any = make_config()
+            trainer = found(its_config)
         elif callable(found) and not isinstance(found, type):
             trainer = found()
         if not isinstance(trainer, AbstractTrainer):
