@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dream_trainer.callbacks.tables import print_table
@@ -38,9 +39,10 @@ class Environment:
 
         from dream_trainer.version import __version__
 
-        installed = {
-            found.name: found.version for found in reversed([*distributions()])
-        }  # the first on the path counts
+        packages = {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):
+                packages[name] = version(name)
         backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
         facts: dict[str, dict[str, Any]] = {
             "machine": {
@@ -56,7 +58,7 @@ class Environment:
                 "threads": torch.get_num_threads(),
                 **_devices(),
             },
-            "packages": {name: installed[name] for name in _PACKAGES if name in installed},
+            "packages": packages,
             "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         }
         if self.as_json:
@@ -75,7 +77,6 @@ def _devices() -> dict[str, str]:
         return {"devices": "cpu only"}
     found = {"devices": f"{torch.accelerator.device_count()} {accelerator.type}"}
     for index in range(torch.cuda.device_count() if accelerator.type == "cuda" else 0):
-        card = torch.cuda.get_device_properties(index)
-        size, capability = f"{card.total_memory / 2**30:.1f} GiB", f"{card.major}.{card.minor}"
-        found[f"cuda:{index}"] = f"{card.name}, {size}, capability {capability}"
+        gpu = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}"
     return found

@@ -78,8 +78,7 @@ class Runs:
         if self.metric is None or not names:
             return None
         if self.metric not in names:
-            near = get_close_matches(self.metric, names, n=1)
-            advice = f"Did you mean {near[0]}? " if near else ""
+            advice = "".join(f"Did you mean {name}? " for name in get_close_matches(self.metric, names, n=1))
             raise ConfigError(f"--metric {self.metric}: no run has it. {advice}There are {', '.join(names)}.")
         kept = [run.record.best[self.metric]["mode"] for run in runs if self.metric in run.record.best]
         mode = kept[0] if kept else mode_by_name(self.metric)
