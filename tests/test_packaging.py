@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dream_trainer.cli.project import LAUNCH, SOURCES
+from dream_trainer.cli.new import EXAMPLES, LAUNCH
 
 ROOT = Path(__file__).parent.parent
 NOT_PUBLISHED = {".ci", ".gitattributes"}
@@ -63,7 +63,7 @@ def test_the_wheel_holds_the_package_and_the_examples_that_projects_begin_from(a
         assert "dream-trainer = dream_trainer.cli.main:main" in archive.read(entry_points).decode()
     package = ROOT / "dream_trainer"
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    examples = {name for source in SOURCES.values() for name in (source.program, *source.beside)} | {*LAUNCH}
+    examples = {name for files in EXAMPLES.values() for name in files} | {*LAUNCH}
     own = {path.relative_to(ROOT).as_posix() for path in files}
     assert packed == own | {f"dream_trainer/examples/{name}" for name in examples}
     assert "dream_trainer/py.typed" in packed

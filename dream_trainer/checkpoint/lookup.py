@@ -1,12 +1,68 @@
-"""Which checkpoint a path means, be it of a run or of one of its checkpoints."""
+"""Which checkpoint a path means, be it of a run or of one of its checkpoints, and the checkpoints that a run has."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dream_trainer.checkpoint.files import named_step, step_directories
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, list_checkpoints
-from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, list_checkpoints, read_manifest
+from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dream_trainer.stores.store_path import StorePath
+
+State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
+# As files.py names them.
+_HIDDEN: dict[State, re.Pattern[str]] = {
+    "unfinished": re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+"),
+    "replaced": re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+"),
+    "aside": re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One directory among a run's checkpoints."""
+
+    path: Path
+    step: int
+    state: State
+    """"unreadable": of a newer schema, or closed to this user. "unfinished": being written, or left by a killed job.
+    "replaced": kept until another of its step is whole. "aside": set aside when the run resumed from an older one."""
+    fault: str | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return directory_size(self.path)
+
+
+def directory_size(path: Path) -> int:
+    """Bytes of the files in a directory."""
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def entries(root: Path) -> list[Entry]:
+    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
+    found = [_entry(path, step, "whole") for step, path in step_directories(root)]
+    for path in root.iterdir():
+        for state, pattern in _HIDDEN.items():
+            if (match := pattern.fullmatch(path.name)) and path.is_dir():
+                found.append(_entry(path, int(match[1]), state))
+    return sorted(found, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
+
+
+def _entry(path: Path, step: int, state: State) -> Entry:
+    try:
+        return Entry(path=path, step=step, state=state, manifest=read_manifest(path))
+    except CheckpointError as error:
+        if state == "whole":
+            state = "damaged" if isinstance(error, DamagedCheckpointError) else "unreadable"
+        if state == "damaged" and isinstance(path, StorePath) and not (path / MANIFEST_NAME).is_file():
+            state = "unfinished"  # written in place, the manifest last
+        return Entry(path=path, step=step, state=state, fault=None if state == "unfinished" else str(error))
 
 
 def checkpoints_root(path: Path) -> Path:

@@ -101,6 +101,11 @@ class Manifest:
         entry = self.entry(name)
         return read_file(self.path / name, entry.size, entry.xxh3)
 
+    def facts(self) -> dict[str, Any]:
+        """What it says in short, of which JSON can be made."""
+        names = ("epoch", "samples_seen", "world_size", "mesh_shape", "metrics", "versions", "wall_time")
+        return {name: vars(self)[name] for name in names}
+
     def verify(self, name: str) -> None:
         """Reads the complete file `name` and compares its checksum.
 
@@ -233,6 +238,21 @@ def finished_directories(root: Path) -> list[Path]:
     """The directories that are checkpoints, or were; in a store, where they are written in place, by their manifest."""
     paths = [path for _, path in step_directories(root)]
     return [path for path in paths if not isinstance(path, StorePath) or (path / MANIFEST_NAME).is_file()]
+
+
+def faults(path: Path) -> list[str]:
+    """Reads a checkpoint through; returns an error for each file that is not as it was written."""
+    found = []
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    for name in sorted(manifest.files):
+        try:
+            manifest.verify(name)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
 
 
 def verify_checkpoint(path: Path, *, world: Ranks) -> Manifest:

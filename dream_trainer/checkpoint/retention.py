@@ -6,11 +6,11 @@ The newest is always kept, whatever the policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dream_trainer.best_value import is_value
+from dream_trainer.best_value import is_value, mode_by_name, mode_of
 from dream_trainer.checkpoint import files
 from dream_trainer.checkpoint.manifest import Manifest, list_checkpoints
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, Mode
@@ -66,6 +66,20 @@ class Retention:
     def keeps_all(self) -> bool:
         """Whether nothing is ever removed."""
         return self.keep_last is None and self.keep_every_n_steps is None and self.keep_best is None
+
+
+def mode_of_run(manifests: Sequence[Manifest], metric: str) -> Mode:
+    """Whether the smallest or the largest value of a metric is best, as the run's config and the metric's name say.
+
+    Raises:
+        ConfigError: Neither says, or they contradict each other.
+    """
+    parameters = manifests[-1].config.get("checkpoint_parameters", {}) if manifests else {}
+    by_run: Mode | None = parameters.get("best_mode") if parameters.get("best_metric") == metric else None
+    by_name = mode_by_name(metric)
+    if by_run and by_name and by_run != by_name:  # once "min" was the default of all metrics
+        raise ConfigError(f"the run took {by_run} for best of {metric}, and its name says {by_name}. Set --mode.")
+    return mode_of(metric, by_run, named_by="--metric", set_by="--mode")
 
 
 def best_checkpoint(manifests: Iterable[Manifest], metric: str, mode: Mode) -> Manifest | None:

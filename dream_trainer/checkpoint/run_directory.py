@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +20,8 @@ from dream_trainer import file_locks
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError
+from dream_trainer.stores.ownership import is_owned
+from dream_trainer.stores.store_path import StorePath
 
 LOCK_NAME = "run.lock"
 # A killed job's loader workers hold its lock until they notice; network file systems show a new file late.
@@ -78,6 +82,39 @@ def is_claimed(run_dir: Path) -> bool | None:
     except FileNotFoundError:
         return None
     return None if is_free is None else not is_free
+
+
+@contextmanager
+def without_jobs(checkpoints: Path) -> Iterator[None]:
+    """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job.
+
+    Args:
+        checkpoints: The directory of the run's checkpoints.
+
+    Raises:
+        CheckpointError: A live job writes to the run.
+    """
+    if isinstance(checkpoints, StorePath):
+        if is_owned(checkpoints.parent):
+            raise _in_use(checkpoints.parent)
+        yield
+        return
+    # Checkpoints on another disk have their own lock, since the path may be that place and not the link to it.
+    directories = dict.fromkeys([checkpoints.absolute().parent, checkpoints.resolve().parent, checkpoints.resolve()])
+    with ExitStack() as locks:
+        for path in [directory / LOCK_NAME for directory in directories if (directory / LOCK_NAME).exists()]:
+            is_held = file_locks.take(locks.enter_context(path.open("a")))
+            if is_held is False:
+                raise _in_use(path.parent)
+            if is_held is None:
+                file_locks.warn_of_no_locks(path.parent)
+        yield
+
+
+def _in_use(run_dir: Path) -> CheckpointError:
+    return CheckpointError(
+        f"a live job writes to {run_dir}. Stop it first, or let its own retention remove checkpoints."
+    )
 
 
 def _lock(run_dir: Path) -> str:

@@ -1,24 +1,29 @@
-"""`dream-trainer checkpoints ...`: the arguments of its commands. What they do is in the modules that `run` imports."""
+"""`dream-trainer checkpoints ls`, `verify` and `prune`: a run's checkpoints. checkpoint_contents.py has the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+from tyro.conf import Positional, arg, subcommand
 
+from dream_trainer.callbacks.tables import print_table
+from dream_trainer.checkpoint.files import discard
+from dream_trainer.cli.checkpoint_contents import Diff, Export, Push, Show
+from dream_trainer.cli.output import Count, Flag, Json, Name, age_cell, mesh_cell, metrics_cell, print_json
+from dream_trainer.errors import CheckpointError, ConfigError
+from dream_trainer.loggers.formatting import format_bytes
 from dream_trainer.stores.store_path import as_path
 
-# Defaults of None and False say nothing in a help text.
-Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
-Json = Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")]
-Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
+if TYPE_CHECKING:
+    from dream_trainer.checkpoint.lookup import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    """List a run's checkpoints, whole ones and others."""
+    """List a run's checkpoints with their states."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory."""
@@ -26,72 +31,56 @@ class Ls:
     """Print JSON instead of a table."""
 
     def run(self) -> int:
-        """Prints the table."""
-        from dream_trainer.cli.listing import ls
+        from dream_trainer.checkpoint.lookup import checkpoints_root, entries
 
-        return ls(as_path(self.run_path), as_json=self.as_json)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Show:
-    """Show what a checkpoint holds: counters, metrics, models, optimizers and config."""
-
-    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
-    """A checkpoint's directory; or a run's, whose newest whole checkpoint is meant."""
-    step: Count = None
-    """With a run's directory: the checkpoint of this step."""
-    tensors: Flag = False
-    """List every tensor with its shape and dtype."""
-    as_json: Json = False
-    """Print JSON, with every tensor and file."""
-
-    def run(self) -> int:
-        """Prints the tables."""
-        from dream_trainer.cli.show import show
-
-        return show(as_path(self.checkpoint), self.step, tensors=self.tensors, as_json=self.as_json)
+        root = checkpoints_root(as_path(self.run_path))
+        found = entries(root)
+        if self.as_json:
+            print_json({"root": root, "checkpoints": [_facts(entry) for entry in found]})
+        elif not found:
+            print(f"{root} has no checkpoints yet.")
+        else:
+            header = ["step", "epoch", "samples", "metrics", "size", "ranks", "mesh", "age", "state"]
+            print_table(str(root), header, [_row(entry) for entry in found])
+            for entry in found:
+                if entry.fault:
+                    print(f"{entry.path.name}: {entry.fault}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Read every file through and compare checksums; the exit code is 1 if anything is damaged."""
+    """Read every file and compare checksums; the exit code is 1 if anything is damaged."""
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
-    """A checkpoint's directory, or a run's: then all its checkpoints."""
+    """A checkpoint's directory, or a run's for all of its checkpoints."""
     as_json: Json = False
-    """Print JSON instead of a table."""
+    """Print JSON instead of lines."""
 
     def run(self) -> int:
-        """Prints the verdicts."""
-        from dream_trainer.cli.listing import verify
+        from dream_trainer.checkpoint.lookup import checkpoints_root, entries, is_checkpoint
+        from dream_trainer.checkpoint.manifest import faults
 
-        return verify(as_path(self.path), as_json=self.as_json)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diff:
-    """Compare two checkpoints: counters, metrics, config, and tensors by name, shape, dtype and value."""
-
-    a: Annotated[Positional[Path], arg(metavar="A")]
-    """A checkpoint's directory; or a run's, whose newest whole checkpoint is meant."""
-    b: Annotated[Positional[Path], arg(metavar="B")]
-    """The other one."""
-    values: bool = True
-    """Read the tensors and compare their values, one at a time."""
-    as_json: Json = False
-    """Print JSON, with every tensor that differs."""
-
-    def run(self) -> int:
-        """Prints the differences."""
-        from dream_trainer.cli.difference import diff
-
-        return diff(as_path(self.a), as_path(self.b), values=self.values, as_json=self.as_json)
+        path = as_path(self.path)
+        paths = [path] if is_checkpoint(path) else []
+        for entry in [] if paths else entries(checkpoints_root(path)):
+            paths += [entry.path] if not entry.path.name.startswith(".") and entry.state != "unfinished" else []
+        if not paths:
+            raise CheckpointError(f"{path} has no checkpoints to verify.")
+        found = {path: faults(path) for path in paths}
+        if self.as_json:
+            reports = [{"path": path, "whole": not errors, "faults": errors} for path, errors in found.items()]
+            print_json({"whole": not any(found.values()), "checkpoints": reports})
+        else:
+            for path, errors in found.items():
+                print(f"{path}: {'; '.join(errors) or 'whole'}")
+        return 1 if any(found.values()) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Remove checkpoints that no rule keeps. The newest whole one stays; damaged and other directories stay too,
-    unless they are asked for."""
+    """Remove checkpoints that no rule keeps. The newest whole one stays; damaged and other ones stay without --damaged
+    or --aside."""
 
     run_path: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's directory, or its `checkpoints` directory. No job may be writing to it."""
@@ -101,113 +90,64 @@ class Prune:
     """Keep steps divisible by this."""
     keep_best: Count = None
     """Number of best checkpoints by --metric to keep."""
-    metric: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Name of a validation metric, such as val/loss."""
+    metric: Name = None
+    """A validation metric, such as val/loss."""
     mode: Annotated[Literal["min", "max"] | None, arg(help_behavior_hint="")] = None
-    """Whether its smallest or its largest value is best; by default as the run and the name say."""
+    """Whether its smallest or largest value is best. Default: as the run's config and the metric's name say."""
     damaged: Flag = False
-    """Also remove checkpoints that are damaged, and what killed jobs left unfinished."""
+    """Also remove damaged checkpoints, and unfinished ones of killed jobs."""
     aside: Flag = False
-    """Also remove checkpoints that were set aside when the run went on from an older one."""
+    """Also remove checkpoints that were set aside when the run resumed from an older one."""
     dry_run: Flag = False
     """Print what would be removed, and remove nothing."""
     as_json: Json = False
     """Print JSON instead of a table."""
 
     def run(self) -> int:
-        """Removes, and prints what was removed."""
-        from dream_trainer.checkpoint.retention import Retention
-        from dream_trainer.cli.prune import mode_of_run, prune
+        from dream_trainer.checkpoint.lookup import checkpoints_root, entries
+        from dream_trainer.checkpoint.retention import Retention, kept, mode_of_run
+        from dream_trainer.checkpoint.run_directory import without_jobs
 
-        retention = Retention(
-            keep_last=self.keep_last,
-            keep_every_n_steps=self.keep_every_n_steps,
-            keep_best=self.keep_best,
-            metric=self.metric,
-            mode=mode_of_run(as_path(self.run_path), self.metric, self.mode),
-        )
-        return prune(
-            as_path(self.run_path),
-            retention,
-            damaged=self.damaged,
-            aside=self.aside,
-            dry_run=self.dry_run,
-            as_json=self.as_json,
-        )
+        root = checkpoints_root(as_path(self.run_path))
+        mode = self.mode
+        if mode is None and self.metric is not None:
+            mode = mode_of_run([entry.manifest for entry in entries(root) if entry.manifest], self.metric)
+        rules = {name: vars(self)[name] for name in ("keep_last", "keep_every_n_steps", "keep_best", "metric")}
+        retention = Retention(**rules, mode=mode or "min")
+        if retention.keeps_all and not self.damaged and not self.aside:
+            raise ConfigError(
+                "no rule was given. Use --keep-last, --keep-every-n-steps, --keep-best, --damaged or --aside."
+            )
+        asked = {"damaged": self.damaged, "unfinished": self.damaged, "aside": self.aside}
+        with nullcontext() if self.dry_run else without_jobs(root):
+            found = entries(root)
+            stay = kept([entry.manifest for entry in found if entry.state == "whole" and entry.manifest], retention)
+            going = [e for e in found if (e.step not in stay if e.state == "whole" else asked.get(e.state, False))]
+            sizes = [entry.size for entry in going]
+            for entry in [] if self.dry_run else going:
+                discard(entry.path)
+        self._print(root, [entry for entry in found if entry not in going], going, sizes)
+        return 0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """Write a model's weights as safetensors in Hugging Face's layout, or as one .safetensors, .pt or .pth file."""
-
-    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
-    """A checkpoint's directory; or a run's, whose newest whole checkpoint is meant."""
-    out: Annotated[Positional[Path], arg(metavar="OUT")]
-    """A directory, or a file that ends in .safetensors, .pt or .pth."""
-    step: Count = None
-    """With a run's directory: the checkpoint of this step."""
-    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Name of the model, if there are several."""
-    weights: Annotated[str, arg(metavar="WHICH")] = "model"
-    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")] = (
-        None
-    )
-    """Cast floating-point tensors to this. By default each stays as it is."""
-    max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
-    """Largest file of a directory, such as 2GB (10^9 bytes each) or 500MiB."""
-    renames: Annotated[
-        dict[str, str], arg(metavar="PATTERN REPLACEMENT [PATTERN REPLACEMENT ...]", help_behavior_hint="")
-    ] = field(default_factory=dict)
-    """Regular expressions and what takes their place in tensor names; a name that becomes empty is left out."""
-    merge_adapters: Flag = False
-    """Of a model with peft's adapters: write the base with the adapters added, and not the adapters alone."""
-    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Where the frozen weights that the checkpoint left out are, if not where the run loaded them from."""
-    overwrite: Flag = False
-    """Replace an earlier export."""
-    as_json: Json = False
-    """Print JSON: the files and their sizes."""
-
-    def run(self) -> int:
-        """Exports, and prints the files."""
-        from dream_trainer.cli.export_command import export
-
-        return export(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Push:
-    """Export a model's weights and upload them to the Hugging Face Hub, with a model card drawn from the checkpoint."""
-
-    checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
-    """A checkpoint's directory; or a run's, whose newest whole checkpoint is meant."""
-    repo: Annotated[str, arg(metavar="OWNER/NAME")]
-    """The repository; created if there is none. Log in before: hf auth login."""
-    step: Count = None
-    """With a run's directory: the checkpoint of this step."""
-    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
-    """Name of the model, if there are several."""
-    weights: Annotated[str, arg(metavar="WHICH")] = "model"
-    """"model" as trained, "ema" or "swa" as averaged; "ema.1" by the second EMA callback."""
-    merge_adapters: Flag = False
-    """Of a model with peft's adapters: push the base with the adapters added, and not the adapters alone."""
-    base: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Where the frozen weights that the checkpoint left out are, if not where the run loaded them from."""
-    base_model: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="")] = None
-    """The base's name on the hub, for the card and the adapters' config."""
-    beside: Annotated[Path | None, arg(metavar="DIRECTORY", help_behavior_hint="")] = None
-    """A directory whose files go along, such as a tokenizer's; a README.md there is taken as the card."""
-    public: Flag = False
-    """Create a repository that everybody can read."""
-    as_json: Json = False
-    """Print JSON: the repository and the commit."""
-
-    def run(self) -> int:
-        """Pushes, and prints the commit's address."""
-        from dream_trainer.cli.push_command import push
-
-        return push(self)
+    def _print(self, root: Path, staying: list[Entry], going: list[Entry], sizes: list[int]) -> None:
+        whole = [entry for entry in staying if entry.state == "whole"]
+        left = [entry for entry in staying if entry.state != "whole"]
+        if self.as_json:
+            paths = {"removed": [entry.path for entry in going], "kept": [entry.path for entry in whole]}
+            others = [{"path": entry.path, "state": entry.state} for entry in left]
+            print_json({"dry_run": self.dry_run, **paths, "left_alone": others, "freed_bytes": sum(sizes)})
+            return
+        verb = "would remove" if self.dry_run else "removed"
+        if going:
+            facts_of = [(e.path.name, e.state, metrics_cell(e.manifest.metrics if e.manifest else {})) for e in going]
+            rows = [[*facts, format_bytes(size)] for facts, size in zip(facts_of, sizes, strict=True)]
+            print_table(f"{verb} from {root}", ["name", "state", "metrics", "size"], rows)
+        kept = ", ".join(str(entry.step) for entry in whole) or "none"
+        print(f"{verb} {len(going)} ({format_bytes(sum(sizes))}); kept steps: {kept}")
+        options = {"damaged": "; --damaged removes it", "unfinished": "; --damaged removes it"}
+        options["aside"] = "; --aside removes it"
+        for entry in left:
+            print(f"left alone: {entry.path.name} ({entry.state}){options.get(entry.state, '')}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,5 +165,17 @@ class Checkpoints:
     )
 
     def run(self) -> int:
-        """Runs the command."""
         return self.command.run()
+
+
+def _row(entry: Entry) -> list[str]:
+    step, size, known = str(entry.step), format_bytes(entry.size), entry.manifest
+    if known is None:
+        return [step, "-", "-", "-", size, "-", "-", "-", entry.state]
+    counts = [step, str(known.epoch), f"{known.samples_seen:,}", metrics_cell(known.metrics), size]
+    return [*counts, str(known.world_size), mesh_cell(known.mesh_shape), age_cell(known.wall_time), entry.state]
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    facts = {"step": entry.step, "path": entry.path, "state": entry.state, "fault": entry.fault, "size": entry.size}
+    return facts | (entry.manifest.facts() if entry.manifest else {})

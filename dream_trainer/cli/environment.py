@@ -1,13 +1,18 @@
-"""`dream-trainer env`: what a bug report needs to say of a machine, and nothing that is secret."""
+"""`dream-trainer env`: versions, devices and settings for a bug report, without secrets."""
 
 from __future__ import annotations
 
+import os
+import platform
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from tyro.conf import FlagCreatePairsOff, arg
+from dream_trainer.callbacks.tables import print_table
+from dream_trainer.cli.output import Json, print_json
 
-# Of the environment only what changes a run: by name, for no other variable may be shown.
+# Only these are shown, so that no key or password is.
 _VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING"),
@@ -25,68 +30,43 @@ _PACKAGES = (
 class Environment:
     """Print versions, devices and settings of this machine, for a bug report."""
 
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    as_json: Json = False
     """Print JSON."""
 
     def run(self) -> int:
-        """Prints."""
-        from dream_trainer.cli.output import print_json
+        import torch
+        import torch.distributed as dist
 
-        facts = environment()
-        if self.json:
+        from dream_trainer.version import __version__
+
+        packages = {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):
+                packages[name] = version(name)
+        backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+        facts: dict[str, dict[str, Any]] = {
+            "machine": {
+                "dream_trainer": __version__,
+                "python": platform.python_version(),
+                "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+                "cpus": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),
+            },
+            "pytorch": {
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda or "not built in",
+                "backends": ", ".join(backends) or "none",
+                "threads": torch.get_num_threads(),
+                **_devices(),
+            },
+            "packages": packages,
+            "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        }
+        if self.as_json:
             print_json(facts)
             return 0
         for title, group in facts.items():
-            print(title)
-            width = max(map(len, group), default=0)
-            for name, value in group.items():
-                print(f"  {name:<{width}}  {value}")
+            print_table(title, [], [[name, str(value)] for name, value in group.items()])
         return 0
-
-
-def environment() -> dict[str, dict[str, Any]]:
-    """What there is, by group: machine, PyTorch, packages that are installed, and variables that are set."""
-    import os
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    from dream_trainer.version import __version__
-
-    def version_of(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    versions = {package: version_of(package) for package in _PACKAGES}
-    return {
-        "machine": {
-            "dream_trainer": __version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "cpus": len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count(),
-        },
-        "pytorch": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda or "not built in",
-            "backends": ", ".join(_backends()) or "none",
-            "threads": torch.get_num_threads(),
-            **_devices(),
-        },
-        "packages": {name: found for name, found in versions.items() if found is not None},
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    }
-
-
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    return [name for name, is_there in known.items() if is_there()]
 
 
 def _devices() -> dict[str, str]:
@@ -96,11 +76,7 @@ def _devices() -> dict[str, str]:
     if accelerator is None:
         return {"devices": "cpu only"}
     found = {"devices": f"{torch.accelerator.device_count()} {accelerator.type}"}
-    if accelerator.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            capability = f"{properties.major}.{properties.minor}"
-            found[f"cuda:{index}"] = (
-                f"{properties.name}, {properties.total_memory / 1024**3:.1f} GiB, capability {capability}"
-            )
+    for index in range(torch.cuda.device_count() if accelerator.type == "cuda" else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, capability {gpu.major}.{gpu.minor}"
     return found

@@ -1,27 +1,69 @@
-"""`dream-trainer new`: its arguments. What it does is in project.py, which `run` imports."""
+"""`dream-trainer new`: a directory with a copy of an example."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from dream_trainer.errors import ConfigError
+
 Template = Literal["image", "text", "gan", "diffusion", "ppo", "contrastive", "gpt"]
+
+EXAMPLES: dict[Template, tuple[str, ...]] = {
+    "image": ("image_classification.py",),
+    "text": ("text_classification.py",),
+    "gan": ("gan.py",),
+    "diffusion": ("diffusion.py",),
+    "ppo": ("ppo.py",),
+    "contrastive": ("contrastive.py",),
+    "gpt": ("gpt/train.py", "gpt/model.py", "gpt/corpus.py", "gpt/texts.py", "gpt/plot.py"),
+}
+"""Files below `examples/`: the program, and the modules that it imports."""
+LAUNCH = ("launch/slurm.sh", "launch/kubernetes.yaml", "launch/jobset.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class New:
-    """Begin a project from one of the examples: a directory with trainer, test, README and files for clusters."""
+    """Copy one of the examples into a new directory, with files that start it on a cluster."""
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
-    """The project, and its directory, which is made here: letters, digits, - and _."""
+    """Name of the project and its directory: letters, digits, - and _."""
     template: Annotated[Template, arg(name="from")] = "image"
-    """Which example."""
+    """The example."""
 
     def run(self) -> int:
-        """Writes it, and says what to do next."""
-        from dream_trainer.cli.project import write_project
-
-        write_project(self.name, self.template)
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", self.name):
+            raise ConfigError(f"{self.name!r} cannot be a project's name. Use a letter, then letters, digits, - and _.")
+        directory = Path(self.name)
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise ConfigError(f"{directory} exists and is not an empty directory. Use another name, or remove it.")
+        program, *modules = EXAMPLES[self.template]
+        copies = {program: "train.py", **{path: Path(path).name for path in modules}, **{path: path for path in LAUNCH}}
+        # The launch files start the example gpt.
+        names = {f"examples/{path}": copy for path, copy in {**copies, "gpt/train.py": "train.py"}.items()}
+        names |= {'project="examples"': f'project="{self.name}"', "runs/examples/": f"runs/{self.name}/"}
+        packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+        needed = set()
+        for path, copy in copies.items():
+            text = (examples_folder() / path).read_text(encoding="utf-8")
+            needed |= {package for module, package in packages.items() if f"from {module}" in text}
+            for old, new in names.items():
+                text = text.replace(old, new)
+            (directory / copy).parent.mkdir(parents=True, exist_ok=True)
+            (directory / copy).write_text(text, encoding="utf-8")
+            shutil.copymode(examples_folder() / path, directory / copy)
+        print(f"{directory}: {', '.join(copies.values())}")
+        print(f"next: cd {directory}; pip install {' '.join(sorted(needed))}; python train.py")
         return 0
+
+
+def examples_folder() -> Path:
+    """The folder of the examples: in the package if a wheel installed it, beside the package in a clone."""
+    package = Path(__file__).parent.parent
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parent / "examples"

@@ -1,4 +1,4 @@
-"""What commands print: JSON that every reader takes, and cells of tables."""
+"""What commands share: types of arguments, JSON for other programs, and cells of tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import math
 import time
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from dream_trainer.loggers.formatting import format_number
+from tyro.conf import FlagCreatePairsOff, arg
 
-if TYPE_CHECKING:
-    from dream_trainer.checkpoint.manifest import Manifest
+from dream_trainer.loggers.formatting import format_duration, format_number
+
+# Help texts leave out the defaults None and False.
+Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
+Json = Annotated[FlagCreatePairsOff[bool], arg(name="json", help_behavior_hint="")]
+Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
+Name = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
 
 
 def print_json(value: Any) -> None:
@@ -25,24 +30,13 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Real):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-    return str(value)
-
-
-def described(manifest: Manifest) -> dict[str, Any]:
-    """A manifest's short facts, for JSON."""
-    names = ("epoch", "samples_seen", "world_size", "mesh_shape", "metrics", "versions", "wall_time")
-    return {name: vars(manifest)[name] for name in names}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def number_cell(value: Any) -> str:
-    """A metric's value as people read it; "-" if there is none."""
+    """A metric's value for people; "-" if there is none."""
     if value is None:
         return "-"
     return format_number(float(value)) if isinstance(value, Real) else str(value)
@@ -59,14 +53,10 @@ def mesh_cell(mesh_shape: Mapping[str, int]) -> str:
 
 
 def age_cell(wall_time: float) -> str:
-    """How long ago that was: `42 s`, `12 min`, `3.5 h`, `8.1 d`."""
-    return seconds_cell(max(0.0, time.time() - wall_time))
+    """The time since then, `12:05`."""
+    return format_duration(max(0.0, time.time() - wall_time))
 
 
-def seconds_cell(seconds: float) -> str:
-    """A span of time in the unit that fits: `42 s`, `12 min`, `3.5 h`, `8.1 d`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"
+def value_cell(value: Any) -> str:
+    """A value for people: text without quotes, containers as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str) if value is not None else "None"

@@ -1,18 +1,35 @@
-"""`dream-trainer plot`: its arguments, and what becomes of them.
-
-Which curves there are is in curves.py; figure.py, html_figure.py and terminal_figure.py draw them.
-"""
+"""`dream-trainer plot`: the curves of runs in one picture, a panel for each kind of metric."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
+
+from dream_trainer.cli.output import Flag
+from dream_trainer.errors import ConfigError, DataError
+from dream_trainer.loggers.interface import Stamp
 
 if TYPE_CHECKING:
-    from dream_trainer.cli.curves import Curve
+    from matplotlib.figure import Figure
+
+Record = Mapping[str, float]
+_AXES = {"steps": ("step", "optimizer steps"), "samples": ("samples", "samples"), "time": ("time", "minutes")}
+_LINES = ("-", "--", ":", "-.")
+_KINDS = {
+    "loss": re.compile(r"(.*/)?(\w+_)?loss"),
+    "learning rate": re.compile(r"(.*/)?(\w+_)?(lr|learning_rate)(/.*)?"),
+    "gradient norm": re.compile(r"(.*/)?(\w+_)?grad(ient)?_norm|gradients/[^./]+/norm"),
+    "tokens per second": re.compile(r"(.*/)?tokens_per_second"),
+    "samples per second": re.compile(r"(.*/)?samples_per_second"),
+}
+"""Titles of panels and names of their metrics. The first that fits counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,62 +37,149 @@ class Plot:
     """Draw the curves of one or several runs: losses, validation, learning rate, gradient norm and throughput."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]", help_behavior_hint="")]
-    """Directories of runs, or of groups, all of whose runs are drawn; or metrics.jsonl files; at least one."""
-    output: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Where to; its suffix says what: .png, .svg or .pdf. plot.png, if nothing else is asked for either."""
-    html: Annotated[Path | None, arg(metavar="FILE")] = None
-    """One HTML file that needs nothing else, whose values can be read off with the mouse."""
-    terminal: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Draw into this terminal. Neither this nor --html needs matplotlib."""
+    """Directories of runs, or of groups with all their runs; or metrics.jsonl files; at least one."""
+    output: Annotated[Path, arg(metavar="FILE")] = Path("plot.png")
+    """The picture: .png, .svg or .pdf."""
     metrics: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]", help_behavior_hint="")] = ()
-    """Draw these and no others. Names as they were logged; * stands for anything, as in 'val/*'."""
+    """Draw only these. Names as they were logged; * matches anything, as in 'val/*'."""
     x: Literal["steps", "samples", "time"] = "steps"
-    """Optimizer steps, samples, or the time since a run's first line."""
+    """Optimizer steps, samples, or minutes since a run's first line."""
     smooth: Annotated[float, arg(metavar="SHARE")] = 0.0
-    """Share of the past in a running mean of what training logged, such as 0.9; 0 draws it as it is. Validation is
+    """Share of the past in a running mean of training metrics, such as 0.9; 0 draws them as logged. Validations are
     never smoothed."""
-    log_y: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Logarithmic values, where all are above zero."""
+    log_y: Flag = False
+    """Logarithmic values in panels where all are above zero."""
 
     def run(self) -> int:
-        """Draws, and prints where to."""
-        from dream_trainer.cli.curves import names_of, panels, read_run, runs_of
-        from dream_trainer.errors import ConfigError
-
         if not self.runs:
-            raise ConfigError("no run is named. Give a run's directory, such as runs/project/group/experiment.")
+            raise ConfigError("no run was given. Give a run's directory, such as runs/project/group/experiment.")
         if not 0.0 <= self.smooth < 1.0:
-            raise ConfigError(f"--smooth {self.smooth} is not in [0, 1). Use 0 for none, or such as 0.9.")
-        runs = [run for path in self.runs for run in runs_of(path)]
-        found = panels(dict(zip(names_of(runs), map(read_run, runs), strict=True)), self.metrics, self.x)
-        if self.terminal:
-            self._print(found)
-        files = [file for file in (self.output, self.html) if file is not None]
-        if not files and not self.terminal:
-            files = [Path("plot.png")]
-        for file in files:
-            self._write(found, file)
-            print(f"drew {', '.join(found)}: {file}")
+            raise ConfigError(f"--smooth {self.smooth} is not in [0, 1). Use 0 for none, or a share such as 0.9.")
+        if self.output.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--output {self.output} has no known format. End it in .png, .svg or .pdf.")
+        found = panels(runs_of(self.runs), self.metrics, self.x)
+        try:
+            figure = draw(found, x=self.x, smooth=self.smooth, log_y=self.log_y)
+        except ImportError as error:
+            raise ConfigError(f"plot needs matplotlib: {error}. pip install 'dream-trainer[plot]'.") from error
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(self.output, dpi=150)
+        print(f"drew {', '.join(found)}: {self.output}")
         return 0
 
-    def _print(self, found: dict[str, list[Curve]]) -> None:
-        import os
-        import shutil
-        import sys
 
-        from dream_trainer.cli.terminal_figure import terminal_figure
+class Curve(NamedTuple):
+    """One metric of one run: values by their places on the axis."""
 
-        width = min(shutil.get_terminal_size().columns, 120)
-        in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(terminal_figure(found, x=self.x, smooth=self.smooth, log_y=self.log_y, width=width, in_colour=in_colour))
+    run: str
+    metric: str
+    points: dict[float, float]
 
-    def _write(self, found: dict[str, list[Curve]], file: Path) -> None:
-        if file is not self.html:
-            from dream_trainer.cli.figure import save_figure
 
-            save_figure(found, file, x=self.x, smooth=self.smooth, log_y=self.log_y)
-            return
-        from dream_trainer.cli.html_figure import html_figure
+def runs_of(paths: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
+    """The records of the runs at and below some paths, by the last parts of their directories that tell them apart."""
+    from dream_trainer.trainer.run_record import LOG_NAME, run_directories
 
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(html_figure(found, x=self.x, smooth=self.smooth, log_y=self.log_y), encoding="utf-8")
+    files: list[Path] = []
+    for path in paths:
+        below = run_directories(path) if path.is_dir() and not (path / LOG_NAME).exists() else []
+        logs = [run / LOG_NAME for run in below if (run / LOG_NAME).exists()]
+        files += logs or [path / LOG_NAME if path.is_dir() else path]
+    full = [file.resolve().parent if file.name == LOG_NAME else file.resolve() for file in files]
+    if len(set(full)) < len(full):
+        raise ConfigError("one run is given twice. Give each once.")
+    count, names = 1, [path.name for path in full]
+    while len(set(names)) < len(names):  # ends, as the whole paths differ
+        count += 1
+        names = ["/".join(path.parts[-count:]) for path in full]
+    return {name: read_log(file) for name, file in zip(names, files, strict=True)}
+
+
+def read_log(file: Path) -> list[dict[str, float]]:
+    """The whole lines of a metrics.jsonl, with `time` in minutes since the first."""
+    from dream_trainer.loggers.jsonl import read_jsonl
+
+    if not file.is_file():
+        raise ConfigError(f'{file} does not exist. Give the directory of a run that logs to "jsonl".')
+    try:
+        records = [r for r in read_jsonl(file) if all(isinstance(r.get(key), int | float) for key in Stamp._fields)]
+    except (KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is damaged: {error}. Give the metrics.jsonl that a run wrote.") from error
+    if not records:
+        raise DataError(f"{file} holds no metrics that can be read. Give a run that has logged some.")
+    return [record | {"time": (record["time"] - records[0]["time"]) / 60} for record in records]
+
+
+def panels(runs: Mapping[str, Sequence[Record]], chosen: Sequence[str], x: str) -> dict[str, list[Curve]]:
+    """The curves of the chosen metrics by the titles of their panels. Default: losses, validations with their
+    counterparts in training, learning rates, gradient norms and throughput."""
+    logged = dict.fromkeys(name for records in runs.values() for record in records for name in record)
+    metrics = [name for name in logged if name not in Stamp._fields]
+    for pattern in chosen:
+        if not any(fnmatchcase(name, pattern) for name in metrics):
+            raise ConfigError(f"--metrics {pattern}: no such metric. There are {', '.join(sorted(metrics))}.")
+    validated = {_title(name): None for name in metrics if name.startswith("val/")}
+    found: dict[str, list[Curve]] = {title: [] for title in ("loss", *validated, *_KINDS)}
+    for name in metrics:
+        is_usual = _title(name) in _KINDS or (name.startswith(("val/", "train/")) and _title(name) in validated)
+        if any(fnmatchcase(name, pattern) for pattern in chosen) if chosen else is_usual:
+            for run, records in runs.items():
+                points = {record[_AXES[x][0]]: record[name] for record in records if name in record}
+                found.setdefault(_title(name), []).extend([Curve(run, name, points)] if points else [])
+    found = {title: curves for title, curves in found.items() if curves}
+    if not found:
+        raise ConfigError(f"none of the usual metrics was logged. Choose with --metrics: {', '.join(sorted(metrics))}.")
+    return found
+
+
+def _title(name: str) -> str:
+    return next((title for title, pattern in _KINDS.items() if pattern.fullmatch(name)), name.rpartition("/")[2])
+
+
+def smoothed(values: Sequence[float], share: float) -> list[float]:
+    """The running mean that keeps `share` of itself at each value, without a pull to zero at its start."""
+    mean, weight, result = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
+        result.append(mean / weight if weight else math.nan)
+    return result
+
+
+def draw(found: Mapping[str, Sequence[Curve]], *, x: str, smooth: float = 0.0, log_y: bool = False) -> Figure:
+    """The figure. Runs differ in colour and metrics of a panel in their lines; dots are validations."""
+    from matplotlib.figure import Figure
+
+    n_columns = 1 if len(found) == 1 else 2
+    n_rows = -(-len(found) // n_columns)
+    figure = Figure(figsize=(5.2 * n_columns + 0.4, 2.9 * n_rows + 0.5), layout="constrained")
+    grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
+    runs = list(dict.fromkeys(curve.run for curves in found.values() for curve in curves))
+    figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs")
+    for axes, (title, curves) in zip(grid, found.items(), strict=False):
+        _draw_panel(axes, curves, runs, smooth)
+        axes.set(title=title, xlabel=_AXES[x][1])
+        axes.grid(alpha=0.3)
+        if log_y and not any(value <= 0 for curve in curves for value in curve.points.values()):
+            axes.set_yscale("log")
+    for axes in grid[len(found) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _draw_panel(axes: Any, curves: Sequence[Curve], runs: Sequence[str], smooth: float) -> None:
+    metrics = list(dict.fromkeys(curve.metric for curve in curves))
+    for curve in curves:
+        run, metric = runs.index(curve.run), metrics.index(curve.metric)
+        style = {"color": f"C{metric % 10}", "label": curve.metric}
+        if len(runs) > 1:
+            style = {"color": f"C{run % 10}", "linestyle": _LINES[metric % len(_LINES)]}
+            style["label"] = curve.run if len(metrics) == 1 else f"{curve.run}: {curve.metric}"
+        is_validation = curve.metric.startswith("val/")
+        places, values = list(curve.points), list(curve.points.values())
+        if smooth and not is_validation:
+            axes.plot(places, values, color=style["color"], alpha=0.25, label="_as logged")
+            values = smoothed(values, smooth)
+        axes.plot(places, values, marker="." if is_validation or len(places) == 1 else "", **style)
+    if len(curves) > 1:
+        axes.legend(fontsize=8)

@@ -1,80 +1,195 @@
-"""What lies in the directory of a run's checkpoints: whole ones, and what else the command line shows of them."""
+"""`dream-trainer runs`: the runs under a directory, their state and best metric, and how their configs differ."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dream_trainer.checkpoint.files import step_directories
-from dream_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from dream_trainer.errors import CheckpointError, DamagedCheckpointError
-from dream_trainer.stores.store_path import StorePath
+from tyro.conf import Positional, arg
 
-State = Literal["whole", "damaged", "unreadable", "unfinished", "replaced", "aside"]
+from dream_trainer.best_value import mode_by_name
+from dream_trainer.callbacks.tables import print_table
+from dream_trainer.cli.output import Flag, Json, Name, age_cell, number_cell, print_json, value_cell
+from dream_trainer.errors import ConfigError
+from dream_trainer.loggers.formatting import format_duration
 
-# What checkpoint/files.py names so: being written or left by a kill, set aside for a replacement, set aside for good.
-_HIDDEN: dict[State, re.Pattern[str]] = {
-    "unfinished": re.compile(r"\.step_(\d{8,})\.tmp-[0-9a-f]+"),
-    "replaced": re.compile(r"\.step_(\d{8,})\.replaced-[0-9a-f]+"),
-    "aside": re.compile(r"\.aside-[0-9a-f]+-step_(\d{8,})"),
-}
+if TYPE_CHECKING:
+    from dream_trainer.trainer.run_record import ListedRun
+
+_SHOWN_FIELDS = 5
+_NOT_COMPARED = ("project", "group", "experiment", "runs_dir", "checkpoint_parameters.resume")  # of no effect
+_PARENT = "began from"
+_NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One directory among a run's checkpoints."""
+class Runs:
+    """List runs: steps, best metric, state or why it ended, and how their configs differ."""
 
-    path: Path
-    step: int
-    state: State
-    """"unreadable" may well be whole: of a newer schema, or closed to this user. "unfinished" is being written, or was
-    left by a killed job. "replaced" is kept until another of its step is whole; the next save sees to it. "aside" is of
-    a branch that the run left when it went on from an older one."""
-    fault: str | None = None
-    """What is wrong with it."""
-    manifest: Manifest | None = None
-    """Where it can be read."""
+    directory: Annotated[Positional[Path | None], arg(metavar="DIR", help_behavior_hint="")] = None
+    """Directory of runs, or a project or group in it. Default: DREAM_TRAINER_RUNS in the environment, or runs."""
+    group: Name = None
+    """Only list the runs of this group."""
+    metric: Name = None
+    """Metric to show, such as val/accuracy: its best value, or the last if the run keeps no best. Default: the first
+    whose best the run keeps."""
+    sort: Literal["name", "state", "step", "best", "took", "seen", "started"] = "started"
+    """Order; "best" puts the best first, the others the largest or latest last."""
+    columns: Annotated[str, arg(metavar="A,B,...", help_behavior_hint="")] = ""
+    """Show these instead of the differences: fields of the configs, such as learning_rate or
+    training_parameters.n_epochs, and last values of metrics, such as val/loss."""
+    long: Flag = False
+    """Print errors whole, with their tracebacks."""
+    as_json: Json = False
+    """Print JSON, with each run's whole record and config."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of its files."""
-        return directory_size(self.path)
+    def run(self) -> int:
+        from dream_trainer.config.trainer_config import runs_directory
+        from dream_trainer.trainer.run_record import read_run, run_directories
+
+        root = runs_directory() if self.directory is None else self.directory
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not a directory. Give the directory of your runs, or set DREAM_TRAINER_RUNS.")
+        runs = [read_run(path, root) for path in run_directories(root)]
+        runs = [run for run in runs if self.group in (None, run.config.get("group", run.path.parent.name))]
+        mode = self._mode(runs)
+        for run in runs:
+            run.set_best(self.metric, mode)
+        runs.sort(key=lambda run: _order(run, self.sort))
+        if self.as_json:
+            print_json([{**vars(run), "record": asdict(run.record)} for run in runs])
+        elif not runs:
+            print(f"{root} has no runs" + (f" of group {self.group}." if self.group else " yet."))
+        else:
+            self._print(root, runs)
+        return 0
+
+    def _mode(self, runs: Sequence[ListedRun]) -> str | None:
+        """Whether lower or higher values of the metric are better."""
+        names = sorted({name for run in runs for name in (*run.record.best, *run.last)})
+        if self.metric is None or not names:
+            return None
+        if self.metric not in names:
+            advice = "".join(f"Did you mean {name}? " for name in get_close_matches(self.metric, names, n=1))
+            raise ConfigError(f"--metric {self.metric}: no run has it. {advice}There are {', '.join(names)}.")
+        kept = [run.record.best[self.metric]["mode"] for run in runs if self.metric in run.record.best]
+        mode = kept[0] if kept else mode_by_name(self.metric)
+        if mode is None and self.sort == "best":
+            raise ConfigError(
+                f"--sort best: no run kept its best {self.metric}, and the name does not say whether lower or higher "
+                "values are better. Use another order."
+            )
+        return mode
+
+    def _print(self, root: Path, runs: Sequence[ListedRun]) -> None:
+        cells = [_cells(run, with_branch=bool(self.columns or run.record.parent)) for run in runs]
+        header = [column.strip() for column in self.columns.split(",") if column.strip()]
+        names, hidden, differ = [_full(column, cells) for column in header], [], differing(runs)
+        if not names:
+            names, hidden, header = differ[:_SHOWN_FIELDS], differ[_SHOWN_FIELDS:], _ends(differ)[:_SHOWN_FIELDS]
+        if any(_PARENT in values for values in cells):
+            names, header = [_PARENT, *names], [_PARENT, *header]
+        more = [[values.get(name, "-") for name in names] for values in cells]
+        rows = [[*_row(run), *columns] for run, columns in zip(runs, more, strict=True)]
+        print_table(str(root), ["run", "state", "step", "best", "took", "seen", *header], rows)
+        if hidden:
+            print(f"also different, for --columns: {', '.join(hidden)}")
+        ended = [run for run in runs if run.record.why and run.state != "running"]
+        lines = [f"{run.name}: {run.state} at step {run.record.step}: {run.record.why}" for run in ended]
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+        for run, line in zip(ended, lines, strict=True):
+            print(line if self.long or len(line) <= width else f"{line[: width - 3]}...")
+            if self.long:
+                print(textwrap.indent(run.record.error or "", "  "), end="")
+        if not self.long and any(len(line) > width for line in lines):
+            print("--long shows errors whole")
 
 
-def directory_size(path: Path) -> int:
-    """Bytes of the files in a directory."""
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+def _order(run: ListedRun, sort: str) -> tuple[Any, ...]:
+    if sort == "best":
+        value = run.best["value"] if run.best else math.nan
+        sign = -1 if run.best and run.best["mode"] == "max" else 1
+        return math.isnan(value), 0.0 if math.isnan(value) else sign * value, run.name
+    keys = {**vars(run.record), "name": run.name, "state": run.state, "took": run.record.seconds}
+    return keys[sort], run.name
 
 
-def entries(root: Path) -> list[Entry]:
-    """All directories under `root` that are, were or were to be checkpoints, by step. Contents are not verified."""
-    checkpoints = [_visible(step, path) for step, path in step_directories(root)]
-    for path in root.iterdir():
-        for state, pattern in _HIDDEN.items():
-            if (match := pattern.fullmatch(path.name)) and path.is_dir():
-                checkpoints.append(_hidden(int(match[1]), path, state))
-    return sorted(checkpoints, key=lambda entry: (entry.step, entry.path.name.startswith("."), entry.path.name))
+def _row(run: ListedRun) -> list[str]:
+    record, best = run.record, run.best or {}
+    last = "last, " if best.get("is_last") else ""
+    at = f"{best['name']} {number_cell(best['value'])} {last}at {best['step']}" if best else "-"
+    took = format_duration(record.seconds) if record.seconds else "-"
+    return [run.name, run.state, str(record.step), at, took, f"{age_cell(record.seen)} ago" if record.seen else "-"]
 
 
-def _visible(step: int, path: Path) -> Entry:
-    try:
-        return Entry(path=path, step=step, state="whole", manifest=read_manifest(path))
-    except DamagedCheckpointError as error:
-        is_begun = isinstance(path, StorePath) and not (path / MANIFEST_NAME).is_file()  # written in place, that last
-        return Entry(
-            path=path,
-            step=step,
-            state="unfinished" if is_begun else "damaged",
-            fault=None if is_begun else str(error),
-        )
-    except CheckpointError as error:
-        return Entry(path=path, step=step, state="unreadable", fault=str(error))
+def _cells(run: ListedRun, *, with_branch: bool) -> dict[str, str]:
+    """Texts for columns: what a branch began from, the config's fields, and the last values of metrics."""
+    from dream_trainer.trainer.run_record import BRANCH, trained_fields
+
+    parent = run.record.parent
+    values = trained_fields(run.config, run.record)
+    cells = {name: value_cell(value) for name, value in values.items() if with_branch or not name.startswith(BRANCH)}
+    if parent:
+        begun = parent.get("run") or Path(parent["checkpoint"]).parent.parent.name
+        cells[_PARENT] = f"{begun} at {parent['step']}"
+    return {name: number_cell(last["value"]) for name, last in run.last.items()} | cells
 
 
-def _hidden(step: int, path: Path, state: State) -> Entry:
-    try:
-        return Entry(path=path, step=step, state=state, manifest=read_manifest(path))
-    except CheckpointError as error:
-        return Entry(path=path, step=step, state=state, fault=None if state == "unfinished" else str(error))
+def _sections() -> set[str]:
+    """The parts of a config that are not the script's own."""
+    from dream_trainer.config.dream_trainer_config import DreamTrainerConfig
+
+    return {field.name for field in fields(DreamTrainerConfig)}
+
+
+def differing(runs: Sequence[ListedRun]) -> list[str]:
+    """The fields in which the configs of the runs differ: the script's own first, then numbers of training."""
+    from dream_trainer.trainer.run_record import BRANCH, trained_fields
+
+    known = [trained_fields(run.config, run.record) for run in runs if run.config]
+    found: dict[str, set[str]] = {}
+    for name in dict.fromkeys(name for values in known for name in values):
+        texts = {value_cell(values[name]) if name in values else "-" for values in known}
+        if len(texts) > 1 and name not in _NOT_COMPARED:
+            found[name] = texts
+    framework = _sections()
+
+    def rank(name: str) -> tuple[bool, bool, bool, bool]:
+        section = name.partition(".")[0]
+        is_number = any(map(_NUMBER.fullmatch, found[name]))
+        is_own = section not in {*framework, "given_objects"}  # the latter of a trainer without a class
+        is_main = is_own or section in ("training_parameters", "given_objects")
+        return name.startswith(BRANCH), not is_own, not (is_main and is_number), not is_number
+
+    return sorted(found, key=rank)
+
+
+def _ends(names: Sequence[str]) -> list[str]:
+    """Dotted names by their last parts, or whole if several end alike."""
+    ends = [name.removeprefix("checkpoint_parameters.") for name in names]
+    ends = [end if end.startswith("branch.") else end.rpartition(".")[2] for end in ends]
+    return [end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)]
+
+
+def _full(column: str, cells: Sequence[Mapping[str, str]]) -> str:
+    """The field or metric that is or ends in `column`."""
+    names = list(dict.fromkeys(name for values in cells for name in values))
+    ends = [name for name in names if name.endswith(f".{column}") and ("branch." in column or ".branch." not in name)]
+    found = [column] if column in names else ends
+    if len(found) > 1:  # a field of the script's own counts before others
+        found = [name for name in found if name.partition(".")[0] not in _sections()] or found
+    if len(found) > 1:
+        raise ConfigError(f"--columns {column}: there are {', '.join(found)}. Use a whole name.")
+    if not found:
+        near = [*[name for name in names if column in name][:3], *get_close_matches(column, names, n=3, cutoff=0.4)]
+        advice = f"Did you mean {', '.join(dict.fromkeys(near))}?" if near else "See `config show RUN`."
+        raise ConfigError(f"--columns {column}: no run has such a field or metric. {advice}")
+    return found[0]

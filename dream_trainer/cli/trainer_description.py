@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -25,61 +25,51 @@ class DescribeTrainer:
     """The function there, without arguments, that returns the config of a trainer class."""
 
     def run(self) -> int:
-        """Prints."""
-        print(trainer_of(self.target, self.config).describe())
+        print(self._trainer().describe())
         return 0
 
+    def _trainer(self) -> Any:
+        from dream_trainer.trainer.abstract import AbstractTrainer
 
-def trainer_of(target: str, config: str) -> Any:
-    """The trainer that `target` names, not launched.
-
-    Raises:
-        ConfigError: There is none, or no config for it.
-    """
-    from dream_trainer.trainer.abstract import AbstractTrainer
-
-    program, _, name = target.rpartition(":")
-    if not program or not name:
-        raise ConfigError(f"{target!r} names no trainer. Write PROGRAM:TRAINER, such as train.py:Trainer.")
-    module = _loaded(program)
-    found: Any = vars(module).get(name)
-    if isinstance(found, type) and issubclass(found, AbstractTrainer):
-        make_config: Any = vars(module).get(config)
-        if not callable(make_config):
+        program, _, name = self.target.rpartition(":")
+        if not program or not name:
+            raise ConfigError(f"{self.target!r} names no trainer. Use PROGRAM:TRAINER, such as train.py:Trainer.")
+        members = vars(_loaded(program))
+        found, trainer = members.get(name), None
+        if isinstance(found, type) and issubclass(found, AbstractTrainer):
+            make_config = members.get(self.config)
+            if not callable(make_config):
+                raise ConfigError(
+                    f"{program} has no function {self.config!r} that returns the config of {name}. Write one, or "
+                    "choose another with --config; or give a function that returns a trainer."
+                )
+            its_config: Any = make_config()
+            trainer = found(its_config)
+        elif callable(found) and not isinstance(found, type):
+            trainer = found()
+        if not isinstance(trainer, AbstractTrainer):
+            own = [v for v in members.values() if isinstance(v, type) and v.__module__ == members["__name__"]]
+            trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
             raise ConfigError(
-                f"{program} has no function {config!r} that returns the config of {name}. Write one, or name another "
-                "by --config; or give a function that returns a trainer."
+                f"{self.target!r} is no trainer class, and no function that returns a trainer. {program} has "
+                f"{trainers or 'no trainers'}."
             )
-        its_config: Any = make_config()
-        trainer: Any = found(its_config)
-    else:
-        trainer = found() if callable(found) and not isinstance(found, type) else None
-    if not isinstance(trainer, AbstractTrainer):
-        classes = [value for value in vars(module).values() if isinstance(value, type)]
-        own = [value for value in classes if value.__module__ == module.__name__]
-        trainers = [value.__name__ for value in own if issubclass(value, AbstractTrainer)]
-        raise ConfigError(
-            f"{target!r} is no trainer class, and no function that returns a trainer. Of {program}'s own there are "
-            f"{trainers or 'no trainers'}."
-        )
-    return trainer
+        return trainer
 
 
 def _loaded(program: str) -> ModuleType:
     """The module; a file is loaded, but not run as a script."""
-    if not program.endswith(".py"):
+    path = Path(program).resolve()
+    spec = spec_from_file_location("described_program", path)
+    if not program.endswith(".py") or spec is None or spec.loader is None:
         try:
-            return importlib.import_module(program)
+            return import_module(program)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{program!r} cannot be imported: {error}. Give a Python file, or a module.") from error
-    path = Path(program).resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {program!r}.")
-    sys.path.insert(0, str(path.parent))  # as of a script: it may import files beside it
-    spec = importlib.util.spec_from_file_location("described_program", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for its module
+        raise ConfigError(f"there is no file {program!r}. Give a Python file, or a module.")
+    sys.path.insert(0, str(path.parent))  # a script may import files beside it
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks for its module there
     spec.loader.exec_module(module)
     return module

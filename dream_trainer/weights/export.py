@@ -269,6 +269,21 @@ def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
     return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
 
 
+def tensors_by_owner(stored: StoredTensors, shared: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
+    """A checkpoint's tensors by owner: `model net`, `optimizer adam`, `callback EMA 0`."""
+    owners = {f"models.{name}.": f"model {name}" for name in model_names(stored, shared)}
+    for name in shared.get("optimizers", {}):  # with "/", its state that is not a parameter's
+        owners |= {f"optimizers.{name}.": f"optimizer {name}", f"optimizers.{name}/": f"optimizer {name}"}
+    groups: dict[str, dict[str, TensorSpec]] = {}
+    for name, spec in stored.specs.items():
+        callback = re.match(r"callbacks\.(\w+)\.(\d+)\.", name)
+        shared_name = re.sub(r"^ranks\.\d+\.", "", name)
+        known = next((owner for prefix, owner in owners.items() if shared_name.startswith(prefix)), "other")
+        owner = f"callback {callback[1]} {callback[2]}" if callback else known
+        groups.setdefault(owner, {})[name] = spec
+    return groups
+
+
 def _choose_model(stored: StoredTensors, shared: Mapping[str, Any], model: str | None) -> str:
     models = model_names(stored, shared)
     if model is None and len(models) == 1:

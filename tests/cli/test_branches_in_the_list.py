@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def lines_of(text: str) -> dict[str, str]:
     return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.startswith("  ")}
 
 
+def column(text: str, name: str) -> dict[str, str]:
+    """The cells of a column by run; columns are told apart by two spaces."""
+    header, *rows = [re.split(r"  +", line.strip()) for line in text.splitlines() if line.startswith("  ")]
+    return {row[0].removeprefix("tests/checkpoint/"): row[header.index(name)] for row in rows}
+
+
 def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -39,12 +46,9 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     assert branch.optimizer.param_groups[0]["lr"] == 0.01  # the truth
     train("anew", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
 
-    differs = lines_of(said(capsys, "runs"))
-    assert differs["tests/checkpoint/parent"].endswith("learning_rate 0.01")
-    assert "learning_rate 0.003 (trained 0.01)" in differs["tests/checkpoint/branch"]
-    assert "trained" not in differs["tests/checkpoint/anew"]
-    columns = lines_of(said(capsys, "runs", "--columns", "learning_rate"))
-    assert columns["tests/checkpoint/branch"].endswith(" 0.003 (trained 0.01)")
+    rates = {"parent": "0.01", "branch": "0.003 (trained 0.01)", "anew": "0.003"}
+    assert column(said(capsys, "runs"), "learning_rate") == rates
+    assert column(said(capsys, "runs", "--columns", "learning_rate"), "learning_rate") == rates
     between = lines_of(said(capsys, "config", "diff", str(GROUP / "branch"), str(GROUP / "anew"), code=1))
     assert between["learning_rate"] == "0.003 (trained 0.01) 0.003"
     assert lines_of(said(capsys, "config", "show", str(GROUP / "branch")))["learning_rate"] == "0.003 (trained 0.01)"
@@ -53,9 +57,8 @@ def test_a_rate_that_was_kept_from_the_checkpoint_is_told_wherever_the_config_s_
     # A restart goes on with the same rate, and says so; so does a run of its own whose config was changed.
     train("branch", 0.003, 6, resume="auto")
     train("parent", 0.05, 6)
-    differs = lines_of(said(capsys, "runs"))
-    assert "learning_rate 0.003 (trained 0.01)" in differs["tests/checkpoint/branch"]
-    assert "learning_rate 0.05 (trained 0.01)" in differs["tests/checkpoint/parent"]
+    rates |= {"parent": "0.05 (trained 0.01)"}
+    assert column(said(capsys, "runs"), "learning_rate") == rates
 
 
 class Renamed(Saves):
@@ -79,10 +82,9 @@ def test_a_kept_option_that_no_field_of_the_config_sets_is_told_by_the_optimizer
     branch.rate = 0.5
     with branch:
         branch.fit()
-    assert " lr 0.5 (trained 0.01)" in lines_of(said(capsys, "runs"))["tests/checkpoint/branch"]
-    assert " lr" not in lines_of(said(capsys, "runs"))["tests/checkpoint/parent"]
-    columns = lines_of(said(capsys, "runs", "--columns", "optimizer.lr"))
-    assert columns["tests/checkpoint/branch"].endswith("0.5 (trained 0.01)")
+    assert column(said(capsys, "runs"), "lr") == {"parent": "-", "branch": "0.5 (trained 0.01)"}
+    columns = column(said(capsys, "runs", "--columns", "optimizer.lr"), "optimizer.lr")
+    assert columns == {"parent": "-", "branch": "0.5 (trained 0.01)"}
 
 
 def test_the_words_that_a_branch_began_with_are_told_though_a_later_start_names_none(
@@ -91,7 +93,7 @@ def test_the_words_that_a_branch_began_with_are_told_though_a_later_start_names_
     parent = str(train("parent", 0.01).checkpoint_dir / "step_00000002")
     train("branch", 0.003, resume=parent, branch=BranchParameters(optimizer="moments"))
     train("branch", 0.003, 6, resume="auto")
-    assert "branch.optimizer moments" in lines_of(said(capsys, "runs"))["tests/checkpoint/branch"]
+    assert column(said(capsys, "runs"), "branch.optimizer") == {"parent": "-", "branch": "moments"}
     assert read_record(GROUP / "branch").parent["words"]["optimizer"] == "moments"  # type: ignore[union-attr, index]
 
 
@@ -100,10 +102,7 @@ def test_what_a_branch_began_from_is_a_column(capsys: pytest.CaptureFixture[str]
     assert "began from" not in said(capsys, "runs")
     train("branch", 0.01, 6, resume=str(parent.run_dir))
     listed = said(capsys, "runs")
-    assert "began from" in listed.splitlines()[1]
-    assert " tests/checkpoint/parent at 4" in lines_of(listed)["tests/checkpoint/branch"]
-    assert " at 4" not in lines_of(listed)["tests/checkpoint/parent"]
-    assert " parent at 4" in lines_of(said(capsys, "runs", str(GROUP)))["branch"]
+    assert column(listed, "began from") == {"parent": "-", "branch": "tests/checkpoint/parent at 4"}
 
 
 def test_a_branch_with_nothing_left_to_train_says_so_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,8 @@ def test_documents_of_every_kind_are_written(kind: str, tmp_path: Path, capsys: 
             given = f"hf:{tmp_path / 'saved'}"
     assert main(["data", "tokenize", given, "--output", str(tmp_path / "out")]) == 0
     assert written(tmp_path / "out") == TEXTS
-    assert "4 documents, 39 tokens" in capsys.readouterr().out
-    assert main(["data", "describe", str(tmp_path / "out")]) == 0
-    assert "the longest 27" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 documents, 39 tokens; tokens of a document: mean 10, median 6, longest 27. Vocabulary: 257" in said
 
 
 def test_workers_and_a_second_call_change_nothing(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(tmp_path: Pa
     assert not list(output.glob("*.part"))
 
 
-def test_a_directory_without_all_its_shards_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_all_its_shards_is_refused(tmp_path: Path) -> None:
     for number in range(5):
         json_lines(tmp_path / f"{number}.jsonl", TEXTS)
     output = tmp_path / "out"
@@ -109,9 +108,8 @@ def test_a_directory_without_all_its_shards_is_refused(tmp_path: Path, capsys: p
         TokenFile(output)
     for file in [*output.glob("shard-00002.*"), *output.glob("shard-00004.*")]:
         file.unlink()
-    capsys.readouterr()
-    assert main(["data", "describe", str(output)]) == 1
-    assert "has 3 of 5 shards: shard-00002, shard-00004 are missing" in capsys.readouterr().err
+    with pytest.raises(DataError, match="has 3 of 5 shards: shard-00002, shard-00004 are missing"):
+        TokenFile(output)
     assert len(TokenFile(output / "shard-00001.bin")) == 4
     assert main(arguments) == 0
     assert written(output) == TEXTS * 5
@@ -131,19 +129,29 @@ def test_a_tokenizer_of_a_file_is_used(tmp_path: Path) -> None:
     assert tokens.vocabulary_size == 4
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = ["--output", str(tmp_path / "out")]
-    assert main(["data", "tokenize", str(tmp_path / "none*.txt"), *output]) == 1
-    assert "there is no file" in capsys.readouterr().err
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": 1}\n')
-    assert main(["data", "tokenize", str(tmp_path / "a.jsonl"), *output]) == 1
-    assert "line 2 of" in capsys.readouterr().err
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    assert main(["data", "tokenize", str(tmp_path / "a.txt"), *output]) == 1
-    assert "is no text in UTF-8" in capsys.readouterr().err
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
-    assert main(["data", "tokenize", str(tmp_path / "a.parquet"), "--output", str(tmp_path / "third")]) == 1
-    assert "a.parquet has no whole column 'text'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("none", None, "there is no file"),
+        ("a.jsonl", b'{"text": "fine"}\n{"body": 1}\n', "line 2 of {path}"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": null}\n', "line 2 of {path} has None as its 'text', which is no text"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": {"a": 1}}\n', "line 2 of {path} has {{'a': 1}} as its 'text'"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "\\ud800"}\n', "line 2 of {path} cannot be encoded"),
+        ("a.jsonl", b'{"text": "fine"}\n\n', "line 2 of {path} is no JSON object"),
+        ("a.txt", b"\xff\xfe", "is no text in UTF-8"),
+        ("a.parquet", b"PAR1 or not", "a.parquet has no whole column 'text'"),
+        ("a.jsonl", b"", "there is no document in {path}"),
+        (".", None, "is a directory. Give a pattern of its files"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    name: str, content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["data", "tokenize", str(path), "--output", str(tmp_path / "out")]) == 1
+    assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
@@ -160,22 +168,6 @@ def test_a_mistake_does_not_lock_the_directory_and_shards_of_other_inputs_do(
     assert "has shards of other inputs" in capsys.readouterr().err
     assert main(["data", "tokenize", *given, "--workers", "0"]) == 2
     assert "workers=0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"text": null}', "line 2 of {path} has None as its 'text', which is no text"),
-        ('{"text": {"a": 1}}', "line 2 of {path} has {{'a': 1}} as its 'text', which is no text"),
-        ('{"text": "\\ud800"}', "line 2 of {path} cannot be encoded"),
-        ("", "line 2 of {path} is no JSON object"),
-    ],
-)
-def test_a_line_without_text_is_named(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(f'{{"text": "fine"}}\n{line}\n')
-    assert main(["data", "tokenize", str(path), "--output", str(tmp_path / "out")]) == 1
-    assert says.format(path=path) in " ".join(capsys.readouterr().err.split())
 
 
 def test_rows_without_text_and_columns_that_are_not_there_are_named(
@@ -200,35 +192,15 @@ def test_rows_without_text_and_columns_that_are_not_there_are_named(
         assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_directories_and_inputs_without_documents_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "raw").mkdir()
-    output = ["--output", str(tmp_path / "tokens" / "mine")]
-    assert main(["data", "tokenize", str(tmp_path / "raw"), *output]) == 1
-    assert "raw is a directory. Give a pattern of its files" in capsys.readouterr().err
-    empty = json_lines(tmp_path / "raw" / "a.jsonl", [])
-    for _ in range(2):
-        assert main(["data", "tokenize", str(empty), *output]) == 1
-        assert f"there is no document in {empty}" in " ".join(capsys.readouterr().err.split())
-    json_lines(empty, TEXTS)
-    assert main(["data", "tokenize", str(empty), *output]) == 0
+def test_an_empty_input_may_be_filled_and_a_directory_above_token_files_is_no_source(tmp_path: Path) -> None:
+    given = json_lines(tmp_path / "a.jsonl", [])
+    arguments = ["data", "tokenize", str(given), "--output", str(tmp_path / "tokens" / "mine")]
+    assert main(arguments) == 1
+    json_lines(given, TEXTS)
+    assert main(arguments) == 0
     assert written(tmp_path / "tokens" / "mine") == TEXTS
-    capsys.readouterr()
-    assert main(["data", "describe", str(tmp_path / "tokens")]) == 1
-    assert "has no token files itself; there are some in mine" in capsys.readouterr().err
-
-
-def test_describe_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out"
-    assert main(["data", "tokenize", str(json_lines(tmp_path / "a.jsonl", TEXTS)), "--output", str(output)]) == 0
-    capsys.readouterr()
-    assert main(["data", "describe", str(output), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "path": str(output),
-        "documents": 4,
-        "tokens": 39,
-        "document_tokens": {"mean": 9.75, "median": 7, "max": 27},
-        "vocabulary_size": 257,
-    }
+    with pytest.raises(DataError, match="has no token files itself; there are some in mine"):
+        TokenFile(tmp_path / "tokens")
 
 
 def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from dream_trainer.cli.found_runs import ListedRun
 from dream_trainer.cli.main import main
-from dream_trainer.cli.run_columns import differing
-from dream_trainer.trainer.run_record import RunRecord, write_record
+from dream_trainer.cli.runs import differing
+from dream_trainer.trainer.run_record import ListedRun, RunRecord, write_record
 from tests.checkpoint.states import save
 
 NOW = time.time()
@@ -58,18 +57,18 @@ def test_runs_are_listed_with_state_step_best_and_what_differs(capsys: pytest.Ca
     lines = said(capsys, "runs").splitlines()
     cells = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[2:]}
     assert lines[0] == "runs"
+    assert lines[1].split() == "run state step best took seen lr dropout".split()
     assert list(cells) == ["p/b/old", "p/a/one", "p/a/two", "p/b/three", "p/b/far", "p/a/two:"]
     assert cells["p/a/one"].startswith("finished 10 val/loss 2.125 at 7")
-    assert cells["p/a/one"].endswith("lr 0.1")
-    assert cells["p/a/two"].endswith("lr 0.2, dropout 0.5")
-    assert " 2.0 h " in cells["p/a/two"]
+    assert cells["p/a/one"].endswith(" 0.1 -")
+    assert cells["p/a/two"].endswith(" 2:00:00 - 0.2 0.5")
     assert cells["p/b/three"].startswith("dead 5 ")  # the log is further than the record
     assert cells["p/b/old"].startswith("- 0 ")
     assert cells["p/b/far"].startswith("unknown 0 val/loss nan")
     assert lines[-1] == "p/a/two: failed at step 3: ValueError: nan"
 
 
-def test_numbers_come_before_switches_and_what_branches_have_is_named_and_only_theirs() -> None:
+def test_numbers_come_before_switches_and_words_of_branches_last() -> None:
     branch = {"optimizer": "keep", "counters": "keep"}
     config: dict[str, Any] = {
         "checkpoint_parameters": {"save_on_best": False, "keep_last": 1, "branch": branch},
@@ -81,15 +80,17 @@ def test_numbers_come_before_switches_and_what_branches_have_is_named_and_only_t
         "training_parameters": {"deterministic": True, "n_epochs": 5},
         "lr": 0.2,
     }
-    origin = ListedRun(name="a", path=Path("a"), state="finished", record=RunRecord(), config=config)
-    branched = ListedRun(name="b", path=Path("b"), state="finished", record=RunRecord(parent={"step": 1}), config=other)
+    shared: dict[str, Any] = {"path": Path("a"), "state": "finished", "last": {}}
+    origin = ListedRun(name="a", record=RunRecord(), config=config, **shared)
+    branched = ListedRun(name="b", record=RunRecord(parent={"step": 1}), config=other, **shared)
     assert differing([origin, branched]) == [
-        "lr 0.1, n_epochs 3, keep_last 1, save_on_best false, deterministic false",
-        "lr 0.2, n_epochs 5, keep_last 2, save_on_best true, deterministic true, and 1 more",
+        "lr",
+        "training_parameters.n_epochs",
+        "checkpoint_parameters.keep_last",
+        "checkpoint_parameters.save_on_best",
+        "training_parameters.deterministic",
+        "checkpoint_parameters.branch.optimizer",
     ]
-    parameters = {**config["checkpoint_parameters"], "branch": {**branch, "optimizer": "new"}}
-    branched.config = {**config, "checkpoint_parameters": parameters}
-    assert differing([origin, branched]) == ["", "branch.optimizer new"]
 
 
 @pytest.mark.usefixtures("runs")
@@ -130,15 +131,17 @@ def test_a_scripts_own_fields_come_first_and_columns_choose(capsys: pytest.Captu
     for number in range(2):
         framework = {"training_parameters": dict.fromkeys("abcdef", number), "hidden": number, "width": [number]}
         make_run(f"d/{number}", lr=0.1, record=RunRecord(metrics={"val/loss": number}), root="own", **framework)
-    (_, _, first, _) = said(capsys, "runs", "own").splitlines()
-    assert "hidden 0, width [0], a 0, b 0, c 0, and 3 more" in first
+    _, header, first, _, hidden = said(capsys, "runs", "own").splitlines()
+    assert header.split()[-5:] == ["hidden", "width", "a", "b", "c"]
+    assert first.split()[-5:] == ["0", "[0]", "0", "0", "0"]
+    assert hidden.endswith(": training_parameters.d, training_parameters.e, training_parameters.f")
     lines = said(capsys, "runs", "own", "--columns", "hidden,training_parameters.b,lr,val/loss").splitlines()
     assert lines[1].split()[-4:] == ["hidden", "training_parameters.b", "lr", "val/loss"]
     assert [line.split()[-4:] for line in lines[2:]] == [["0", "0", "0.1", "0"], ["1", "1", "0.1", "1"]]
     assert "Did you mean hidden" in said(capsys, "runs", "own", "--columns", "hiden", code=2)
     make_run("d/2", lr=0.1, record=RunRecord(), root="own", other={"hidden": 1, "b": 1}, more={"b": 1})
     wrong = said(capsys, "runs", "own", "--columns", "b", code=2)
-    assert "--columns b: there are training_parameters.b, other.b, more.b. Name one whole." in wrong
+    assert "--columns b: there are other.b, more.b. Use a whole name." in wrong
 
 
 @pytest.mark.usefixtures("runs")
@@ -204,10 +207,21 @@ def test_a_config_file_is_compared_with_a_run_in_what_it_names(capsys: pytest.Ca
     assert found == {"optimizer.lr": [0.3, None], "hidden": [16, 32], "seed": [None, 1]}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("config show runs/p/none", "runs/p/none does not exist. Give a run's directory"),
+        ("config show bad.json", "bad.json is not valid"),
+        ("config diff list.json bad.json", "holds no config"),
+        ("runs absent", "absent is not a directory"),
+        ("runs --columns droput", "no run has such a field or metric. Did you mean dropout"),
+        ("runs --metric val/lss", "no run has it. Did you mean val/loss? There are val/loss."),
+    ],
+)
 @pytest.mark.usefixtures("runs")
-def test_what_is_no_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "runs/p/none is not there. Give a run's directory" in said(capsys, "config", "show", "runs/p/none", code=2)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, told: str) -> None:
     Path("bad.json").write_text("{")
-    assert "bad.json is not valid" in said(capsys, "config", "show", "bad.json", code=2)
     Path("list.json").write_text("[]")
-    assert "holds no config" in said(capsys, "config", "show", "list.json", code=2)
+    line = said(capsys, *arguments.split(), code=2)
+    assert told in line
+    assert line.count("\n") == 1

@@ -118,6 +118,6 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_ray_and_ends_as_under_
         capture_output=True,
         text=True,
     )
-    counts = re.search(r"(\d+) of (\d+) tensors that both have are equal bit for bit", compared.stdout)
+    counts = re.search(r"(\d+) of (\d+) tensors in both are equal bit for bit", compared.stdout)
     assert counts is not None, compared.stdout + compared.stderr
     assert int(counts[1]) == int(counts[2]) > 0
