@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, and of a pipe's reader
 
@@ -48,3 +48,13 @@ def _let_go(file: TextIO, error: Exception) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: Jupyter, Colab, or whatever else runs one of IPython's."""
+    # Whoever runs in a notebook has IPython loaded; a shell of IPython in a terminal has no kernel.
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None:
+        return False
+    shell = ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dream_trainer.best_value import is_better, refuse_missing
 from dream_trainer.cadence import Cadence
-from dream_trainer.checkpoint.branch import leave_branch
+from dream_trainer.checkpoint.files import set_newer_aside
 from dream_trainer.checkpoint.remote_run import RemoteRun
 from dream_trainer.checkpoint.run_directory import claim, count_training, release, trainings
 from dream_trainer.checkpoint.saving import Saving
@@ -26,8 +26,19 @@ from dream_trainer.checkpoint.snapshot_writer import SnapshotWriter
 from dream_trainer.checkpoint.staging import HostCopies
 from dream_trainer.cleanup import followed_by, in_a_line
 from dream_trainer.config.checkpoint_parameters import CheckpointParameters, OnSaveError
+from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, StepError
+
+
+def leave_branch(root: Path, step: int, world: Ranks) -> None:
+    """Renames this run's checkpoints after `step`, which belong to a branch that the run leaves now; a collective."""
+    set_aside = on_all_ranks(
+        world, "set newer checkpoints aside", lambda: set_newer_aside(root, step) if world.is_main else []
+    )
+    if set_aside:
+        logger.warning("going on from step %d; set aside: %s", step, ", ".join(path.name for path in set_aside))
+
 
 logger = logging.getLogger("dream_trainer")
 

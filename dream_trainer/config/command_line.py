@@ -17,7 +17,7 @@ from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.config.uncaught import end_in_a_line
 from dream_trainer.config.unknown_arguments import refuse_unknown, refuse_values_of_booleans
 from dream_trainer.errors import ConfigError
-from dream_trainer.notebook import is_in_notebook
+from dream_trainer.screen import is_in_notebook
 
 T = TypeVar("T", bound=BaseTrainerConfig)
 

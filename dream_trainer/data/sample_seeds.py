@@ -20,9 +20,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dream_trainer.data.order import sample_seed
 from dream_trainer.data.ordered import OrderedDataset
-from dream_trainer.data.sampler import BatchKey
+from dream_trainer.data.sampler import BatchKey, sample_seed
 from dream_trainer.distributed.seeds import GENERATORS, WatchedSeeds, preserved_random_state, seed_cpu
 
 

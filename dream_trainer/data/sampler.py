@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
-from dream_trainer.data.order import epoch_order
+from dream_trainer.distributed.seeds import hash_seed
 
 BatchKey = tuple[int, list[int]]
 """(epoch, indices): one batch of one rank, and all that its samples' random draws depend on."""
@@ -122,3 +124,31 @@ class RankBatchSampler(Sampler[BatchKey]):
         _, first, end = self._next_pass
         full, rest = divmod(end - first, self.sharding.chunk_size)
         return full + (self.sharding.slice_of_chunk(rest)[1] > 0)
+
+
+VALIDATION_EPOCH = -1
+"""The epoch that validation samples are seeded with: the same augmentation each time, and none that training has."""
+
+
+def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
+    """The sample indices of one epoch in the order in which they are consumed.
+
+    Args:
+        seed: The run's seed.
+        epoch: Number of the pass over the data.
+        length: Number of samples in the dataset.
+        shuffle: False gives 0, 1, ..., length - 1.
+
+    Returns:
+        Shape `(length,)`, int64, on the CPU.
+    """
+    if not shuffle:
+        return torch.arange(length, device="cpu")
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(hash_seed(b"order", seed, epoch))
+    return torch.randperm(length, generator=generator, device="cpu")
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The 64-bit seed of the random draws made while loading sample `index` in `epoch`."""
+    return hash_seed(b"sample", seed, epoch, index)

@@ -11,7 +11,7 @@ is how many lines the step has, so that a resumed run writes the same lines, eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -26,10 +26,9 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.loggers.buffer import Flight, MetricBuffer, check_reduction, keep
 from dream_trainer.loggers.formatting import format_metrics
 from dream_trainer.loggers.group import LoggerGroup
-from dream_trainer.loggers.history import History
 from dream_trainer.loggers.interface import Stamp
 from dream_trainer.loggers.jsonl import read_jsonl
-from dream_trainer.loggers.media_queue import MediaQueue
+from dream_trainer.loggers.media_files import MediaQueue
 
 logger = logging.getLogger("dream_trainer")
 
@@ -391,3 +390,40 @@ class RunLog:
         if self._loggers is not None:
             ended, self._loggers = self._loggers, LoggerGroup([], lambda key, message: None, strict=False)
             ended.close()  # what is logged from here on goes nowhere
+
+
+Line = dict[str, float]
+
+
+class History(list[Line]):
+    """The last lines that were logged.
+
+    Args:
+        limit: Most lines to keep; None keeps all. A line of ten metrics takes about 1 KB.
+
+    Attributes:
+        dropped: How many older lines are no longer here. metrics.jsonl has them.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self._limit = limit
+        self.dropped = 0
+
+    def append(self, line: Line) -> None:
+        """Adds the newest line."""
+        super().append(line)
+        if self._limit is not None and len(self) > self._limit:
+            del self[0]
+            self.dropped += 1
+
+    def replace(self, lines: Iterable[Line]) -> None:
+        """Has these lines and no others."""
+        self.clear()
+        self.dropped = 0
+        for line in lines:
+            self.append(line)
+
+    def __repr__(self) -> str:
+        older = f" after {self.dropped} older ones" if self.dropped else ""
+        return f"History of {len(self)} lines{older}"

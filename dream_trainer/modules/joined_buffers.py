@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
+import xxhash
 from torch import Tensor
 
 from dream_trainer.compat.module_buffers import is_persistent
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, storage_id
 from dream_trainer.distributed.equality import differing_facts, refuse_differences
 from dream_trainer.errors import ConfigError, StepError
-from dream_trainer.modules.equal_weights import digest_of
 from dream_trainer.modules.mixture_of_experts import MoE
 
 if TYPE_CHECKING:
@@ -255,3 +255,37 @@ def batch_norms(model: nn.Module) -> list[str]:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     norms = [(name, part) for name, part in model.named_modules() if isinstance(part, kinds)]
     return [name for name, part in norms if part.weight is None or part.weight.requires_grad]
+
+
+def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of `models` that are not on the meta device, by name."""
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix, model in models.items()
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+        if not tensor.is_meta
+    }
+
+
+@torch.no_grad()
+def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
+    """Gives all ranks rank 0's values of those that differ, and returns their names; a collective.
+
+    Args:
+        tensors: By name; the same names, shapes and types on all ranks, and none sharded.
+        world: The ranks.
+    """
+    if world.world_size == 1:
+        return []
+    digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])
+    differ = [name for name, *values in zip(tensors, *digests, strict=True) if len(set(values)) > 1]
+    for name in differ:
+        values = tensors[name].cpu().contiguous()
+        tensors[name].copy_(world.broadcast(values))
+    return differ
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Of a tensor's bytes, not of its shape."""
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

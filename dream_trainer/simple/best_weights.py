@@ -11,7 +11,7 @@ from dream_trainer.checkpoint.loading import read_shared, tensor_metadata
 from dream_trainer.checkpoint.retention import best_checkpoint
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered
+from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, numbered
 from dream_trainer.weights.load import load_weights
 
 if TYPE_CHECKING:

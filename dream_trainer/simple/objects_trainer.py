@@ -28,9 +28,8 @@ from dream_trainer.simple.given_record import ObjectsConfig, in_arguments, optim
 from dream_trainer.simple.given_together import DEFAULT_MONITOR, refuse_unknown_monitor
 from dream_trainer.simple.integers import as_int
 from dream_trainer.simple.model_calls import ModelCalls, Step, scores, values_of
-from dream_trainer.trainer.branch_parent import run_name
 from dream_trainer.trainer.dream import DreamTrainer
-from dream_trainer.trainer.other_run import changed_fields
+from dream_trainer.trainer.resume import changed_fields, run_name
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.manifest import Manifest

@@ -38,9 +38,8 @@ from dream_trainer.trainer.schedule import Schedule
 from dream_trainer.trainer.session import Session
 from dream_trainer.trainer.step.accumulation_window import AccumulationWindow
 from dream_trainer.trainer.unloaded_base import UnloadedBases
-from dream_trainer.trainer.user_class.class_checks import check_trainer
+from dream_trainer.trainer.user_class.class_checks import check_trainer, note_assignment
 from dream_trainer.trainer.user_class.other_trainers import ATTRIBUTES
-from dream_trainer.trainer.user_class.taken_names import note_assignment
 from dream_trainer.trainer.window_state import ValidationState, WindowState
 
 if TYPE_CHECKING:

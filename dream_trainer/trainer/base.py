@@ -12,21 +12,26 @@ signal may end a validation, and an exception any phase: a checkpoint says what 
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
+from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.config.trainer_config import BaseTrainerConfig
-from dream_trainer.data.copy_ahead import on_device
+from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
 from dream_trainer.distributed.relay import relayed
-from dream_trainer.distributed.signals import Interrupted, is_interactive
+from dream_trainer.distributed.signals import Interrupted, exit_code, is_interactive, may_be_restarted
+from dream_trainer.distributed.watchdog import Watchdog
 from dream_trainer.errors import HookError, StepError
 from dream_trainer.modules.determinism import deterministic
 from dream_trainer.modules.precision import float32_products
@@ -36,12 +41,9 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.exit_status import exit_status
-from dream_trainer.trainer.kept_state import keeping_state
-from dream_trainer.trainer.step.nonfinite import RetryWindow
-from dream_trainer.trainer.step.rerun import MovedByForward
+from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
+from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate
-from dream_trainer.trainer.watch import watched
 
 
 class BaseTrainer(AbstractTrainer):
@@ -84,7 +86,7 @@ class BaseTrainer(AbstractTrainer):
         exception or Ctrl-C that did not end the program, it continues after the last finished step.
 
         Raises:
-            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (but see exit_status.py). Not
+            SystemExit: A signal ended the run: 128 + its number, or 0 under torchrun (see `exit_status`). Not
                 after Ctrl-C at a prompt or in a notebook, where `fit` saves and returns.
             StepError: The trainer is closed, or an exception left it in the middle of a step.
             CheckpointError: Another trainer of this process has trained the run on since this one did.
@@ -445,3 +447,92 @@ def _several(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
             "self.step(model, optimizer), or with a list of optimizers."
         )
     return tuple(optimizers)
+
+
+def exit_status(trainer: AbstractTrainer) -> int:
+    """0 where no signal has ended training; after SIGTERM a collective where a job has several hosts.
+
+    Where SIGTERM came to other hosts only, and this one's torchrun may start its processes again, they end in a way
+    that makes it do so: the run is not over, and goes on without those hosts, or with them when they are back.
+    """
+    agreement, world = trainer._agreement, trainer.world
+    number = agreement.ended_by
+    if number is None:
+        return 0
+    if number != signal.SIGTERM or world.n_hosts == 1 or not may_be_restarted():
+        return exit_code(number)
+    was_told = agreement.requests.terminated and number not in agreement.signals.relayed
+    hosts = world.all_gather(torch.tensor([world.host_number if was_told else -1])).flatten().tolist()
+    return exit_code(number, restart=world.host_number not in hosts)
+
+
+SHARE = 0.9
+"""Share of the collectives' time-out after which standing still is a hang, so that stacks are written before it."""
+
+
+@contextmanager
+def watched(trainer: AbstractTrainer) -> Iterator[None]:
+    """Ends the job, with every rank's stacks in `<run_dir>/stacks`, when training makes no progress inside."""
+    devices, world = trainer.config.device_parameters, trainer.world
+    if devices.hang_timeout_seconds is None:
+        yield
+        return
+    after_start = devices.hang_timeout_seconds
+    limit = SHARE * devices.step_timeout_seconds if after_start == "auto" else after_start
+    patient_limit = max(limit, SHARE * devices.start_timeout_seconds)
+
+    def where() -> str:
+        phase = "training" if trainer.training else "validation"
+        exchanges = trainer._agreement.exchanges  # one before each window and at each validation batch
+        alone = "" if world.forbidden is None else f", in {world.forbidden}"  # a collective there waits for ever
+        stage = f", rank {world.stage_rank} of the pipeline" if world.stages > 1 else ""
+        counted = f"step {trainer.global_step}, batch {trainer.local_batches}, exchange {exchanges}"
+        return f"{phase}, {counted}{stage}{alone}"
+
+    trainer._session.watchdog = Watchdog(
+        where,
+        lambda: patient_limit if trainer._session.is_first_window else limit,
+        patient_limit_seconds=patient_limit,
+        directory=trainer.run_dir / "stacks",
+        rank=world.rank,
+        world_size=world.world_size,
+        store=world.connect_to_store(),
+    )
+    try:
+        with trainer._session.watchdog:
+            yield
+    finally:
+        trainer._session.watchdog = None
+
+
+@contextmanager
+def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
+    """Inside, `pre_epoch` is called; at the end what checkpoints have of the trainer, of the callbacks that listen, of
+    buffers and of random generators is as before."""
+    if not anyone_listens(trainer, "pre_epoch"):
+        yield
+        return
+    device, models, callbacks = trainer.world.device, trainer.named_models(), listening_callbacks(trainer, "pre_epoch")
+    shared, of_rank = copy.deepcopy(trainer.state_dict()), copy.deepcopy(trainer.rank_state_dict())
+    of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
+    buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
+    random = random_state(device)
+    yield
+    set_random_state(*random, device)
+    take_shapes(models, buffers, {name: value.shape for name, value in buffers.items()})
+    with torch.no_grad():
+        for name, buffer in model_buffers(models).items():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        for callback, former in zip(callbacks, tensors, strict=True):
+            for name, tensor in callback.checkpoint_tensors().items():
+                if name in former:
+                    tensor.detach().copy_(former[name])
+    for callback, state in zip(callbacks, of_callbacks, strict=True):
+        if state:
+            callback.load_state_dict(state)
+    if shared:
+        trainer.load_state_dict(shared)
+    if of_rank:
+        trainer.load_rank_state_dict(of_rank)

@@ -34,10 +34,9 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.seeds import hash_seed, seed_everything
 from dream_trainer.distributed.world import MESH_DIMS
 from dream_trainer.errors import CheckpointError
-from dream_trainer.trainer.callback_state import CALLBACK_PREFIX, numbered, restore_callbacks
 from dream_trainer.trainer.counters import Counters
-from dream_trainer.trainer.other_run import naming_what_changed, refuse_other_run
-from dream_trainer.trainer.saved_state import kept_name
+from dream_trainer.trainer.resume import naming_what_changed, refuse_other_run
+from dream_trainer.trainer.saved_state import CALLBACK_PREFIX, kept_name, numbered, restore_callbacks
 from dream_trainer.weights.adapter_config import refuse_other_adapters
 
 if TYPE_CHECKING:

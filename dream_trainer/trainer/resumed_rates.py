@@ -64,7 +64,7 @@ class ResumedRates:
         self._of_checkpoint: dict[Optimizer, Options] = {}
         self._scheduled: dict[Optimizer, Options] = {}  # as schedulers leave the groups before the first step
         self._built: dict[Scheduler, dict[str, Any]] = {}  # state before the first step
-        self._caps: dict[LambdaLR, list[float]] = {}
+        self._caps: dict[Scheduler, list[float]] = {}
 
     def note_options(self) -> None:
         """Notes the options that `configure_optimizers` set, once, before a schedule changes them."""

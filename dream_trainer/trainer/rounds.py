@@ -19,7 +19,7 @@ from torch import Tensor
 from dream_trainer.checkpoint.model_state import model_buffers, model_parameters
 from dream_trainer.compat.pytorch import foreach_copy_, local_tensor, local_tensors, storage_id, with_local
 from dream_trainer.errors import StepError
-from dream_trainer.trainer.no_rounds import NoRounds
+from dream_trainer.trainer.cooperation import NoRounds
 from dream_trainer.trainer.step.buckets import in_buckets
 
 if TYPE_CHECKING:

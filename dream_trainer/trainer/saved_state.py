@@ -8,7 +8,9 @@ tensors: parameters, buffers, optimizer state and what callbacks keep, sharded a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +32,19 @@ from dream_trainer.checkpoint.model_state import (
 from dream_trainer.checkpoint.optimizer_state import of_all_stages, optimizer_state
 from dream_trainer.checkpoint.random_state import random_state
 from dream_trainer.checkpoint.snapshot import Snapshot
+from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.config.serialize import to_dict
 from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.distributed.world import MESH_DIMS
-from dream_trainer.trainer.callback_state import numbered
 from dream_trainer.trainer.data_setup import global_batch_size
 from dream_trainer.trainer.mixin_states import mixin_states
 from dream_trainer.trainer.rank_differences import say_what_only_rank_0_keeps, warn_of_different_buffers
-from dream_trainer.weights.adapter_record import whole_adapters
-from dream_trainer.weights.origins import origin_of
+from dream_trainer.weights.adapter_record import origin_of, whole_adapters
 
 if TYPE_CHECKING:
     from dream_trainer.checkpoint.staging import HostCopies
     from dream_trainer.distributed.world import World
+    from dream_trainer.events.callback import Callback
     from dream_trainer.trainer.abstract import AbstractTrainer
 
 
@@ -241,3 +243,47 @@ def check(trainer: AbstractTrainer, *, saves: bool) -> None:
     typed_json.dumps(state)
     if saves:
         _tensors(trainer)
+
+
+logger = logging.getLogger("dream_trainer")
+
+CALLBACK_PREFIX = "callbacks."
+"""Tensors of callbacks are named `callbacks.<class>.<number within the class>.<name>`."""
+
+
+def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback]]:
+    """Each callback with its class and the prefix of its tensors: adding or removing one shifts no other class's."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield name, f"{CALLBACK_PREFIX}{name}.{counts[name]}.", callback
+        counts[name] += 1
+
+
+def restore_callbacks(
+    trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
+) -> None:
+    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others.
+
+    Args:
+        trainer: The trainer.
+        saved: Class and state of each callback, in order.
+        names: Tensors of the checkpoint.
+        begins: What goes along, where a run begins from another one's checkpoint; None where it resumes its own.
+    """
+    left = list(saved)
+    for class_name, prefix, callback in numbered(trainer.callbacks):
+        match = next((entry for entry in left if entry["class"] == class_name), None)
+        if match is not None:
+            left.remove(match)
+        lacks_tensors = any(prefix + name not in names for name in callback.checkpoint_tensors())
+        if match is None or lacks_tensors:
+            if (callback.state_dict() or lacks_tensors) and trainer.world.is_main:
+                logger.warning("the checkpoint has no state of callback %s; it starts without any.", class_name)
+            continue
+        callback.load_state_dict(match["state"])
+        if begins is not None:
+            callback.begin_branch(new_counters=begins.counters == "new", new_data=begins.data == "new")
+    lost = [entry["class"] for entry in left if entry["state"]]
+    if lost and trainer.world.is_main:
+        logger.warning("the checkpoint has state of callbacks that are no longer there: %s.", ", ".join(lost))

@@ -25,8 +25,8 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.modules.cut_models import names_in_whole
 from dream_trainer.modules.shards import local_indices
 from dream_trainer.stores.store_path import as_path
+from dream_trainer.weights.adapter_record import Origin, remember_origin
 from dream_trainer.weights.load_report import LoadReport, merged, refusal, rename_hint
-from dream_trainer.weights.origins import Origin, remember_origin
 from dream_trainer.weights.reading import Box, WeightFiles
 from dream_trainer.weights.weight_files import open_weights
 

@@ -24,8 +24,8 @@ from dream_trainer.compat.pytorch import foreach_clamp_max_, foreach_clamp_min_
 from dream_trainer.errors import StepError
 from dream_trainer.modules.precision import without_autocast
 from dream_trainer.trainer.event_table import anyone_listens
+from dream_trainer.trainer.nothing_trained import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.registry import refuse_another_model
-from dream_trainer.trainer.scheduler_steps import say_what_is_beside_its_optimizer
 from dream_trainer.trainer.step.gradients import (
     StepPlan,
     counted,
