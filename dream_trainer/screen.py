@@ -13,12 +13,7 @@ _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, and of a pipe's reader
 
 
 def show(line: str, file: TextIO | None = None) -> None:
-    """Prints a line; characters that the file cannot encode are escaped.
-
-    Args:
-        line: Without its end.
-        file: Where to; None is standard output. Nothing is printed if it is closed, full or gone.
-    """
+    """Prints a line; characters that the file cannot encode are escaped."""
     file = sys.stdout if file is None else file
     if file is None:  # a process without a console
         return

@@ -105,9 +105,6 @@ class HostAverage(ModelAverage):
 
     An update copies the weights to the host in order with the device's work, and does not wait for that: the average
     moves when the next update comes, or somebody asks for it. So the host is at most one update ahead of the device.
-
-    Args:
-        parameters: By name, on any device; DTensors where they are sharded.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

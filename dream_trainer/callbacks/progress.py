@@ -35,14 +35,6 @@ class Pace:
     Rates are of training alone, over the last `remembered` looks. The time left counts everything since warm-up,
     validations and checkpoints with it, since those will come again.
 
-    Args:
-        step: Optimizer steps completed at the start.
-        samples: Samples consumed at the start.
-        now: Seconds from any origin.
-        idle: Seconds until now, from any origin, that were not spent on training.
-        tokens: Tokens consumed at the start.
-        remembered: Looks that rates are taken over.
-
     Attributes:
         is_warming_up: Whether the steps so far tell nothing of the pace.
     """
@@ -337,11 +329,7 @@ def live_bar(file: TextIO | None) -> ProgressBar | None:
 
 
 class TerminalBar(ProgressBar):
-    """A line or two at the bottom of a terminal, with everything else above.
-
-    Args:
-        console: Of rich, on the terminal.
-    """
+    """A line or two at the bottom of a terminal, with everything else above."""
 
     def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn

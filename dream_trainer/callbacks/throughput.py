@@ -313,11 +313,6 @@ _VIRTUAL = re.compile(r"-\d+[abcq](me)?$")
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
     """The peak of one device.
 
-    Args:
-        device_name: As `torch.cuda.get_device_name` says it.
-        dtype: What products are computed in.
-        tf32: Whether float32 products may use TF32.
-
     Returns:
         FLOP/s, a multiply-add counted as two; None if the device or its rate in this precision is not known.
     """

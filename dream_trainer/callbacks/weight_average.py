@@ -43,10 +43,6 @@ class WeightAverage(AveragingCallback):
 
     An average moves at most once after an accumulation window, however many micro-batches, optimizers or `step` calls
     the window had, and only if the model has changed since it last moved. Nothing waits for the device.
-
-    Args:
-        models: Names of the models to average; None for all that an optimizer trains.
-        validate: Whether validations, `evaluate` and `predict` see the averages.
     """
 
     def __init__(self, models: Sequence[str] | None, *, validate: bool) -> None:
@@ -68,9 +64,6 @@ class WeightAverage(AveragingCallback):
     @abstractmethod
     def share(self, updates: Any) -> Any:
         """By how much the averages move towards the weights.
-
-        Args:
-            updates: How often they have moved: an int, or a 0-dim tensor where only the device knows.
 
         Returns:
             Between 0 and 1, as a number or a tensor.
@@ -153,10 +146,6 @@ class WeightAverage(AveragingCallback):
         """Loads a checkpoint's averages, and puts them into the models, too; called by every rank.
 
         How often the averages have moved stays as it is.
-
-        Args:
-            checkpoint: Its directory. Where it has no averages, they are the weights of now.
-            prefix: What the names of its averages begin with.
 
         Returns:
             Whether it has averages.

@@ -58,11 +58,8 @@ def load_tensors(
     Of a local checkpoint each host has its own part, which has to cover the shards of its ranks.
 
     Args:
-        path: The checkpoint's directory.
         tensors: Where to load to, by name: DTensors of any layout, or plain. Together the ranks must have every name of
             the checkpoint and no other.
-        world: The ranks.
-        optional_prefix: Names of the checkpoint that begin with it, or with one of several, may be left out.
 
     Raises:
         DamagedCheckpointError: A file is missing, damaged or asks for code; the same on every rank. If it is a shard,

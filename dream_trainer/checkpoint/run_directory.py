@@ -89,9 +89,6 @@ def is_claimed(run_dir: Path) -> bool | None:
 def without_jobs(checkpoints: Path) -> Iterator[None]:
     """Keeps jobs from starting to write to a run; a run in an object store is only checked for a job.
 
-    Args:
-        checkpoints: The directory of the run's checkpoints.
-
     Raises:
         CheckpointError: A live job writes to the run.
     """
@@ -169,11 +166,6 @@ def _expect(run_dir: Path, token: str) -> None:
 def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path:
     """The directory of a run's checkpoints, to which `link` leads from now on; every rank calls it.
 
-    Args:
-        link: The run's `checkpoints`.
-        elsewhere: Where they are to lie; None: where it leads already.
-        world: The ranks.
-
     Raises:
         CheckpointError: They cannot lie there; the same on every rank.
     """
@@ -184,10 +176,6 @@ def linked_checkpoints(link: Path, elsewhere: Path | None, world: Ranks) -> Path
 
 def link_checkpoints(link: Path, directory: Path) -> None:
     """Makes `link` lead to `directory`, which is made if it is not there; rank 0 alone calls it.
-
-    Args:
-        link: The run's `checkpoints`.
-        directory: Where the checkpoints lie, or will.
 
     Raises:
         CheckpointError: The run has checkpoints in another place, which would be lost sight of, or that place is gone.

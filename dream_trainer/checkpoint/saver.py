@@ -56,20 +56,10 @@ class Saver(Saving):
     """One run's saves.
 
     Args:
-        parameters: When to save, and what to do where that fails.
-        world: The ranks, on the process group of the training thread.
-        writer: What writes snapshots to the disk.
-        settle: Waits until the state is that of a finished step, and returns which step that is; a collective.
         snapshot: Returns the state at this moment; a collective. It gets the metrics of a validation of this step, and
             where to copy tensors to (None: they are not copied). CheckpointError if the state cannot be saved.
         warm: What to run in a thread after the first step, so that the first save takes no longer than later ones; a
             collective. CheckpointError if the state cannot be saved.
-        on_save: Called with the directory of each complete checkpoint.
-        on_lost: Called when a save that was begun could not be written.
-        patience: A context for waits for the disk, which may take long.
-        say_once: Logs a message, once per key.
-        clock: Seconds from any origin.
-        only_when_called: Whether only `save` saves.
     """
 
     def __init__(

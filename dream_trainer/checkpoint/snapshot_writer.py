@@ -25,13 +25,6 @@ logger = logging.getLogger("dream_trainer")
 class SnapshotWriter:
     """Writes one snapshot at a time, and then removes the checkpoints that are no longer kept.
 
-    Args:
-        directory: Of the run's checkpoints.
-        retention: Which of them stay.
-        world: The ranks, on a process group that nothing else uses (`World.beside`).
-        copies: Where snapshots were copied to; None if they are the tensors that train, which then have to wait.
-        local: What each host keeps of the newest state; None for nothing.
-
     Attributes:
         directory: Of the run's checkpoints.
         copies: Where snapshots are copied to; None for nowhere.
@@ -82,12 +75,7 @@ class SnapshotWriter:
         self._warming.collect()
 
     def start(self, snapshot: Snapshot, *, replace: bool) -> None:
-        """Begins to write; the last outcome must have been collected.
-
-        Args:
-            snapshot: This rank's part.
-            replace: Whether to replace a complete checkpoint of the same step.
-        """
+        """Begins to write; the last outcome must have been collected."""
         self._copies_are_pending = self.copies is not None
         self._writing.start(partial(self._write, snapshot, replace=replace))
 
@@ -151,11 +139,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs a task in a thread that ends with the task. The interpreter waits for it before it exits.
-
-    Args:
-        name: Name of the thread.
-    """
+    """Runs a task in a thread that ends with the task. The interpreter waits for it before it exits."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -41,11 +41,6 @@ class _Place(NamedTuple):
 class WindowFeed:
     """Windows of one rank, cut to what all ranks have: `fetch`, `agree` if some rank `is_short`, `take`, `trained`.
 
-    Args:
-        stream: This rank's data.
-        world: The ranks.
-        accumulation: Micro-batches in a whole window.
-
     Attributes:
         is_pass_over: Whether the window trained last was the last of its pass over the data, on all ranks.
         rank_state: What the stream needs, beside the position, to go on after the window trained last.
@@ -188,11 +183,7 @@ class WindowFeed:
         return window
 
     def _refuse_open_files(self, error: OSError | RuntimeError) -> None:
-        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained.
-
-        Raises:
-            DataError: In the place of the system's error.
-        """
+        """Says why a window needs so many open files: workers send each tensor as one, until the window is trained."""
         is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
         if not is_of_files and not any(words in str(error) for words in _TOO_MANY_FILES):
             return
@@ -259,11 +250,8 @@ def on_device(batches: Iterable[Any], move: Move, device: torch.device, aside: t
     """The micro-batches of one window, moved.
 
     Args:
-        batches: Of one window, on the host.
         move: Called once for each, in order; with `aside` on that stream, for the next one just before this one is
             trained. One further batch is then on the device and no more, if the caller lets go of the one before.
-        device: Where to.
-        aside: A stream for copies (`copy_stream`); None moves each batch when it is asked for.
     """
     if aside is None:
         for batch in batches:

@@ -48,12 +48,7 @@ class EpochAware(Protocol):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tells the epoch to the loader and to each of its parts that wants to know.
-
-    Args:
-        loader: Any iterable of batches.
-        epoch: Number of the pass that is about to begin.
-    """
+    """Tells the epoch to the loader and to each of its parts that wants to know."""
     parts: tuple[object, ...] = (loader,)
     if isinstance(loader, DataLoader):
         parts = (loader, loader.sampler, loader.batch_sampler, loader.dataset)
@@ -75,15 +70,6 @@ def iterate(
     """One pass over `loader`, each batch with a stream of random numbers of its own, which costs about 35 us.
 
     A list, a tuple or a range draws nothing and is iterated bare.
-
-    Args:
-        loader: Any iterable of batches.
-        seed: The run's seed.
-        epoch: Number of the pass.
-        dp_rank: This rank among the data-parallel ones.
-        first: Number of the batch within the pass that comes first, for a loader that was put there by its own state.
-        draws: As in `SeededPass`.
-        drawn: As in `PassDraws`.
     """
     if type(loader) in (list, tuple, range):
         return iter(loader)
@@ -97,15 +83,6 @@ class SeededPass(Iterator[Any]):
     other batch has its own, unless it is known to draw nothing. A loader that was put into the middle of a pass by its
     own state draws that order again (then it needs the same stream) or only what belongs to the batch (then it needs
     the batch's): what it did before tells which.
-
-    Args:
-        loader: Any iterable of batches.
-        seed: The run's seed.
-        epoch: Number of the pass.
-        dp_rank: This rank among the data-parallel ones.
-        first: Number of the batch that comes first.
-        draws: Whether batches after a pass's first were seen to draw; None if none was looked at.
-        drawn: As in `PassDraws`.
 
     Attributes:
         draws: The same, with what was seen since. Not looked at any more once it is True.
@@ -226,10 +203,6 @@ def keeps_what_it_draws(loader: object, *, draws: bool | None) -> bool:
 
     Where torchdata finds no state in a part it iterates that part again, and draws another time, or from another
     stream, than in the first run.
-
-    Args:
-        loader: A StatefulLoader.
-        draws: As in `SeededPass`.
     """
     if draws is None:
         return False
@@ -253,9 +226,6 @@ def known_length(loader: object) -> int | None:
 
 class PassDraws:
     """The global generators during one pass, inside the block `apart`.
-
-    Args:
-        drawn: Its `drawn`, where the pass was interrupted.
 
     Attributes:
         drawn: Of python and numpy, those that were drawn from in this pass; torch, if the pass's first batch drew.

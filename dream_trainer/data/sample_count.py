@@ -30,11 +30,6 @@ class GraphBatch(Protocol):
 class SampleCount:
     """Counts the samples of batches that come from a loader of the user's own.
 
-    Args:
-        own: The user's function of a batch; None guesses.
-        warn: Called with a message, once, if a guess is doubtful. None does not warn.
-        remedy: What a message advises.
-
     Attributes:
         own: The same.
     """
@@ -63,10 +58,6 @@ class SampleCount:
     def guess(self, batch: Any, declared: int | None = None) -> int:
         """As many as there are graphs or packed sequences, otherwise the first dimension of the first tensor.
 
-        Args:
-            batch: Any nested structure.
-            declared: Samples of a full batch, if the loader has such a number. A guess that equals it is not doubtful.
-
         Raises:
             DataError: The batch has no tensor with a dimension.
         """
@@ -89,8 +80,7 @@ class SampleCount:
 
 
 def _guess(batch: Any) -> tuple[int | None, bool]:
-    """A batch's samples, None if nothing tells; and whether it could as well be another number: its tensors differ in
-    their first dimension, or are the parts of a list that could be one sample each."""
+    """A batch's samples, None if nothing tells."""
     counts: list[int] = []
     may_be_samples = False
     pending = [batch]

@@ -66,8 +66,6 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: The user's dataset. One with `__getitems__` is seeded once per batch, from the batch's first sample;
             its draws then depend on which samples share a batch, and so on the world size.
-        collate_fn: Turns the list of samples into a batch.
-        seed: The run's seed; None leaves all generators alone.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int | None) -> None:

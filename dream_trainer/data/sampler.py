@@ -45,13 +45,7 @@ class Sharding:
 
 
 def end_without_tail(length: int, consumed: int, global_batch_size: int) -> int:
-    """Where a pass ends that drops what does not fill a global batch.
-
-    Args:
-        length: Samples in the dataset.
-        consumed: Samples of this pass that were consumed before, by all ranks.
-        global_batch_size: Samples of one optimizer step over all ranks.
-    """
+    """Where a pass ends that drops what does not fill a global batch."""
     return length - (length - consumed) % global_batch_size
 
 
@@ -66,12 +60,6 @@ class RankBatchSampler(Sampler[BatchKey]):
 
     `start` chooses the pass and the samples in it; the next iterator follows it. A position is any number of samples
     that all ranks consumed together, and starting there costs the same everywhere.
-
-    Args:
-        length: Samples in the dataset.
-        sharding: How they are dealt to ranks.
-        seed: The run's seed.
-        shuffle: Whether each epoch has a random order of its own.
     """
 
     def __init__(self, length: int, sharding: Sharding, *, seed: int, shuffle: bool) -> None:
@@ -132,12 +120,6 @@ VALIDATION_EPOCH = -1
 
 def epoch_order(seed: int, epoch: int, length: int, shuffle: bool) -> Tensor:
     """The sample indices of one epoch in the order in which they are consumed.
-
-    Args:
-        seed: The run's seed.
-        epoch: Number of the pass over the data.
-        length: Number of samples in the dataset.
-        shuffle: False gives 0, 1, ..., length - 1.
 
     Returns:
         Shape `(length,)`, int64, on the CPU.

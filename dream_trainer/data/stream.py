@@ -116,15 +116,7 @@ def _stream_of_one(
 
 class ShardStream(TrainStream):
     """One rank's share of a DistributedDataLoader. All positions are arithmetic, so every rank knows every other's
-    windows.
-
-    Args:
-        loader: What to load and how.
-        sharding: This rank's part of each chunk.
-        accumulation: Micro-batches in a whole window.
-        seed: The run's seed.
-        drop_last: Whether samples that do not fill a global batch are dropped.
-    """
+    windows."""
 
     is_even = True
 

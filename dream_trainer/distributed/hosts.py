@@ -84,12 +84,6 @@ def place_among_hosts(meeting: int) -> HostPlace | None:
 def meet_hosts(store: Store, place: HostPlace, world_size: int, *, timeout_seconds: float) -> None:
     """Compares the hosts and picks the address by which they reach one another; every rank calls it.
 
-    Args:
-        store: The job's, under this attempt's prefix.
-        place: Of this process.
-        world_size: Number of ranks.
-        timeout_seconds: How long a host may take to come.
-
     Raises:
         ConfigError: Some host would be reached by no other, or did not come in time; the same on every rank.
         RanksDifferError: The hosts have other numbers of ranks, run other versions or other code; the same on every
@@ -210,10 +204,6 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def take_reachable_interface(master_address: str, master_port: int) -> None:
     """Has gloo take an address that other hosts reach: sets `GLOO_SOCKET_IFNAME` where its own choice is the loopback.
 
-    Args:
-        master_address: `MASTER_ADDR`, a name or an address; the interface on the way there is the one that is set.
-        master_port: `MASTER_PORT`.
-
     Raises:
         ConfigError: A variable names an interface that is missing or reached by this host only, or none can be told.
     """
@@ -289,8 +279,7 @@ def _interface_towards(master: str, port: int, addresses: dict[str, list[str]]) 
 
 
 def _address_of_own_name() -> str:
-    """What this host's name resolves to, as far as a socket can be bound there, which is what gloo asks; the loopback
-    otherwise."""
+    """What this host's name resolves to, as far as a socket can be bound there, which is what gloo asks."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:

@@ -62,10 +62,6 @@ def environment_ranks() -> tuple[int, int, int]:
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank.
 
-    Args:
-        name: "auto" (the accelerator torch finds, else the CPU) or a device type.
-        local_rank: Index of the accelerator on this host.
-
     Raises:
         ConfigError: The device is not on this machine, or the host has fewer than `local_rank + 1`.
     """
@@ -517,11 +513,6 @@ def refuse_what_has_no_rows(values: Tensor) -> None:
 def rows_of_all(values: Tensor, group: dist.ProcessGroup, ranks: Ranks) -> Tensor:
     """The rows of all ranks of `group`, in rank order, with gradients; a collective of all `ranks`.
 
-    Args:
-        values: `[n, ...]`; n may differ between ranks, the other sizes and the dtype may not.
-        group: Every `ranks.data_copies`-th rank.
-        ranks: All of them call this.
-
     Raises:
         RanksDifferError: Sizes or dtypes differ.
     """
@@ -558,13 +549,7 @@ class RankGroups(NamedTuple):
 
 
 def make_groups(world_size: int, shape: MeshShape, workers: int) -> RankGroups:
-    """Makes the groups of this rank; every rank calls it.
-
-    Args:
-        world_size: Number of ranks.
-        shape: Of the mesh.
-        workers: Number of groups of neighbouring ranks that step on their own.
-    """
+    """Makes the groups of this rank; every rank calls it."""
     ranks = list(range(world_size))
     of_stage = world_size // shape.pp
     stages = [ranks[first : first + of_stage] for first in range(0, world_size, of_stage)]

@@ -333,8 +333,7 @@ def _counted(mine: dict[str, tuple[str, Total]], world: Ranks) -> dict[str, tupl
 
 
 def _mean(total: Total, values: Iterable[tuple[float, float]]) -> Total:
-    """A weighted sum and further values with their weights. From left to right, so that it is the same bits however
-    often it was interrupted."""
+    """A weighted sum and further values with their weights."""
     value, weight = total
     for new_value, new_weight in values:
         if new_weight != 0:
@@ -360,12 +359,7 @@ def _combined(reduce: str, total: Total, totals: Iterable[tuple[float, float]]) 
 
 
 def _gather(local: dict[str, tuple[str, Total]], agreed: dict[str, str], world: Ranks) -> dict[str, list[Total]]:
-    """Every rank's totals by key, in rank order; adds keys that are new to `agreed`.
-
-    One vector crosses: for each agreed key its value and weight, and before them the number of keys this rank holds
-    that are not agreed yet, or on something else. Only where that is not zero on all ranks, a second exchange names
-    them.
-    """
+    """Every rank's totals by key, in rank order; adds keys that are new to `agreed`."""
     unknown = {name: record for name, record in local.items() if agreed.get(name) != record[0]}
     vector = [float(len(unknown))]
     for name in agreed:
@@ -391,9 +385,6 @@ def start_copy(tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
     """Starts to copy 0-dim tensors to the host; one stack for each dtype and one copy for each device.
 
     On CUDA into pinned memory, so that nothing waits before the values are asked for.
-
-    Args:
-        tensors: On any devices, of any real dtypes; they may change afterwards.
 
     Returns:
         What gives their values, exactly and in their order; it waits for the copies.

@@ -36,17 +36,6 @@ logger = logging.getLogger("dream_trainer")
 class RunLog:
     """One run's numbers and media on this rank; every rank has one and calls it alike.
 
-    Args:
-        parameters: How often lines are written, and how many are kept in memory.
-        run_dir: Where loggers write, and where an earlier process of this run has written.
-        run: Project, group and experiment: whose log it is.
-        config: The run's config as plain data, for the loggers; called when they are opened.
-        stamp: Where the run stands now.
-        notify: Called with each line and its step, on every rank.
-        of_data: What each line says of the training data; called when it is due.
-        of_rank: What all ranks are to know of this one, beside the line; the same names on all.
-        hear: Called on every rank, in its place, with what `of_rank` gave on each of them, if it gave anything.
-
     Attributes:
         metrics: Where training's values go.
         own_line: Where the values go that listeners to the end of a validation or of an epoch log; None while none of
@@ -185,13 +174,7 @@ class RunLog:
         self.media.window_dropped()
 
     def window_finished(self, step: int, *, is_last: bool = False, is_stopped: bool = False) -> None:
-        """After a window and its events.
-
-        Args:
-            step: Optimizer steps completed.
-            is_last: Whether the run ends with it.
-            is_stopped: Whether it ends before its limits, so that it may go on later.
-        """
+        """After a window and its events."""
         if self._flight is not None or self.media.waiting:
             self.land()
         if is_last:
@@ -205,9 +188,6 @@ class RunLog:
         """After `land`: writes what the last events logged, as of the run's last epoch, unless a resumed run will.
 
         A collective.
-
-        Args:
-            step: Optimizer steps completed.
         """
         if not self._pending_is_saved(step):
             self._decide(None)
@@ -250,11 +230,7 @@ class RunLog:
     @contextmanager
     def line_of_its_own(self, *, counts: bool) -> Iterator[None]:
         """What is logged inside is of the validation or the epoch that has just ended, and has nothing to do with
-        training's next line: written at the end. One inside may evaluate, which comes here too.
-
-        Args:
-            counts: Whether it is of the training; of another validation nothing is written.
-        """
+        training's next line: written at the end. One inside may evaluate, which comes here too."""
         before = self.own_line, self._own_line_counts
         self.own_line, self._own_line_counts = MetricBuffer(), counts
         try:
@@ -300,10 +276,8 @@ class RunLog:
         """What a checkpoint keeps, equal on all ranks; a collective.
 
         Args:
-            step: Optimizer steps completed.
             is_last: Whether the run's last window is done. What it logged is written now, and not saved to be written
                 again: a listener may save at the window's end, before `window_finished`.
-            has_failed: Whether the run broke off. What failed may be a logger, so nothing is written.
         """
         self.land()
         self._write_own_line()
@@ -362,12 +336,7 @@ class RunLog:
     # -- the end
 
     def close(self, step: int, *, has_trained: bool) -> None:
-        """Writes the rest, or says what a resumed run will write, and closes the loggers.
-
-        Args:
-            step: Optimizer steps completed.
-            has_trained: Whether this process has; without that it writes nothing.
-        """
+        """Writes the rest, or says what a resumed run will write, and closes the loggers."""
         with followed_by(self._close_loggers):
             if has_trained:
                 self.land()
@@ -397,9 +366,6 @@ Line = dict[str, float]
 
 class History(list[Line]):
     """The last lines that were logged.
-
-    Args:
-        limit: Most lines to keep; None keeps all. A line of ten metrics takes about 1 KB.
 
     Attributes:
         dropped: How many older lines are no longer here. metrics.jsonl has them.

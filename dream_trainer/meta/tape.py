@@ -123,12 +123,7 @@ LARGE = 1 << 20
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need.
-
-    Args:
-        history: What is kept.
-        initialised: Modules whose `init_weights()` has written to something while this was entered; added to.
-    """
+    """Sees every torch call made while it is entered, and keeps in `history` those that deferred tensors need."""
 
     def __init__(self, history: RecordedCalls, initialised: WeakSet[nn.Module]) -> None:
         super().__init__()

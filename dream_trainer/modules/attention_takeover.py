@@ -50,11 +50,6 @@ _COMPILED = (
 class AttentionTakeover(TorchFunctionMode):
     """Inside, functions of PyTorch and of ours are replaced by their handlers.
 
-    Args:
-        attention: What attention goes to.
-        further: Gives handlers of further functions that take part in PyTorch's override protocol.
-        warn: Told once, under a key, of what may be wrong.
-
     Attributes:
         attention: What attention goes to.
         further: As given.

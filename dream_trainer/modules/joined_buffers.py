@@ -71,11 +71,9 @@ class JoinedBuffers:
     """The buffers of a trainer's models.
 
     Args:
-        models: By name.
         policies: Policies by regular expression, searched for in `<model>.<name>`; the first that matches counts.
             Running statistics of batch and instance norms that none matches are averaged over the ranks on which the
             layer trains, and counts of their batches are left as they are.
-        given_by: Where the user writes policies, for messages.
 
     Raises:
         ConfigError: A pattern or policy is not understood, or matches no buffer, or "mean" matches integers.
@@ -172,10 +170,6 @@ class JoinedBuffers:
 
         Which buffers there are is found out the first time, when forwards have made those that they make.
 
-        Args:
-            ranks: All ranks, which compare names and shapes the first time.
-            group: The ranks of the step; None for all.
-
         Raises:
             RanksDifferError: The ranks have other buffers, or other shapes, the first time.
             StepError: A buffer has another shape than the first time.
@@ -270,12 +264,7 @@ def real_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def make_equal(tensors: Mapping[str, Tensor], world: Ranks) -> list[str]:
-    """Gives all ranks rank 0's values of those that differ, and returns their names; a collective.
-
-    Args:
-        tensors: By name; the same names, shapes and types on all ranks, and none sharded.
-        world: The ranks.
-    """
+    """Gives all ranks rank 0's values of those that differ, and returns their names; a collective."""
     if world.world_size == 1:
         return []
     digests = world.all_gather_object([digest_of(tensor) for tensor in tensors.values()])

@@ -63,13 +63,7 @@ class ParallelModels:
         self._is_whole = self._is_fresh = False
 
     def shard(self, model: nn.Module, mesh: DeviceMesh, check: Callable[[], object]) -> None:
-        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real.
-
-        Args:
-            model: Its parameters become DTensors in place.
-            mesh: See `ShardedModel`.
-            check: Called before each collective; raises if only some ranks run it.
-        """
+        """Shards `model`, on any device, so that it is whole in steps; `watch` follows once it is real."""
         self.whole_in_steps.append(ShardedModel(model, mesh, check))
         self.changes_in_steps = True
 
@@ -80,14 +74,7 @@ class ParallelModels:
         sync_policy: str,
         optimizers: Callable[[], Iterable[Optimizer]],
     ) -> None:
-        """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`.
-
-        Args:
-            models: The models, real.
-            world: The ranks.
-            sync_policy: When gradients of sharded models cross ranks: `TrainingParameters.sync_policy`.
-            optimizers: Returns the trainer's optimizers.
-        """
+        """From now on knows of the gradients of `models`, some of them wrapped by `fully_shard`."""
         from dream_trainer.compat.fully_shard import is_shared, watch_gradients
         from dream_trainer.compat.touched_shards import TouchableShards
 
@@ -193,12 +180,7 @@ class ParallelModels:
 
     @contextmanager
     def shards(self, optimizers: Sequence[Optimizer], *, others_may_change: bool) -> Iterator[None]:
-        """Within `whole`: inside, parameters are shards and have their part of the gradients.
-
-        Args:
-            optimizers: Those that change parameters inside.
-            others_may_change: Whether listeners may change those of other models.
-        """
+        """Within `whole`: inside, parameters are shards and have their part of the gradients."""
         if not self._is_whole or not self.whole_in_steps:
             yield
             return
@@ -301,9 +283,6 @@ _OF_EACH_OPTIMIZER = ("param_groups", "state", "defaults")
 class MadeOfWhole(TorchFunctionMode):
     """Inside, notes which tensors are made of whole parameters with the same layout: copies, or zeros.
 
-    Args:
-        whole: The parameters.
-
     Attributes:
         made: Each such tensor, with the parameter that it is made of.
     """
@@ -326,22 +305,14 @@ class MadeOfWhole(TorchFunctionMode):
 
 
 class WholeOptimizers:
-    """Exchanges what optimizers hold.
-
-    Args:
-        optimizers: Returns those of now.
-    """
+    """Exchanges what optimizers hold."""
 
     def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._optimizers = optimizers
         self._attributes: list[tuple[Optimizer, str]] = []
 
     def exchange(self, others: Mapping[int, Tensor]) -> None:
-        """Exchanges parameters; lists and dicts stay the same objects.
-
-        Args:
-            others: The tensor that takes the place of another, by the id of that.
-        """
+        """Exchanges parameters; lists and dicts stay the same objects."""
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 group["params"][:] = [others.get(id(p), p) for p in group["params"]]
@@ -351,12 +322,7 @@ class WholeOptimizers:
             setattr(optimizer, name, _Exchange(others).of(vars(optimizer)[name]))
 
     def adopt(self, shards: Mapping[int, Tensor], parts: Mapping[int, Tensor]) -> None:
-        """Looks through optimizers that are new, after an exchange.
-
-        Args:
-            shards: By the id of the whole parameter.
-            parts: What takes the place of tensors that are made of whole parameters, by their id.
-        """
+        """Looks through optimizers that are new, after an exchange."""
         self._attributes = []
         for optimizer in self._optimizers():
             _Exchange(parts).of(optimizer.state)

@@ -28,11 +28,6 @@ Stages = Sequence[Sequence[str]]
 def even_stages(model: nn.Module, blocks: Collection[nn.Module], n_stages: int) -> list[list[str]]:
     """The names that each stage holds: equally many blocks, what comes before them first, and what follows last.
 
-    Args:
-        model: The model.
-        blocks: Its repeated blocks.
-        n_stages: Number of stages.
-
     Raises:
         ConfigError: There are fewer blocks than stages, or some of them are one module.
     """
@@ -64,12 +59,6 @@ def stages_of_models(
     n_stages: int,
 ) -> dict[nn.Module, list[list[str]]]:
     """What each stage holds of each model that is to be cut; models that are frozen, and not among these, are whole.
-
-    Args:
-        models: All of them, by name.
-        stages_of: Gives what each of so many stages holds of a model that is trained, or None if it is to stay whole.
-        blocks_of: Gives its repeated blocks.
-        n_stages: Number of stages.
 
     Raises:
         ConfigError: There is none to cut, one has a stage without a parameter to train, or a parameter is also another
@@ -139,8 +128,7 @@ def _counted(parts: Sequence[nn.Module]) -> str:
 
 
 def _parts(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, bool]]:
-    """What a stage holds or does not, in order of registration, each with whether it is a block: blocks, parts without
-    any, and parameters of what is around them."""
+    """What a stage holds or does not, in order of registration, each with whether it is a block."""
     for name, _ in module.named_parameters(recurse=False):
         yield f"{prefix}{name}", False
     for name, child in module.named_children():
@@ -265,12 +253,7 @@ class NumberedAsWhole(Changed):
 
 
 def number_lists(model: nn.Module, stages: Sequence[Collection[str]]) -> None:
-    """Has lists around the blocks of `model`, which is still whole, keep their numbers when it is cut.
-
-    Args:
-        model: The model; the lists' classes change in place.
-        stages: The names that each stage holds.
-    """
+    """Has lists around the blocks of `model`, which is still whole, keep their numbers when it is cut."""
     held = [name for names in stages for name in names]
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{around}.") for around in held):

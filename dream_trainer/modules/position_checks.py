@@ -59,10 +59,6 @@ _COMPILING = "dream_trainer.modules.compiled_attention"
 class PositionChecks:
     """Looks at the arguments of functions for this rank's positions.
 
-    Args:
-        attention: Its `lengths` are those of this rank's parts.
-        warn: Told once, under a key, of what may be wrong.
-
     Attributes:
         of: The check of each function, called with its arguments before it.
     """
@@ -346,8 +342,7 @@ def _is_shift(one: slice) -> bool:
 
 
 def _is_of_no_model() -> bool:
-    """Whether what is looked at is called by code of ours; by PyTorch to send parts of tensors, as sequence parallelism
-    does; or by transformers to make a mask, which is refused where it is of this part alone."""
+    """Whether what is looked at is called by code of ours."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _module_of(frame) in _LOOKING:
         frame = frame.f_back

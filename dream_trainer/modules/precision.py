@@ -84,13 +84,7 @@ def sharding_policy(parameters: DeviceParameters) -> MixedPrecisionPolicy | None
 def float32_products(
     parameters: DeviceParameters, device: torch.device, warn_once: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was.
-
-    Args:
-        parameters: Their `precision` says so.
-        device: What is computed on. Only CUDA devices have TF32.
-        warn_once: Called with a key and a message where the device computes in float32 instead.
-    """
+    """Inside, float32 matrix products and convolutions may use TF32, if `precision` says so; then as it was."""
     if parameters.precision != "tf32":
         yield
         return

@@ -42,10 +42,6 @@ class Layout:
 def layout_of(tensor: Tensor, replicas: ProcessGroup | None) -> Layout | None:
     """How `tensor` lies on the ranks.
 
-    Args:
-        tensor: A plain tensor or a DTensor.
-        replicas: Ranks that hold the same plain tensors with the same gradients.
-
     Returns:
         None if it is cut or copied along several dimensions of its mesh, or strided.
     """
@@ -78,13 +74,6 @@ def deal(costs: Sequence[float], n_hands: int) -> list[int]:
 
 class MatrixExchange:
     """The buffers and sizes of one exchange, made once for given matrices of one layout.
-
-    Args:
-        shapes: Shape of each whole matrix.
-        costs: What the work on each costs, in any unit.
-        layout: How all of them lie.
-        dtype: What they are sent in.
-        device: Where this rank's parts are.
 
     Attributes:
         parts: This rank's part of each matrix, views of the buffers. Those of `wanted` are to be filled before `run`;

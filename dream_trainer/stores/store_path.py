@@ -191,11 +191,6 @@ class StoreStream(io.RawIOBase):
     """An object's content. Whoever jumps gets little more than asked for; whoever reads on gets ever larger
     parts, up to 32 MiB in several requests at once, so that a store far away is no slower than its line.
 
-    Args:
-        store: Where.
-        key: Which object.
-        size: Its bytes.
-
     Attributes:
         size: Its bytes.
         fetched: Bytes that came from the store.

@@ -28,9 +28,6 @@ logger = logging.getLogger("dream_trainer")
 class Agreement:
     """One rank's side of what all ranks decide together, between windows and between validation batches.
 
-    Args:
-        trainer: Its requests are sent to the other ranks.
-
     Attributes:
         requests: The requests made on this rank, to save or to stop.
         signals: The signals this process gets.
@@ -76,14 +73,7 @@ class Agreement:
         return bool(self._clocks >> self._timed.index(callback) & 1)
 
     def exchange(self, *, samples: int = 0, tokens: int = 0, short: bool = False, waiting: bool = False) -> Flags:
-        """Between windows: the ranks exchange what each of them knows, and all act on it in the same way.
-
-        Args:
-            samples: Samples of this rank's next window, where not every rank knows those of all.
-            tokens: Tokens of this rank's next window.
-            short: Whether this rank cannot fill a window.
-            waiting: Whether this rank is still waiting for data.
-        """
+        """Between windows: the ranks exchange what each of them knows, and all act on it in the same way."""
         trainer, asked, schedule = self._trainer, self.requests, self._schedule
         goes_by_the_clock = schedule.goes_by_the_clock
         due, saving, save_failed = trainer._saver.flags()
@@ -230,11 +220,7 @@ class Agreement:
 
 
 def refuse_unlike_order(trainer: AbstractTrainer) -> NoReturn:
-    """Raises StepError; all ranks call it, once they know.
-
-    Args:
-        trainer: Its ranks ran blocks of a sharded model in different orders, or its stages stepped other optimizers.
-    """
+    """Raises StepError; all ranks call it, once they know."""
     step = trainer.global_step
     if trainer.world.stages > 1:
         stages = (

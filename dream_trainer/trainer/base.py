@@ -12,7 +12,6 @@ signal may end a validation, and an exception any phase: a checkpoint says what 
 
 from __future__ import annotations
 
-import copy
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dream_trainer.checkpoint.model_state import model_buffers, take_shapes
-from dream_trainer.checkpoint.random_state import random_state, set_random_state
 from dream_trainer.config.trainer_config import BaseTrainerConfig
 from dream_trainer.data.feed import on_device
 from dream_trainer.data.stream import Window
@@ -41,7 +38,7 @@ from dream_trainer.trainer.abstract import AbstractTrainer
 from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
-from dream_trainer.trainer.event_table import anyone_listens, listening_callbacks
+from dream_trainer.trainer.event_table import keeping_state
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate
 
@@ -385,11 +382,7 @@ class BaseTrainer(AbstractTrainer):
         self._tell_end("post_epoch")
 
     def _validate(self, *, stepped: bool, epoch_ended: bool) -> bool:
-        """Validates; returns False if a signal ended the run before the validation was finished.
-
-        The checkpoint that is saved then says what is left to do: a resumed run validates first, and continues as this
-        one would have. After a signal that only asks for a checkpoint, the validation starts again.
-        """
+        """Validates; returns False if a signal ended the run before the validation was finished."""
         self.settle()
         self._land(is_last=False)
         agreement, schedule, loaders = self._agreement, self._schedule, self._data.validation
@@ -503,36 +496,3 @@ def watched(trainer: AbstractTrainer) -> Iterator[None]:
             yield
     finally:
         trainer._session.watchdog = None
-
-
-@contextmanager
-def keeping_state(trainer: AbstractTrainer) -> Iterator[None]:
-    """Inside, `pre_epoch` is called; at the end what checkpoints have of the trainer, of the callbacks that listen, of
-    buffers and of random generators is as before."""
-    if not anyone_listens(trainer, "pre_epoch"):
-        yield
-        return
-    device, models, callbacks = trainer.world.device, trainer.named_models(), listening_callbacks(trainer, "pre_epoch")
-    shared, of_rank = copy.deepcopy(trainer.state_dict()), copy.deepcopy(trainer.rank_state_dict())
-    of_callbacks = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
-    tensors = [{name: t.detach().clone() for name, t in one.checkpoint_tensors().items()} for one in callbacks]
-    buffers = {name: buffer.detach().clone() for name, buffer in model_buffers(models).items()}
-    random = random_state(device)
-    yield
-    set_random_state(*random, device)
-    take_shapes(models, buffers, {name: value.shape for name, value in buffers.items()})
-    with torch.no_grad():
-        for name, buffer in model_buffers(models).items():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-        for callback, former in zip(callbacks, tensors, strict=True):
-            for name, tensor in callback.checkpoint_tensors().items():
-                if name in former:
-                    tensor.detach().copy_(former[name])
-    for callback, state in zip(callbacks, of_callbacks, strict=True):
-        if state:
-            callback.load_state_dict(state)
-    if shared:
-        trainer.load_state_dict(shared)
-    if of_rank:
-        trainer.load_rank_state_dict(of_rank)

@@ -97,8 +97,7 @@ class Cooperation:
         ends, which may be found out only after the window's validation."""
 
     def _land(self, *, is_last: bool) -> None:
-        """Loggers write what is on its way to them: before a validation of the training, and with `is_last`, what the
-        last events of a `fit` logged too, after them; a collective."""
+        """Loggers write what is on its way to them."""
 
     def _validation_context(self) -> AbstractContextManager[None]:
         """Wraps a complete validation."""

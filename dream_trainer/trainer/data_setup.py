@@ -238,13 +238,7 @@ def steps_in_epoch(parameters: TrainingParameters, steps_per_pass: int | None) -
 
 
 def planned_steps(parameters: TrainingParameters, steps_per_pass: int | None, batch: int | None) -> int | None:
-    """Optimizer steps until the first limit that can be foreseen; None if there is none.
-
-    Args:
-        parameters: The limits.
-        steps_per_pass: Steps in one pass over the data, if known.
-        batch: Global batch size, if known.
-    """
+    """Optimizer steps until the first limit that can be foreseen; None if there is none."""
     per_epoch = steps_in_epoch(parameters, steps_per_pass)
     plans = [parameters.max_steps]
     if parameters.fast_dev_run:

@@ -28,9 +28,6 @@ BATCHES_WITHOUT_STEP = 10_000
 class NothingTrained:
     """Looks at the windows of this process until one of them has stepped with a gradient.
 
-    Args:
-        trainer: Whose windows they are.
-
     Attributes:
         is_looking: Whether no window has stepped with a gradient so far.
     """
@@ -166,11 +163,7 @@ class NothingTrained:
 
 
 class SchedulerSteps:
-    """Looks between windows at how far schedulers have gone; warnings alone, since all of it may be meant.
-
-    Args:
-        trainer: Whose schedulers they are.
-    """
+    """Looks between windows at how far schedulers have gone; warnings alone, since all of it may be meant."""
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._trainer = trainer

@@ -54,9 +54,6 @@ def restore(
     is seeded again from (seed, step, rank), with a warning.
 
     Args:
-        trainer: Between two windows.
-        manifest: Of the checkpoint.
-        form: That of the models; what training had changed of it comes back, unless counters begin again.
         begins: What goes along, where the run begins from another one's checkpoint; None where it resumes its own.
             Weights and the user's own state always go along, and of callbacks what they leave.
 
@@ -132,11 +129,7 @@ def restore(
 
 
 def _saved_workers(path: Path, shared: dict[str, Any], workers: int, branch: BranchParameters) -> int:
-    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on.
-
-    Raises:
-        CheckpointError: There were several, and another number now.
-    """
+    """How many workers (LocalSGDMixin) wrote the checkpoint; from the state of one, each goes on."""
     saved: int = shared.get("workers", 1)
     if saved not in (1, workers) and branch.optimizer != "new":
         raise CheckpointError(

@@ -39,9 +39,6 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
     """Loads what `parameters.resume` asks for; every rank calls it.
 
     Args:
-        root: Directory of the run's checkpoints.
-        parameters: `resume`, `best_metric` and `best_mode` count.
-        world: The ranks.
         load: Gives a checkpoint's state, or what goes along of it, back to the trainer; a collective. Checksums of
             tensors are compared there.
 
@@ -80,12 +77,6 @@ def resume(root: Path, parameters: CheckpointParameters, world: Ranks, load: Loa
 
 def newest_to_resume(root: Path, stage: Path, parameters: CheckpointParameters, world: Ranks) -> Manifest | None:
     """The run's newest checkpoint, if that is what `parameters.resume` asks for; every rank calls it.
-
-    Args:
-        root: Directory of the run's checkpoints.
-        stage: Where those for an object store wait to be sent.
-        parameters: `resume` and `branch` count.
-        world: The ranks.
 
     Returns:
         None: there is none, or another one is asked for.

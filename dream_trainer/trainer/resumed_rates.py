@@ -49,12 +49,7 @@ class KeptOption(NamedTuple):
 
 
 class ResumedRates:
-    """Options and schedules as this config builds them, and as a checkpoint changes them.
-
-    Args:
-        optimizers: Gives the trainer's optimizers by name.
-        schedulers: Gives its schedulers by name.
-    """
+    """Options and schedules as this config builds them, and as a checkpoint changes them."""
 
     def __init__(
         self, optimizers: Callable[[], Mapping[str, Optimizer]], schedulers: Callable[[], Mapping[str, Scheduler]]
@@ -131,12 +126,6 @@ class ResumedRates:
         self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int, another_run: str
     ) -> tuple[list[str], list[KeptOption]]:
         """Gives schedulers their place, and optimizers its rate, after counters and the optimizers' own state.
-
-        Args:
-            shared: What all ranks share of the checkpoint.
-            branch: What goes along.
-            tokens_seen: Tokens that the run has counted.
-            another_run: How to begin another run from a checkpoint, with a place for `words`.
 
         Returns:
             Warnings, and the options that go on although this config sets others.

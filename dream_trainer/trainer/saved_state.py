@@ -58,10 +58,6 @@ def snapshot(
     """The trainer's complete state at this moment; a collective.
 
     Args:
-        trainer: Between two windows, the same step on every rank.
-        form: That of the models.
-        frozen: What is left out where it has not changed since the setup; None leaves out nothing.
-        metrics: Those of a validation at this step, for the manifest.
         copies: Where to copy tensors to, so that training can continue while they are written; None: they are not
             copied.
 
@@ -169,8 +165,7 @@ def kept_name(optimizer: str, worker: int) -> str:
 
 
 def _left_out(models: Mapping[str, nn.Module], digests: Mapping[str, str], world: World) -> dict[str, dict[str, str]]:
-    """What a checkpoint has instead of each of these parameters: its digest, and where it was loaded from if known; a
-    collective where there are several stages."""
+    """What a checkpoint has instead of each of these parameters."""
     about = {name: {"digest": digest} for name, digest in digests.items()}
     for name, parameter in model_parameters(models).items():
         origin = origin_of(parameter) if name in about else None
@@ -230,10 +225,6 @@ def _digests(trainer: AbstractTrainer, mixins: Mapping[str, Any], given: Mapping
 def check(trainer: AbstractTrainer, *, saves: bool) -> None:
     """Finds state that cannot be saved before the first step, and not after hours of training; a collective.
 
-    Args:
-        trainer: Set up.
-        saves: Whether checkpoints are to be saved, so that models and optimizers are looked at too.
-
     Raises:
         CheckpointError: A model or an optimizer has state that cannot be saved; the same on every rank.
         TypeError: A state contains something of a type that a checkpoint does not support; the message says where.
@@ -263,14 +254,7 @@ def numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, str, Callback
 def restore_callbacks(
     trainer: AbstractTrainer, saved: list[dict[str, Any]], names: Collection[str], begins: BranchParameters | None
 ) -> None:
-    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others.
-
-    Args:
-        trainer: The trainer.
-        saved: Class and state of each callback, in order.
-        names: Tensors of the checkpoint.
-        begins: What goes along, where a run begins from another one's checkpoint; None where it resumes its own.
-    """
+    """Matches callbacks by class and by their order within it, so that adding or removing one does not shift others."""
     left = list(saved)
     for class_name, prefix, callback in numbered(trainer.callbacks):
         match = next((entry for entry in left if entry["class"] == class_name), None)

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 class Session:
     """A trainer's life, from its construction to its end.
 
-    Args:
-        trainer: The trainer.
-
     Attributes:
         is_ready: Whether it has launched and set up.
         is_training: Whether `fit` is in its loop.

@@ -40,12 +40,6 @@ def validate(
 ) -> dict[str, float]:
     """Runs `validation_step` over `loaders` and returns exact metrics, named `val/...` and `val/<loader>/...`.
 
-    Args:
-        trainer: The trainer; its modes, random state, gradients and counters are as before when this returns.
-        loaders: Batches of this rank by loader name.
-        max_batches: Batches per rank and loader; None for all.
-        agreement: In training, exchanges signals between the batches; None: signals are ignored.
-
     Raises:
         HookError: The step did not return a dict.
         DataError: A rank has no batch at all, and other ranks need it in their collectives.

@@ -67,20 +67,13 @@ def export_checkpoint(
     (BatchNorm statistics), rank 0's are exported.
 
     Args:
-        checkpoint: The checkpoint's directory.
         out: A directory: `model.safetensors`, or numbered shards with an index, and `config.json` if the model has a
             config. Or a file: one that ends in .safetensors, or in .pt or .pth for `torch.load`, which needs memory
             for all tensors at once.
-        model: Name of the model; may be left out if there is only one.
         weights: "model" as trained; "ema" as averaged by the EMA callback, "ema.1" by the second one; "swa" by SWA.
             What a callback does not average, such as buffers, is taken from the model.
-        dtype: Cast floating-point tensors to this; None leaves each as it is.
-        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        merge_adapters: Export the base with its adapters added, under the base's own names.
-        base: Where frozen weights that the checkpoint left out are now, if not where the run loaded them from.
-        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written.
@@ -182,16 +175,8 @@ def export_model(
     Of a model that peft has wrapped the adapters are exported, in peft's layout, unless they are to be merged.
 
     Args:
-        model: The model; the same tensors on every rank, as DTensors or plain, or the part of one that it has.
-        out: As for `export_checkpoint`.
-        world: The ranks.
-        dtype: Cast floating-point tensors to this; None leaves each as it is.
-        max_shard_size: Largest file of a directory, in bytes or as "5GB" or "500MiB".
-        config: Written as `config.json` if `out` is a directory.
         renames: Regular expressions and what `re.sub` replaces them with, applied in order to each name:
             `{r"^body\\.": "model.layers."}`. A name that becomes empty is left out.
-        merge_adapters: Export the base with its adapters added, under the base's own names.
-        overwrite: Replace an earlier export. Files that were not written by an export stay.
 
     Returns:
         The files written, on every rank.
@@ -260,12 +245,7 @@ def renamed(sources: Mapping[str, str], renames: Mapping[str, str] | None) -> di
 
 
 def model_names(stored: StoredTensors, shared: Mapping[str, Any]) -> list[str]:
-    """Names of the models in a checkpoint.
-
-    Args:
-        stored: The checkpoint's tensors.
-        shared: From `read_shared`.
-    """
+    """Names of the models in a checkpoint."""
     first_parts = (name.split(".")[1] for name in stored.specs if name.startswith("models."))
     known = shared.get("extra_state") or dict.fromkeys(first_parts)  # a model's name may have dots itself
     return [name for name in known if any(tensor.startswith(f"models.{name}.") for tensor in stored.specs)]
@@ -362,10 +342,6 @@ _DIGEST = re.compile(r"(\w+) (\(.*\)) [0-9a-f]{16}")
 class LeftOutWeights:
     """Tensors by the names that the checkpoint would have for them.
 
-    Args:
-        records: What the checkpoint says of each: its digest, and the path and name it was loaded from if known.
-        base: Where to read them instead, as it was moved; None for where they were.
-
     Attributes:
         specs: Shape and dtype of each.
     """
@@ -410,11 +386,6 @@ class LeftOutWeights:
 
 class StageTensors:
     """Brings tensors to rank 0, one at a time. Making one is a collective where there are several stages.
-
-    Args:
-        own: What this rank's tensors are written as, by name.
-        read: One of them, in whole; a collective of the ranks that have it, called on each in the same order.
-        world: The ranks.
 
     Attributes:
         specs: What all ranks' tensors are written as, by name, stage after stage.

@@ -183,8 +183,7 @@ def _renamed(names: Iterable[str], patterns: Sequence[tuple[re.Pattern[str], str
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have: the
-    tensors themselves. FSDP2 reshards by this."""
+    """Parameters and persistent buffers under all their names, also those that other stages of a pipeline have."""
     owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -41,10 +41,6 @@ _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 def open_weights(path: Path, model_name: str | None) -> WeightFiles:
     """Opens the weights at `path`, of whatever kind they are.
 
-    Args:
-        path: A file or directory of one of the kinds in `UNDERSTOOD`.
-        model_name: Which model of a Dream Trainer checkpoint; may be None if it has only one. Ignored for other kinds.
-
     Raises:
         CheckpointError: There is nothing at `path`, or it is of an unknown kind, damaged or asks for code.
     """
@@ -187,10 +183,6 @@ _OWN_PREFIX = "models."
 def open_checkpoint(path: Path, model_name: str | None) -> DcpFiles:
     """The weights of one model in a Dream Trainer checkpoint.
 
-    Args:
-        path: The checkpoint's `step_*` directory.
-        model_name: The model; may be None if there is only one.
-
     Raises:
         CheckpointError: The manifest or DCP's metadata is missing or damaged, or there is no such model.
     """
@@ -241,14 +233,7 @@ def _foreign_metadata(file: Path) -> Metadata:
 
 
 class DcpFiles:
-    """Tensors of a DCP directory.
-
-    Args:
-        path: The directory.
-        metadata: Its metadata, read safely.
-        names: The name to give each tensor, to its name in the metadata.
-        manifest: The manifest with the files' checksums; None if there is none.
-    """
+    """Tensors of a DCP directory."""
 
     def __init__(self, path: Path, metadata: Metadata, names: Mapping[str, str], manifest: Manifest | None) -> None:
         self._path = path

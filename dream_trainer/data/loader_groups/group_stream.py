@@ -28,13 +28,6 @@ _END: Any = object()
 class GroupStream(TrainStream):
     """Several streams as one.
 
-    Args:
-        streams: Each loader's; all their windows are whole.
-        order: How they are put together, as plain data; a checkpoint of another order is refused.
-        end: When a pass ends.
-        accumulation: Micro-batches of a window.
-        dp_size: Number of data-parallel ranks.
-
     Raises:
         DataError: Ranks may get different numbers of windows from a loader, and the pass ends with the longest.
     """
@@ -361,13 +354,7 @@ class TogetherStream(GroupStream):
 
 
 class TurnsStream(GroupStream):
-    """One loader after the other, each for a whole window.
-
-    Args:
-        streams: As of GroupStream.
-        turns: One round of names.
-        **options: The others of GroupStream.
-    """
+    """One loader after the other, each for a whole window."""
 
     def __init__(self, streams: Mapping[str, TrainStream], turns: Sequence[str], **options: Any) -> None:
         numbers = {name: number for number, name in enumerate(streams)}
@@ -418,14 +405,6 @@ def group_stream(
     dp_size: int,
 ) -> GroupStream:
     """The stream over several loaders.
-
-    Args:
-        loader: The group.
-        open_one: Opens the stream over one loader, from its seed, what counts its batches' samples, and its name.
-        seed: The run's seed.
-        count: Counts the samples of a batch, as `training_step` gets it; None does not count them.
-        accumulation: Micro-batches in a window.
-        dp_size: Number of data-parallel ranks.
 
     Raises:
         DataError: One of them cannot be read, which it names; or two read the same dataset.

@@ -44,16 +44,7 @@ class _Document(NamedTuple):
 
 class DocumentRows(DocumentBlocks):
     """Rows of documents' tokens. A document is an array, tensor or list of token ids; or a mapping that has them under
-    `field`, and may have under "weights" one for each token: how much predicting that token counts, 0 for a prompt.
-
-    Args:
-        documents: See PackedRows, as the others.
-        row_length: Tokens of the longest row.
-        block_size: Documents whose rows are made together.
-        pad_id: Token id of padding.
-        field: Name of the token ids in a mapping.
-        vocabulary_size: Number of token ids.
-    """
+    `field`, and may have under "weights" one for each token: how much predicting that token counts, 0 for a prompt."""
 
     def __init__(
         self,

@@ -31,13 +31,6 @@ logger = logging.getLogger("dream_trainer")
 class LaneStream(TrainStream):
     """One rank's share of a StreamLoader.
 
-    Args:
-        loader: What to load and how.
-        accumulation: Micro-batches in a window.
-        dp_rank: This rank among the data-parallel ones.
-        dp_size: Number of data-parallel ranks.
-        seed: The run's seed.
-
     Attributes:
         skipped: Broken samples that each lane of this rank has skipped.
 
@@ -271,8 +264,7 @@ class LaneStream(TrainStream):
 
 
 def _readers_of_batches(chains: Sequence[Chain], num_readers: int, accumulation: int) -> list[list[int]]:
-    """For each turn, which reader loads each micro-batch of a step: the chains of a turn follow each other, each with
-    one batch, until the step is full. Chains are dealt to readers in turn."""
+    """For each turn, which reader loads each micro-batch of a step."""
     readers = []
     for turn in range(chains[-1].turn + 1):
         of_turn = [number % num_readers for number, chain in enumerate(chains) if chain.turn == turn]
@@ -305,15 +297,7 @@ Loaded = tuple[Any, list[Mark] | None, str | None]
 
 
 class LaneBatches(IterableDataset[Loaded]):
-    """The batches that one reader loads, in a worker or in the training process: those of its chains, step by step.
-
-    Args:
-        loader: What to load and how.
-        plan: Which shards and samples are in which lane and step.
-        chains: The lanes of this reader.
-        accumulation: Micro-batches of the rank in a step.
-        seed: The run's seed.
-    """
+    """The batches that one reader loads, in a worker or in the training process: those of its chains, step by step."""
 
     def __init__(
         self, loader: StreamLoader, plan: LanePlan, chains: Sequence[Chain], accumulation: int, seed: int

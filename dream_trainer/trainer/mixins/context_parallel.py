@@ -131,12 +131,7 @@ def _checked(trainer: ContextParallelMixin, batch: Any) -> Any:
 
 
 class SequenceCut:
-    """Cuts one batch after the other.
-
-    Args:
-        attention: Which positions are whose; it is told the lengths.
-        world: The ranks.
-    """
+    """Cuts one batch after the other."""
 
     def __init__(self, attention: ContextAttention, world: World) -> None:
         self._attention, self._world = attention, world

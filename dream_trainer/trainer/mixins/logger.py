@@ -391,13 +391,7 @@ class LoggerMixin(AbstractTrainer):
 
 
 class MediaLog:
-    """The media of one trainer.
-
-    Args:
-        trainer: Whose.
-        queue: Where they wait to be written.
-        stamp: Says at which step training is.
-    """
+    """The media of one trainer."""
 
     def __init__(self, trainer: AbstractTrainer, queue: MediaQueue, stamp: Callable[[], Stamp]) -> None:
         self._trainer, self._queue, self._stamp = trainer, queue, stamp
@@ -451,12 +445,7 @@ _NAMED = 8
 
 
 class Stragglers:
-    """What one rank measures, and what it hears of all.
-
-    Args:
-        trainer: Whose windows are measured.
-        parameters: When a rank is slow, and for how long it has to be.
-    """
+    """What one rank measures, and what it hears of all."""
 
     def __init__(self, trainer: AbstractTrainer, parameters: LoggerParameters) -> None:
         self._trainer = trainer
@@ -476,11 +465,7 @@ class Stragglers:
         return {_WORK: work / windows, _DATA: data / windows} if windows else {_WORK: 0.0, _DATA: 0.0}
 
     def hear(self, ranks: Mapping[str, Sequence[float]]) -> None:
-        """Takes what all ranks measured, equal on all; a collective where one is to be named.
-
-        Args:
-            ranks: Each value of every rank, in their order.
-        """
+        """Takes what all ranks measured, equal on all; a collective where one is to be named."""
         work, data = ranks[_WORK], ranks[_DATA]
         own = [sum(parts) for parts in zip(work, data, strict=True)]
         if not any(own):  # a save has flushed the log, and there was no window since

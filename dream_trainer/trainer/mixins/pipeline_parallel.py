@@ -244,8 +244,5 @@ class PipelineParallelMixin(AbstractTrainer):
 
 
 def _may_split(devices: DeviceParameters) -> bool:
-    """Whether gradients of weights may be computed apart from those of inputs.
-
-    What is computed again would be so for each, and compiled blocks and products in float8 give both at once.
-    """
+    """Whether gradients of weights may be computed apart from those of inputs."""
     return devices.activation_checkpointing == "none" and devices.float8 == "none" and not devices.compile

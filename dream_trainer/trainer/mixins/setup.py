@@ -66,17 +66,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Build:
-    """What one stage leaves to later ones.
-
-    Attributes:
-        tape: The recorded initialisation; None once the models are real.
-        built_early: Models that were there before `configure_models`.
-        assigned: The attributes that it assigned.
-        plan: How the models become real; made when they are complete.
-        frozen_draws: Frozen parameters that get random values.
-        marks: What is put on parameters before the models are parallelised.
-        comparison: Of the models with what they were in one piece, if that is asked for.
-    """
+    """What one stage leaves to later ones."""
 
     tape: Tape | None
     built_early: dict[str, nn.Module] = field(default_factory=dict)

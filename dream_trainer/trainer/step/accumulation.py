@@ -34,9 +34,6 @@ Weight = Tensor | float
 class Accumulation:
     """State of the running window.
 
-    Args:
-        trainer: Its world, config and models are used.
-
     Attributes:
         size: Micro-batches of the window, agreed over ranks.
         is_last: Whether the running micro-batch is the window's last.
@@ -176,11 +173,7 @@ class Accumulation:
             self._own.note(self.turns.optimizers)
 
     def _begin_own_backward(self) -> None:
-        """A backward is about to add to gradients that are this rank's own.
-
-        Raises:
-            StepError: Weights were moved by such gradients, or `reduce_gradients` has made them the global batch's.
-        """
+        """A backward is about to add to gradients that are this rank's own."""
         if not self.reduced:
             self._own.refuse_changed_weights()
         for optimizer in self.reduced:
@@ -443,11 +436,7 @@ class _Mark(NamedTuple):
 
 
 class OwnGradients:
-    """What a backward left on some parameters of each optimizer.
-
-    Args:
-        gradients: Which parameters have their gradients reduced in the backward.
-    """
+    """What a backward left on some parameters of each optimizer."""
 
     def __init__(self, gradients: LocalGradients) -> None:
         self._gradients = gradients

@@ -38,9 +38,6 @@ class NonFiniteGuard:
     """Watches the gradient norms of a run.
 
     Args:
-        policy: "raise", "skip" or "retry".
-        limit: How many bad steps in a row "skip" and "retry" allow.
-        trainer: Its counters are advanced.
         loss_scale: Under fp16. A norm that is not finite is then an overflow: its step is skipped under any policy, as
             long as a lower scale may help.
 
@@ -225,11 +222,7 @@ class NonFiniteGuard:
 
 
 class MovedByForward:
-    """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice.
-
-    Args:
-        trainer: Between two windows.
-    """
+    """A copy of all of it, to be restored before a window runs again: otherwise the window would count twice."""
 
     def __init__(self, trainer: AbstractTrainer) -> None:
         self._models = ForwardState(trainer.named_models().values())

@@ -51,10 +51,6 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class OptimizerStep:
     """Steps optimizers, once per call of `BaseTrainer.step`.
 
-    Args:
-        trainer: Whose world, config and events are used.
-        accumulation: The running window's gradients.
-
     Attributes:
         had_gradients: Whether any step so far had a gradient.
         handed_over: By the `id` of a scheduler, how often it was stepped here since training began.
@@ -245,12 +241,7 @@ class OptimizerStep:
     def _reduce(
         self, model: nn.Module, optimizers: Sequence[Optimizer], plan: StepPlan
     ) -> tuple[list[list[Tensor]], Tensor, Tensor | None, Tensor | bool]:
-        """Averages gradients over ranks.
-
-        Returns:
-            The gradients, their norm as they are, what both are still to be multiplied by (None: by one), and whether
-            the total weight is 0.
-        """
+        """Averages gradients over ranks."""
         if self._local_gradients.waiting:
             self._parallel.reduce_what_waits(plan.parameters)
         weight = self._accumulation.spend_weight(model)

@@ -87,10 +87,7 @@ def _hooks(cls: type[AbstractTrainer], callbacks: Iterable[Callback]) -> dict[ty
 
 
 def _refuse_uncalled(cls: type, names: set[str]) -> None:
-    """Raises HookError if a definition in a user's class comes after ours in the MRO, where nothing calls it.
-
-    A trainer's events are called there too.
-    """
+    """Raises HookError if a definition in a user's class comes after ours in the MRO, where nothing calls it."""
     events = set(EVENTS) if issubclass(cls, Hooks) else set()
     for name in sorted(names - events):
         owners = definers(cls, name)
