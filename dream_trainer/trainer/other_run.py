@@ -15,6 +15,11 @@ from dream_trainer.trainer.data_setup import global_batch_size
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
 
+# How to train with what a run cannot take, as the end of a sentence; `words` are those of a branch.
+ANOTHER_RUN = (
+    "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
+    "branch=BranchParameters({words})"
+)
 # Fields that say where files lie and how this start begins: no difference between the runs.
 _OF_ONE_START = (
     "runs_dir:",
@@ -59,5 +64,5 @@ def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) ->
     if not is_own:
         return 'let this run have data of its own: branch=BranchParameters(data="new").'
     other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
-    to_begin = trainer._another_run.format(words='data="new"')
+    to_begin = ANOTHER_RUN.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dream_trainer.config.branch_parameters import BranchParameters
 from dream_trainer.optim.learning_rates import tokens_left
+from dream_trainer.trainer.other_run import ANOTHER_RUN
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -65,7 +66,7 @@ def what_goes_on(
         kept: The options that go on.
         caps: Factors above which schedules do not go.
     """
-    anew = trainer._another_run.format(words='optimizer="moments"')
+    anew = ANOTHER_RUN.format(words='optimizer="moments"')
     alike: dict[tuple[str, str], list[int]] = {}
     for one in kept:
         options = f"{one.option}={one.config}, and the checkpoint's {one.trained} goes on"

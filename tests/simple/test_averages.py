@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ from dream_trainer.simple import Trainer
 from dream_trainer.weights.export import export_checkpoint
 
 ROWS, WIDTH = 40, 5
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,18 +105,16 @@ def test_which_weights_are_saved_can_be_said() -> None:
     assert loss_of("ema.pt") == loss_of("first")
 
 
-def test_training_goes_on_from_the_best_averages_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_from_the_best_averages() -> None:
     ema = dt.EMA(0.9, warm_up=False)
     with overfitting([ema]) as trainer:
         trainer.fit()
-        path = trainer.load_best()
+        trainer.load_best()
         before = {name: value.clone() for name, value in ema.averaged("model").items()}
         trainer.fit(steps=trainer.step + 1)
         for name, weight in trainer.model.named_parameters():
             expected = before[name] + 0.1 * (weight.detach() - before[name])
             torch.testing.assert_close(ema.averaged("model")[name], expected, rtol=1e-12, atol=1e-12)
-    step = int(path.name.removeprefix("step_"))
-    assert f"goes on from step 48 with the averages of step {step}, which load_best() put" in caplog.text
 
 
 def test_the_best_of_before_there_was_an_average_is_loaded_and_the_average_starts_from_it() -> None:
@@ -144,9 +136,8 @@ def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
     with overfitting([dt.EMA(0.9, warm_up=False)]) as trainer:
         trainer.fit()
         trainer.load_best()
-    assert "this trainer does not validate with" not in caplog.text
+    assert "load_best" not in caplog.text
     with overfitting(later) as trainer:
         step = int(trainer.load_best().name.removeprefix("step_"))
-    assert f"own weights of step {step} into the model, and what was validated there are the averages of EMA" in (
-        caplog.text
-    )
+    assert f"load_best() takes the model's weights of step {step}, " in caplog.text
+    assert "the averages of EMA were validated there" in caplog.text

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import dream_trainer as dt
 from dream_trainer.errors import DataError
 from dream_trainer.simple import Trainer
 from tests.simple.loops import CLASSES, classifier, samples
@@ -20,11 +21,6 @@ from tests.worlds import run_world
 X, Y = samples(dtype=torch.float64).tensors
 # Unequal shares of labels that count, in batches of any size.
 COUNTS = torch.arange(len(Y)) % 7 < torch.arange(len(Y)) // 5
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def trainer_of(model: nn.Module, data: Any, **options: Any) -> Trainer:
@@ -113,8 +109,9 @@ def trained(case: str, size: int, accumulate: int = 1) -> dict[str, Any]:
     loss, targets = LOSSES[case]
     model = classifier(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    options = {"loss": loss, "optimizer": optimizer, "epochs": 2, "accumulate": accumulate, "batch_size": size}
-    with trainer_of(model, (X, targets), val_batch_size=5, **options) as trainer:
+    limits = dt.TrainingParameters(gradient_accumulation_steps=accumulate, val_batch_size=5, train_batch_size=size)
+    options = {"loss": loss, "optimizer": optimizer, "epochs": 2, "training": limits, "batch_size": None}
+    with trainer_of(model, (X, targets), **options) as trainer:
         row = trainer.fit()[-1]
     return {
         "weights": [parameter.detach() for parameter in model.parameters()],

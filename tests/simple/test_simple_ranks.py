@@ -26,6 +26,14 @@ def train(directory: str, case: str) -> dict[str, Any]:
     os.chdir(directory)
     data, val = samples(23 if case in SHORT else SAMPLES, torch.float64), samples(7, dtype=torch.float64)
     name = "run" if case == "stopped and resumed" else None
+    batch_size, accumulate = (2, 2) if case == "accumulated" else (4, 1)
+    training = dt.TrainingParameters(
+        n_epochs=2,
+        gradient_clip_val=0.1,
+        gradient_accumulation_steps=accumulate,
+        train_batch_size=batch_size,
+        val_batch_size=2,
+    )
     for limits in ({"steps": 4}, {"epochs": 2}) if name else ({},):
         model = classifier(torch.float64)
         if int(os.environ["RANK"]) == 1:
@@ -35,16 +43,11 @@ def train(directory: str, case: str) -> dict[str, Any]:
             loss=cross_entropy,
             optimizer=adam(model),
             train=data.tensors if case in ("arrays", *SHORT) else DataLoader(data, 4),
-            batch_size=2 if case == "accumulated" else 4,
-            accumulate=2 if case == "accumulated" else 1,
             shuffle=False,
             val=val,
-            val_batch_size=2,
             metrics=["accuracy"],
-            epochs=2,
-            clip=0.1,
-            device="cpu",
-            shard=case == "shards",
+            training=training,
+            device=dt.DeviceParameters(device="cpu") if case == "shards" else "cpu",
             name=name,
             checkpoints=dt.CheckpointParameters() if name else None,
             progress=False,
@@ -79,8 +82,7 @@ def average(directory: str, *, has_frozen: bool = False) -> dict[str, Any]:
         val=val.tensors,
         batch_size=4,
         epochs=4,
-        device="cpu",
-        shard=True,
+        device=dt.DeviceParameters(device="cpu"),
         name="frozen" if has_frozen else "averaged",
         checkpoints=checkpoints,
         callbacks=[dt.EMA(0.5)],
