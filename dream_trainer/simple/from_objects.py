@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch.nn as nn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dream_trainer.best_value import mode_of
@@ -30,7 +30,7 @@ from dream_trainer.modules.metrics import higher_is_better
 from dream_trainer.nested import concatenated
 from dream_trainer.optim.learning_rates import ScheduleName, ScheduleParameters
 from dream_trainer.optim.optimizer_parameters import OptimizerName, OptimizerParameters
-from dream_trainer.simple.given_data import LoaderOptions, Once, as_loader, as_rows
+from dream_trainer.simple.given_data import LoaderOptions, as_loader, as_rows
 from dream_trainer.simple.model_calls import Loss, LossFunction, LossName, Metrics, ModelCalls, Step
 from dream_trainer.simple.objects_trainer import Epochs, Given, ObjectsConfig, ObjectsTrainer, Row, Scheduler, in_words
 from dream_trainer.weights.load import load_weights
@@ -59,14 +59,14 @@ class Trainer:
         lr: Learning rate for a name, class or function; None is its default.
         schedule: A name ("cosine"), `ScheduleParameters`, a schedule over the given optimizer, or a function of the
             optimizer; None keeps the rate. ReduceLROnPlateau follows `monitor`.
-        schedule_unit: When a schedule that is an object or made by a function steps.
+        schedule_unit: When a schedule steps that is not a name or parameters.
         batch_size: Samples of one rank's batch; None is `training`'s, 32 by default.
         shuffle: Whether each epoch of training samples has an order of its own; a Mixture has its order.
         epochs: Epochs of the whole run; None is `training`'s, 1 without any limit.
         seed: Of the order of samples, and of random layers.
         monitor: Metric of validations for `best` and the best checkpoint, such as "val/accuracy", or a dict with
             whether its "min" or "max" is best. None: `best_metric` of `checkpoints`, or "val/loss".
-        callbacks: `dream_trainer.Callback`s, and functions `(trainer, epoch, metrics)`, called after each epoch.
+        callbacks: `Callback`s, and functions `(trainer, epoch, metrics)`, called after each epoch, from 0.
         name: Of the run, which then keeps checkpoints and numbers in `runs/simple/simple/<name>`, and resumes there; or
             a path that ends in `<project>/<group>/<name>`. None keeps no files.
         training: Limits, accumulation, clipping, and when to validate. None: a batch is validated before training if
@@ -76,7 +76,7 @@ class Trainer:
         checkpoints: When to save, which to keep and what to resume; needs `name`. None: after each epoch and each best
             validation, keeping the newest and the best.
         loggers: Where numbers go; needs `name`. None: metrics.jsonl.
-        progress: Whether to print a line after each epoch, and every ten seconds in long ones.
+        progress: Whether to print a line after each epoch, and each validation of `val_every_n_steps`.
 
     Raises:
         ConfigError: A value cannot work.
@@ -114,26 +114,26 @@ class Trainer:
         measured = Metrics(metrics)
         words = {"model": type(model).__name__, "loss": in_words(step or loss), "schedule": in_words(schedule)}
         has_rate = isinstance(optimizer, Optimizer | OptimizerParameters)
-        mistakes = {
-            f"the model is a {type(model).__name__}. Give an object of a Module.": not isinstance(model, nn.Module),
-            "loss= and step= both give the loss. Leave one of them out.": loss and step,
-            "metrics= need loss=. Return values from step= or val_step=, beside the loss.": measured
-            and (step or val_step),
-            f"optimizer= is a {type(optimizer).__name__}. Give an optimizer, a name, or what makes one; several need a "
-            "class: docs/several-models.md.": not (has_rate or isinstance(optimizer, str) or callable(optimizer)),
-            f"lr={lr} is given twice: optimizer= has one. Leave lr= out.": has_rate and lr is not None,
-            "checkpoints= and loggers= need a run to keep them in. Give name=.": not name and (checkpoints or loggers),
-            f"monitor={monitor!r} is a metric of validations. Give val=.": monitor and val is None,
-        }
-        for mistake, is_made in mistakes.items():
-            if is_made:
-                raise ConfigError(mistake)
+        for is_wrong, message in (
+            (not isinstance(model, nn.Module), f"the model is a {type(model).__name__}. Give an object of a Module."),
+            (loss and step, "loss= and step= both give the loss. Leave one of them out."),
+            (measured and (step or val_step), "metrics= need loss=. Return more values from step= or val_step=."),
+            (has_rate and lr is not None, f"lr={lr} is given twice: optimizer= has one. Leave lr= out."),
+            (not name and (checkpoints or loggers), "checkpoints= and loggers= are of a named run. Give name=."),
+            (monitor and val is None, f"monitor={monitor!r} is a metric of validations. Give val=."),
+            (isinstance(optimizer, list | tuple), "optimizer= is one. Several need a class: docs/several-models.md."),
+        ):
+            if is_wrong:
+                raise ConfigError(message)
         if isinstance(schedule, str):
             schedule = ScheduleParameters(name=schedule)  # pyright: ignore[reportArgumentType]
         if isinstance(optimizer, str):
             rate = OptimizerParameters.lr if lr is None else lr
-            optimizer, lr = OptimizerParameters(name=optimizer, lr=rate), None  # pyright: ignore[reportArgumentType]
-        limits = training or TrainingParameters()
+            optimizer = OptimizerParameters(name=optimizer, lr=rate)  # pyright: ignore[reportArgumentType]
+        elif lr is not None and not isinstance(optimizer, Optimizer | OptimizerParameters):
+            optimizer = functools.partial(optimizer, lr=lr)
+        checks = training is None and val is not None and (measured or val_step)
+        limits = training or TrainingParameters(num_sanity_val_steps=1 if checks else 0)
         if batch_size is not None:
             limits = replace(limits, train_batch_size=batch_size, val_batch_size=batch_size)
         if epochs is not None:
@@ -143,8 +143,6 @@ class Trainer:
         self._options = LoaderOptions(limits.val_batch_size, shuffle=False, floats=floats)
         loader = as_loader(train, LoaderOptions(limits.train_batch_size, shuffle, floats), "train")
         val_loader = None if val is None else as_loader(val, self._options, "val")
-        if training is None and val is not None and (measured or val_step) and not isinstance(val_loader, Once):
-            limits = replace(limits, num_sanity_val_steps=1)
         self._metric, self._mode = _monitored(monitor, checkpoints, measured, val_loader)
         given = Given(
             model=model,
@@ -155,7 +153,6 @@ class Trainer:
             step=step,
             val_step=val_step,
             optimizer=optimizer,
-            lr=lr,
             schedule=schedule,
             schedule_unit=schedule_unit,
             monitor=self._metric or "val/loss",
@@ -172,7 +169,7 @@ class Trainer:
             experiment=experiment,
             runs_dir=None if runs_dir is None else str(runs_dir),
             seed=seed,
-            given_objects=words | {"metrics": measured.names},
+            given_objects=words | {"metrics": [*measured.functions, *map(str, measured.objects or ())]},
             training_parameters=limits,
             device_parameters=DeviceParameters(device=device, dp_shard=1) if isinstance(device, str) else device,
             eval_parameters=EvalParameters(best_metrics={self._metric: self._mode} if self._metric else {}),
@@ -207,17 +204,19 @@ class Trainer:
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs for `data`, on the CPU, in the data's order, on every rank.
 
+        Tensors of all batches are joined along the first dimension, in the structure that the model returns ("logits" of
+        models that have them). If their later dimensions differ, a list of the batches' tensors, and a warning.
+
         Args:
             data: As `val`, or only the inputs: an array, a list of rows of numbers, or a dataset. The last of several
                 parts in a tuple is the target, which is ignored.
             batch_size: For samples; None is that of `val`.
-
-        Returns:
-            Tensors of all batches joined along the first dimension, in the structure that the model returns; the
-            "logits" of models that return them. If later dimensions differ between batches, such as padded texts, a
-            list of the batches' tensors, and a warning.
         """
-        return concatenated(self.dream.predict(self._loader_of(as_rows(data), batch_size)), self._warn_of_uneven)
+        uneven = (
+            "predict() returns a list of batches' tensors: their later dimensions differ. Pad samples to one length."
+        )
+        batches = self.dream.predict(self._loader_of(as_rows(data), batch_size))
+        return concatenated(batches, lambda _: self.dream.warn_once("uneven", uneven))
 
     def stop(self, reason: str = "requested") -> None:
         """Ends `fit` on all ranks; from a callback, after its epoch."""
@@ -287,16 +286,14 @@ class Trainer:
         validated = {str(one["class"]) for one in found.config["callbacks"] if one.get("validate") is True}
         lost = {name.rpartition(".")[2] for name in validated} - {type(average).__name__ for average in averages}
         value = found.metrics[metric]
-        if lost or (self.best is not None and self.best != value):
-            lacking = (
-                f"the averages of {', '.join(lost)} were validated there"
-                if lost
-                else "that is not of this run, or not saved"
+        if lost or self.best not in (None, value):
+            why = (
+                f"it validated {', '.join(lost)}, which callbacks= lack" if lost else "this run has no checkpoint of it"
             )
             dream.warn_once(
                 "another best",
-                f"load_best() takes the model's weights of step {found.step}, with {metric} {value:.6g}, and the best "
-                f"was {self.best}: {lacking}. Save with save_on_best=True and keep_best=1, and give callbacks= again.",
+                f"load_best() takes the weights of step {found.step}, with {metric} {value:.6g}, and the best was "
+                f"{self.best}: {why}. Save each best with save_on_best=True and keep_best=1, and give its callbacks.",
             )
         tensors = self.model.state_dict(keep_vars=True).items()
         frozen = {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
@@ -339,34 +336,26 @@ class Trainer:
         options = self._options if batch_size is None else self._options._replace(batch_size=batch_size)
         return as_loader(data, options, "data")
 
-    def _warn_of_uneven(self, outputs: list[Tensor]) -> None:
-        shapes = ", ".join(dict.fromkeys(str([*output.shape]) for output in outputs))
-        self.dream.warn_once(
-            "uneven",
-            f"predict() returns a list of {len(outputs)} batches' tensors, since their later dimensions differ: "
-            f"{shapes[:200]}. Pad all samples to one length for one tensor.",
-        )
-
 
 def _monitored(
     monitor: str | Mapping[str, Mode] | None, checkpoints: CheckpointParameters | None, metrics: Metrics, val: Any
 ) -> tuple[str, Mode]:
     """The metric that a run goes by, "" for none, and whether lower or higher is better."""
-    if val is None:
-        return "", "min"
-    default = "" if isinstance(val, dict) else "val/loss"
-    if monitor is None and checkpoints is not None and checkpoints.best_metric is not None:
-        monitor = {checkpoints.best_metric: checkpoints.best_mode} if checkpoints.best_mode else checkpoints.best_metric
+    mode: Mode | None = None
     if isinstance(monitor, Mapping):
-        return next(iter(monitor.items()))
-    metric = monitor or default
+        monitor, mode = next(iter(monitor.items()))
+    elif monitor is None and checkpoints is not None:
+        monitor, mode = checkpoints.best_metric, checkpoints.best_mode
+    metric = monitor or ("" if isinstance(val, dict) else "val/loss")
+    if val is None or not metric:
+        return "", "min"
     is_high = None if metrics.objects is None else higher_is_better({"": metrics.objects}, metric)
-    named = {"named_by": "monitor", "set_by": f"monitor={{{metric!r}: ...}}, with "}
-    return metric, mode_of(metric, None, higher_is_better=is_high, **named) if metric else "min"
+    by = f"monitor={{{metric!r}: ...}}, with "
+    return metric, mode_of(metric, mode, higher_is_better=is_high, named_by="monitor", set_by=by)
 
 
 def _default_checkpoints(name: str | None, metric: str, mode: Mode) -> CheckpointParameters:
-    if name is None:
+    if not name:
         return CheckpointParameters(save_every_n_epochs=None, save_at_end=False, save_on_exception=False)
     if not metric:
         return CheckpointParameters(keep_last=1)

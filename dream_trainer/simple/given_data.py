@@ -45,21 +45,17 @@ class LoaderOptions(NamedTuple):
 def as_loader(data: Any, options: LoaderOptions, name: str) -> Any:
     """A loader over `data`: samples are batched, a loader stays as it is.
 
-    Data are a loader, a dataset, arrays, a list of samples, an iterable of batches, or a function that makes one; or a
-    dict of them by name. `name` is that of the argument, for messages.
+    A dict has several by name. `name` is that of the argument, for messages.
     """
     if isinstance(data, Mapping) and not _are_arrays(data.values()):
         return {key: as_loader(value, options, f"{name}[{key!r}]") for key, value in data.items()}
     if isinstance(data, IterableDataset):
         return DataLoader(data, options.batch_size)
-    dataset, collate = _dataset(data, options, name), None
-    if isinstance(data, Mapping):
-        collate = functools.partial(_named, [*data])
+    dataset = _dataset(data, options, name)
     if dataset is not None:
+        collate = functools.partial(_named, [*data]) if isinstance(data, Mapping) else None
         shuffle = options.shuffle and not isinstance(dataset, OrderedDataset)
         return DistributedDataLoader(dataset, options.batch_size, shuffle=shuffle, drop_last=False, collate_fn=collate)
-    if isinstance(data, Iterator):
-        return Once(data, name)
     if isinstance(data, PerRankLoader) or (isinstance(data, Iterable) and not isinstance(data, str | bytes | type)):
         return data
     if callable(data) and not isinstance(data, type):
@@ -79,7 +75,7 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
         arrays = [_tensor(part, options) for part in parts] if _are_arrays(parts) else []
         if not arrays or len({array.shape[:1] for array in arrays} | {arrays[0].shape[:1] or None}) > 1:
             raise DataError(
-                f"{name}= has {', '.join(map(_kind, arrays or parts))}. Make each of them an array of all samples, by "
+                f"{name}= has {shapes(arrays or [*map(type, parts)])}. Make each of them an array of all samples by "
                 "numpy.asarray, of one first dimension; or give a list of samples."
             )
         return TensorDataset(*arrays)
@@ -87,10 +83,6 @@ def _dataset(data: Any, options: LoaderOptions, name: str) -> Any:
         _refuse_doubtful(data, name)
     is_dataset = isinstance(data, MapStyle) and not isinstance(data, str | bytes | type)
     return data if is_dataset else None
-
-
-def _kind(part: Any) -> str:
-    return shapes(part) if isinstance(part, Tensor) else type(part).__name__
 
 
 def _named(names: list[str], samples: list[tuple[Tensor, ...]]) -> dict[str, Any]:
@@ -131,23 +123,6 @@ class _Made:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
-
-
-class Once:
-    """The batches of a generator, which can be iterated only once."""
-
-    def __init__(self, batches: Iterator[Any], name: str) -> None:
-        self._batches, self._name = batches, name
-        self._was_begun = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._was_begun:
-            raise DataError(
-                f"{self._name}= is a generator, which can be iterated only once. Give the function that makes it: "
-                f"{self._name}=batches, not {self._name}=batches()."
-            )
-        self._was_begun = True
-        return self._batches
 
 
 def as_rows(data: Any) -> Any:

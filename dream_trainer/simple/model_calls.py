@@ -1,13 +1,9 @@
-"""How a model is called with a batch: what goes in, what is compared with it, the loss and the metrics.
-
-A batch is a tuple or list `(*inputs, target)`, a mapping of keyword arguments, or a single input. Without a loss
-function the model computes its loss, as those of Hugging Face do: it gets the whole batch.
-"""
+"""How a model is called with a batch, `(*inputs, target)` or a mapping of keyword arguments: loss and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -39,9 +35,7 @@ _BY_ELEMENT = (
     *(nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
 )
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
-_FORWARDS_OF_CLASSES = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-# The target that PyTorch's losses of classes, and the models of Hugging Face, ignore.
-IGNORED = -100
+IGNORED = -100  # target that PyTorch's losses of classes, and the models of Hugging Face, ignore
 
 
 def shapes(value: Any) -> str:
@@ -50,11 +44,7 @@ def shapes(value: Any) -> str:
 
 
 class Loss:
-    """A loss function by name or as given, which knows how many labels its mean is over.
-
-    `module` is the module, whose tensors belong on the device; None for a function. Targets may be numbers of classes
-    (`is_of_classes`), of which `ignore_index` does not count.
-    """
+    """A loss function, which knows how many labels its mean is over; `module` is itself, or None for a function."""
 
     def __init__(self, given: LossFunction | str) -> None:
         if isinstance(given, str):
@@ -63,13 +53,13 @@ class Loss:
         self.module = given if isinstance(given, nn.Module) else None
         if self.module is not None and any(parameter.requires_grad for parameter in self.module.parameters()):
             raise ConfigError(
-                f"loss={type(given).__name__} has parameters, which nothing would train or save. Make it a part of the "
-                "model, which then returns its loss, and leave loss= out."
+                f"loss={type(given).__name__} has parameters, which nothing would train. Make it a part of the model, "
+                "which then returns its loss."
             )
         of_classes = given if isinstance(given, nn.CrossEntropyLoss | nn.NLLLoss) else None
         self.is_of_classes = given in _OF_CLASSES or of_classes is not None
         self.ignore_index = IGNORED if of_classes is None else of_classes.ignore_index
-        if of_classes is not None and type(of_classes).forward not in _FORWARDS_OF_CLASSES:
+        if type(of_classes).__module__ != nn.CrossEntropyLoss.__module__ and "forward" in vars(type(of_classes)):
             of_classes = None  # a forward of the user's own may be a mean of something else
         self._function: LossFunction = given
         self._of_classes = of_classes
@@ -102,15 +92,9 @@ class Loss:
                 "and compares element by element if they have one shape: give targets[:, None], or batches instead of "
                 "samples."
             )
-        if (
-            targets.is_floating_point()
-            or targets.is_complex()
-            or (self.is_of_classes and targets.shape == outputs.shape)
-        ):
-            return targets
-        if self._is_by_element:
-            return targets.to(outputs.dtype) if outputs.is_floating_point() else targets
-        if not self.is_of_classes:
+        if self._is_by_element and not targets.is_floating_point() and outputs.is_floating_point():
+            return targets.to(outputs.dtype)
+        if not self.is_of_classes or targets.is_floating_point() or targets.shape == outputs.shape:
             return targets
         targets = targets.long()
         if self._checks_classes:  # a wrong number is an assert on an accelerator, which ends the process
@@ -125,34 +109,26 @@ class Loss:
         return targets
 
 
-class Forward(NamedTuple):
-    """One forward: the loss, the outputs, the target (or None), and the labels that the loss is a mean over."""
-
-    loss: Tensor
-    outputs: Any
-    targets: Any
-    labels: Tensor | None = None
-
-
 class ModelCalls:
     """Calls a model with batches; without a loss the model returns it. `target` is its name in a mapping."""
 
     def __init__(self, loss: Loss | None, target: str) -> None:
         self.loss, self._target = loss, target
 
-    def forward(self, model: nn.Module, batch: Any) -> Forward:
-        """One forward with its loss."""
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Tensor | None]:
+        """The loss of a batch, what metrics get (outputs and targets), and the labels that the loss is a mean over."""
         inputs, targets = self._parts(batch)
         if self.loss is None:
             outputs = _called(model, batch)
-            return Forward(_own_loss(outputs, model, batch), outputs, targets)
+            is_behind_loss = isinstance(outputs, tuple | list) and len(outputs) > 1
+            return _own_loss(outputs, model, batch), outputs[1] if is_behind_loss else scores(outputs), targets, None
         if targets is None:
             raise DataError(
                 f"loss= needs a target, and there is none in a batch of {shapes(batch)}. Yield (inputs, target), or a "
                 f"dict with {self._target!r} (target= names another), or give step=, a function of (model, batch)."
             )
         outputs = _called(model, inputs)
-        return Forward(self.loss(outputs, targets), outputs, targets, self.loss.labels_in(outputs, targets))
+        return self.loss(outputs, targets), scores(outputs), targets, self.loss.labels_in(outputs, targets)
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """The model's outputs of a batch, with or without its target; half precision as float32, which numpy has."""
@@ -160,11 +136,6 @@ class ModelCalls:
         found = scores(_called(model, batch if is_whole else self._parts(batch)[0]))
         is_half = (torch.bfloat16, torch.float16)
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype in is_half else tensor, found)
-
-    def measured(self, outputs: Any) -> Any:
-        """The outputs that metrics get."""
-        is_with_loss = self.loss is None and isinstance(outputs, tuple | list) and len(outputs) > 1
-        return outputs[1] if is_with_loss else scores(outputs)
 
     def _parts(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, Mapping):
@@ -212,11 +183,8 @@ def values_of(result: Tensor | Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def accuracy(outputs: Tensor, targets: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor]:
-    """Share of the labels that count whose class has the highest score, and how many these are.
-
-    The classes are dimension 1, as in PyTorch's losses. They are the last one if the model returns its loss, or if
-    dimension 1 does not fit a loss of the user's own.
-    """
+    """Share of the labels that count whose class has the highest score, and how many these are."""
+    # The classes are dimension 1 in PyTorch's losses, and the last one in models that return their loss.
     dims = (-1, 1) if loss is None else (1,) if loss.is_of_classes else (1, -1)
     for dim in dims:
         if outputs.dim() > 1 and outputs.shape[dim] > 1 and outputs.select(dim, 0).shape == targets.shape:
@@ -224,9 +192,8 @@ def accuracy(outputs: Tensor, targets: Tensor, loss: Loss | None = None) -> tupl
             count = counts.sum()
             return ((outputs.argmax(dim) == targets) & counts).sum() / count, count
     raise DataError(
-        f'metrics=["accuracy"] needs scores [batch, classes, ...] and targets [batch, ...], and got '
-        f"{tuple(outputs.shape)} and {tuple(targets.shape)}. Give a function: "
-        "metrics={'accuracy': lambda outputs, targets: ...}."
+        f'metrics=["accuracy"] needs scores [batch, classes, ...] and targets [batch, ...], and got {shapes(outputs)} '
+        f"and {shapes(targets)}. Give a function: metrics={{'accuracy': lambda outputs, targets: ...}}."
     )
 
 
@@ -255,14 +222,9 @@ class Metrics:
 
             self.objects = MetricCollection(objects, compute_groups=False)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all metrics, sorted."""
-        return sorted([*self.functions, *map(str, self.objects or ())])
-
     def measure(self, found: Any, targets: Any, loss: Loss | None) -> Iterator[tuple[str, Any, Tensor | None]]:
         """Name, value, and labels that it is a mean over (None: samples) of each function; objects are updated."""
-        if targets is None or (isinstance(found, Tensor) and found.dim() == 0):
+        if self and (targets is None or (isinstance(found, Tensor) and found.dim() == 0)):
             raise HookError(
                 f"metrics= need outputs and targets, and got {shapes(found)} and {shapes(targets)}. Give val_step=, a "
                 "function of (model, batch) that returns a dict of values."

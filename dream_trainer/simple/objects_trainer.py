@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 Row = dict[str, float]
 Scheduler = LRScheduler | ReduceLROnPlateau
 
-# Steps between reads of the values on the device, of which an epoch may have any number.
-READ_EVERY = 1000
-LINE_SECONDS = 10.0
+READ_EVERY = 1000  # steps between reads of values on the device, of which an epoch may have any number
 # Warnings for the author of a class, who builds models and loaders in hooks.
 _EXPECTED = frozenset({"built early", "real weights", "no-val", "no checkpoint"})
 
@@ -66,7 +64,6 @@ class Given:
     step: Step | None
     val_step: Step | None
     optimizer: Optimizer | OptimizerParameters | Callable[..., Optimizer]
-    lr: float | None
     schedule: ScheduleParameters | Scheduler | Callable[[Any], Scheduler] | None
     schedule_unit: str
     monitor: str
@@ -97,7 +94,9 @@ class ObjectsTrainer(DreamTrainer):
             loss.module.to(self.world.device)
         if not self.model.training:  # as from_pretrained returns it, which would train without dropout
             self.model.train()
-        self.names = {parameter: name for name, parameter in self.model.named_parameters()}  # sharding replaces them
+        # Sharding replaces the parameters of an optimizer that is there already.
+        is_built = isinstance(self.given.optimizer, Optimizer)
+        self.names = {parameter: name for name, parameter in self.model.named_parameters()} if is_built else {}
 
     @override
     def configure_dataloaders(self) -> tuple[Any, Any]:
@@ -105,16 +104,15 @@ class ObjectsTrainer(DreamTrainer):
 
     @override
     def configure_optimizers(self) -> None:
-        given, lr = self.given.optimizer, self.given.lr
+        given = self.given.optimizer
         if isinstance(given, OptimizerParameters):
             self.optimizers = build_optimizers(given, self.model, blocks=self.model_blocks(self.model))
         elif isinstance(given, Optimizer):
             self.optimizers = [self._over_shards(given)]
         else:
-            trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.optimizers = [given(trainable) if lr is None else given(trainable, lr=lr)]
+            self.optimizers = [given([parameter for parameter in self.model.parameters() if parameter.requires_grad])]
         first = self.optimizers[0]
-        plain = {name: value for name, value in first.defaults.items() if isinstance(value, int | float | tuple)}
+        plain = {name: value for name, value in first.defaults.items() if isinstance(value, int | float)}
         rate = plain.pop("lr", None)
         names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         self.config.given_objects |= {"optimizer": {"name": names} | plain, "lr": rate}
@@ -125,10 +123,11 @@ class ObjectsTrainer(DreamTrainer):
             parameters = [now.get(self.names.get(one, ""), one) for one in group["params"]]
             if optimizer.state and any(map(is_not, parameters, group["params"])):
                 raise ConfigError(
-                    f"the {type(optimizer).__name__} given as optimizer= has stepped already, and its state cannot be "
+                    f"optimizer= is of type {type(optimizer).__name__} and has stepped already, so its state cannot be "
                     "sharded. Give a new one, or device=DeviceParameters(dp_shard=1)."
                 )
             group["params"] = parameters
+        self.names.clear()  # they would keep the whole model alive
         return optimizer
 
     @override
@@ -140,15 +139,13 @@ class ObjectsTrainer(DreamTrainer):
                 schedule = replace(schedule, mode=given.mode)
             steps, in_epoch = self.total_steps, self.steps_per_epoch
             self.schedulers = [*build_schedules(schedule, self.optimizers, total_steps=steps, steps_per_epoch=in_epoch)]
-        elif isinstance(schedule, LRScheduler | ReduceLROnPlateau):
-            self.schedulers = [schedule]
         elif schedule is not None:
-            self.schedulers = [schedule(optimizer) for optimizer in self.optimizers]
+            self.schedulers = [schedule] if isinstance(schedule, Scheduler) else [*map(schedule, self.optimizers)]
         for scheduler in self.schedulers:
-            if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau) or scheduler.optimizer not in self.optimizers:
+            if not isinstance(scheduler, Scheduler) or scheduler.optimizer not in self.optimizers:
                 raise ConfigError(
                     f"schedule={given.schedule!r} is not a schedule of optimizer=. Give one of that optimizer, a "
-                    'function of the optimizer that returns one, or a name such as "cosine".'
+                    "function of the optimizer, or a name."
                 )
             if isinstance(scheduler, ReduceLROnPlateau) and (given.val is None or scheduler.mode != given.mode):
                 raise ConfigError(
@@ -189,14 +186,12 @@ class ObjectsTrainer(DreamTrainer):
         step = given.val_step or given.step
         if step is not None:
             return values_of(step(self.model, batch), "step" if given.val_step is None else "val_step")
-        forward = given.calls.forward(self.model, batch)
-        result: dict[str, Any] = {"loss": forward.loss}
-        self.log("loss", forward.loss, weight=forward.labels)
-        if given.metrics:
-            found = given.calls.measured(forward.outputs)
-            for name, value, labels in given.metrics.measure(found, forward.targets, given.calls.loss):
-                self.log(name, value, weight=labels)
-                result[name] = value
+        loss, outputs, targets, labels = given.calls.forward(self.model, batch)
+        result: dict[str, Any] = {"loss": loss}
+        self.log("loss", loss, weight=labels)
+        for name, value, counted in given.metrics.measure(outputs, targets, given.calls.loss):
+            self.log(name, value, weight=counted)
+            result[name] = value
         return result, 0  # for listeners: it is logged already
 
     @override
@@ -207,16 +202,14 @@ class ObjectsTrainer(DreamTrainer):
         """The schedules that go by "step" or by "epoch"."""
         schedule = self.given.schedule
         own_unit = schedule.unit if isinstance(schedule, ScheduleParameters) else self.given.schedule_unit
-        plain = [scheduler for scheduler in self.schedulers if not isinstance(scheduler, ReduceLROnPlateau)]
-        return plain if own_unit == unit or (own_unit == "token" and unit == "step") else []
+        is_due = (own_unit == "epoch") == (unit == "epoch")
+        return [one for one in self.schedulers if is_due and not isinstance(one, ReduceLROnPlateau)]
 
 
 class Epochs(Callback):
-    """Rows of exact means, one for each epoch, and the schedules that go by epochs or follow a metric.
+    """Rows of exact means for each epoch, also of one in which training stops; and schedules by epochs or a metric.
 
-    The means are over the samples of all ranks, or over labels if the loss is a mean over those. The epoch in which
-    training stops has a row of its steps so far, until it is complete. `tell` is called with each complete epoch's
-    number, from 0, and its metrics.
+    `tell` is called with each complete epoch's number, from 0, and its metrics.
     """
 
     order = -100  # before callbacks that log or save learning rates
@@ -226,7 +219,7 @@ class Epochs(Callback):
         self._tell, self._prints = tell, prints
         self._is_partial = False
         self._seconds = 0.0  # of this epoch, before the resume
-        self._began = self._line_due = 0.0
+        self._began = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -247,7 +240,6 @@ class Epochs(Callback):
         for optimizer in trainer.named_optimizers().values():
             optimizer.zero_grad()  # of a look at the loss before, for instance
         self._began = time.monotonic()
-        self._line_due = self._began + LINE_SECONDS
         if self._is_partial:
             self._is_partial = False
             self.rows.pop()
@@ -263,11 +255,6 @@ class Epochs(Callback):
         self._window.clear()
         if trainer.progress.epoch_steps % READ_EVERY == 0:
             self._training.state_dict(trainer.world)
-        if time.monotonic() >= self._line_due:
-            assert isinstance(trainer, ObjectsTrainer)
-            last = trainer.history[-1] if len(trainer.history) else {}
-            numbers = {name: value for name, value in last.items() if name.startswith("train/")}
-            self._print(trainer, trainer.current_epoch, format_metrics(numbers))
 
     @override
     def post_val_epoch(self, trainer: AbstractTrainer, metrics: dict[str, float]) -> None:
@@ -290,9 +277,8 @@ class Epochs(Callback):
         row = self._complete(trainer, trainer.current_epoch - 1)
         self._begin()
         self._began, self._seconds = time.monotonic(), 0.0
-        tell = self._tell()
-        assert tell is not None  # it is training
-        tell(int(row["epoch"]), {name: value for name, value in row.items() if "/" in name})
+        if (tell := self._tell()) is not None:
+            tell(int(row["epoch"]), {name: value for name, value in row.items() if "/" in name})
 
     @override
     def post_fit(self, trainer: AbstractTrainer) -> None:
@@ -329,8 +315,7 @@ class Epochs(Callback):
 
     def _seconds_of_epoch(self) -> float:
         """By rank 0's clock, since rows are the same on all ranks; a collective."""
-        seconds: float = self._world.broadcast_object(self._seconds + time.monotonic() - self._began)
-        return seconds
+        return float(self._world.broadcast_object(self._seconds + time.monotonic() - self._began))
 
     def _complete(self, trainer: AbstractTrainer, epoch: int) -> Row:
         optimizer = next(iter(trainer.named_optimizers().values()))
@@ -346,12 +331,8 @@ class Epochs(Callback):
 
     def _print(self, trainer: AbstractTrainer, epoch: int, numbers: str) -> None:
         """`epoch 2/5  step 40/100  ...`."""
-        self._line_due = time.monotonic() + LINE_SECONDS
         if self._prints and trainer.world.is_main:
             epochs, steps = trainer.config.training_parameters.epoch_limit, trainer.total_steps
-            place = f"epoch {_of(epoch + 1, epochs)}  step {_of(trainer.global_step, steps)}"
-            show(f"{place}  {numbers}".rstrip())
-
-
-def _of(number: int, limit: int | None) -> str:
-    return f"{number}" if limit is None or number > limit else f"{number}/{limit}"
+            counts = ("epoch", epoch + 1, epochs), ("step", trainer.global_step, steps)
+            place = [f"{name} {done}" + (f"/{of}" if of and done <= of else "") for name, done, of in counts]
+            show("  ".join([*place, numbers]).rstrip())

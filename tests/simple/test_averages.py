@@ -139,5 +139,5 @@ def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
     assert "load_best" not in caplog.text
     with overfitting(later) as trainer:
         step = int(trainer.load_best().name.removeprefix("step_"))
-    assert f"load_best() takes the model's weights of step {step}, " in caplog.text
-    assert "the averages of EMA were validated there" in caplog.text
+    assert f"load_best() takes the weights of step {step}, " in caplog.text
+    assert "it validated EMA, which callbacks= lack" in caplog.text
