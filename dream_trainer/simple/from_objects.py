@@ -204,17 +204,15 @@ class Trainer:
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs for `data`, on the CPU, in the data's order, on every rank.
 
-        Tensors of all batches are joined along the first dimension, in the structure that the model returns ("logits" of
-        models that have them). If their later dimensions differ, a list of the batches' tensors, and a warning.
+        Tensors of all batches are joined along the first dimension, in the structure that the model returns; "logits"
+        of models that have them. If their later dimensions differ, they are a list of batches' tensors, with a warning.
 
         Args:
             data: As `val`, or only the inputs: an array, a list of rows of numbers, or a dataset. The last of several
                 parts in a tuple is the target, which is ignored.
             batch_size: For samples; None is that of `val`.
         """
-        uneven = (
-            "predict() returns a list of batches' tensors: their later dimensions differ. Pad samples to one length."
-        )
+        uneven = "predict() returns a list of batches' tensors: later dimensions differ. Pad samples to one length."
         batches = self.dream.predict(self._loader_of(as_rows(data), batch_size))
         return concatenated(batches, lambda _: self.dream.warn_once("uneven", uneven))
 
