@@ -117,18 +117,6 @@ def test_training_goes_on_from_the_best_averages() -> None:
             torch.testing.assert_close(ema.averaged("model")[name], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_best_of_before_there_was_an_average_is_loaded_and_the_average_starts_from_it() -> None:
-    with overfitting([], epochs=6) as trainer:
-        before = [row["val/loss"] for row in trainer.fit()]
-    with overfitting([dt.EMA(0.999, warm_up=False)], epochs=7) as trainer:
-        trainer.fit()
-        if trainer.best == min(before):
-            trainer.load_best()
-            assert trainer.evaluate()["val/loss"] == pytest.approx(min(before), rel=1e-12)
-        else:
-            pytest.fail("the best validation was to be one of before")
-
-
 @pytest.mark.parametrize("later", [[], [dt.EMA(0.9, validate=False)]])
 def test_the_best_of_an_average_that_is_gone_is_said_to_be_other_weights(
     later: list[dt.Callback], caplog: pytest.LogCaptureFixture
