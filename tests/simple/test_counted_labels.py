@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import dream_trainer as dt
-from dream_trainer.errors import DataError
 from dream_trainer.simple import Trainer
 from tests.simple.loops import CLASSES, classifier, samples
 from tests.worlds import run_world
@@ -72,20 +71,6 @@ def test_the_classes_of_torchs_losses_are_dimension_one() -> None:
         found = trainer.evaluate()["val/accuracy"]
         right = trainer.predict(x).argmax(1) == x.argmax(1)
     assert found == pytest.approx(right.double().mean().item(), rel=1e-6)
-
-
-def test_scores_of_other_shapes_are_named() -> None:
-    data = {"input_ids": torch.zeros(8, 5, dtype=torch.long), "labels": torch.zeros(8, 4, dtype=torch.long)}
-
-    class Odd(Tagger):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-            return super().forward(input_ids) | {"loss": self.inner.weight.sum()}
-
-    with (
-        pytest.raises(DataError, match=r"and got torch.float32 \[4, 5, 3\] and torch.int64 \[4, 4\]"),
-        trainer_of(Odd(CLASSES), data, metrics=["accuracy"]) as trainer,
-    ):
-        trainer.fit()
 
 
 class Named(nn.CrossEntropyLoss):
