@@ -120,8 +120,8 @@ class ModelCalls:
         inputs, targets = self._parts(batch)
         if self.loss is None:
             outputs = _called(model, batch)
-            is_behind_loss = isinstance(outputs, tuple | list) and len(outputs) > 1
-            return _own_loss(outputs, model, batch), outputs[1] if is_behind_loss else scores(outputs), targets, None
+            behind = [*outputs[1:2]] if isinstance(outputs, tuple | list) else []
+            return _own_loss(outputs, model, batch), behind[0] if behind else scores(outputs), targets, None
         if targets is None:
             raise DataError(
                 f"loss= needs a target, and there is none in a batch of {shapes(batch)}. Yield (inputs, target), or a "
