@@ -222,8 +222,6 @@ class Trainer:
         """Ends `fit` on all ranks; from a callback, after its epoch."""
         self.dream.request_stop(reason)
 
-    # -- results
-
     @property
     def history(self) -> list[Row]:
         """A dict for each epoch: "epoch" from 0, "step", "seconds", "lr", and the metrics: "train/loss", "val/loss".
