@@ -29,6 +29,7 @@ from dream_trainer.distributed.outcomes import on_all_ranks
 from dream_trainer.errors import CheckpointError, ConfigError, HookError, StepError
 from dream_trainer.events.averages import AveragingCallback
 from dream_trainer.modules.sharding import is_gathered
+from dream_trainer.trainer.saved_state import numbered
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -142,7 +143,7 @@ class WeightAverage(AveragingCallback):
 
     # -- weights from a checkpoint
 
-    def load_as_weights(self, checkpoint: Path, prefix: str) -> bool:
+    def load_as_weights(self, checkpoint: Path) -> bool:
         """Loads a checkpoint's averages, and puts them into the models, too; called by every rank.
 
         How often the averages have moved stays as it is.
@@ -154,6 +155,7 @@ class WeightAverage(AveragingCallback):
             CheckpointError: It is damaged, or its averages are of other parameters.
         """
         trainer = self._set_up_trainer()
+        prefix = next(prefix for _, prefix, callback in numbered(trainer.callbacks) if callback is self)
         averages = {prefix + name: tensor for name, tensor in self.checkpoint_tensors().items()}
         stored = on_all_ranks(trainer.world, f"load {checkpoint}", lambda: tensor_metadata(checkpoint))
         has_averages = any(name in stored for name in averages)

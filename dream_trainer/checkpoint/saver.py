@@ -239,7 +239,7 @@ class Saver(Saving):
             self._finish(self._parameters.on_save_error)
 
     def save_after_exception(self, step: int) -> None:
-        if self._only_when_called:
+        if self._only_when_called or not self._parameters.save_on_exception:
             return
         try:
             self._finish("warn")

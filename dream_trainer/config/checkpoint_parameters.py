@@ -42,6 +42,8 @@ class CheckpointParameters:
     """Whether to save after each validation whose `best_metric` is better than all before."""
     save_at_end: bool = True
     """Whether the last step is saved, also when a signal or a stop request ends the run."""
+    save_on_exception: bool = True
+    """Whether a single process saves its last finished step when an exception ends it."""
 
     local_directory: str | None = None
     """Directory on each host, such as `/dev/shm`, which is its memory: there every save leaves what this host's ranks
@@ -109,7 +111,7 @@ class CheckpointParameters:
                 f"save_local_every_n_steps={self.save_local_every_n_steps} does not say where. Set local_directory, "
                 'such as "/dev/shm".'
             )
-        for name in ("save_on_best", "save_at_end", "save_frozen", "async_save", "init_strict"):
+        for name in ("save_on_best", "save_at_end", "save_on_exception", "save_frozen", "async_save", "init_strict"):
             check_boolean(name, self._value(name))
         if not isinstance(self.best_metric, str | None):
             raise ConfigError(

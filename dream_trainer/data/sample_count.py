@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dream_trainer.errors import DataError, HookError
 from dream_trainer.nested import leaves
 
-OVERRIDE = "Override `batch_size(self, batch) -> int` in your trainer."
+_REMEDY = "Override `batch_size(self, batch) -> int` in your trainer."
 
 
 @runtime_checkable
@@ -38,11 +38,9 @@ class SampleCount:
         self,
         own: Callable[[Any], int] | None = None,
         warn: Callable[[str], None] | None = None,
-        remedy: str = OVERRIDE,
     ) -> None:
         self.own = own
         self._warn = warn
-        self._remedy = remedy
 
     def __call__(self, batch: Any, declared: int | None = None) -> int:
         """The samples of `batch`, as on the host; `declared` is as of `guess`.
@@ -65,7 +63,7 @@ class SampleCount:
         if count is None:
             raise DataError(
                 f"Cannot tell how many samples a batch of type {type(batch).__name__} holds: there is no tensor with "
-                f"a dimension in it (torch.from_numpy makes one of an array). {self._remedy}"
+                f"a dimension in it (torch.from_numpy makes one of an array). {_REMEDY}"
             )
         if is_doubtful and count != declared and self._warn is not None:
             warn, self._warn = self._warn, None
@@ -74,7 +72,7 @@ class SampleCount:
             warn(
                 f"a batch of type {type(batch).__name__} with tensors of shapes {', '.join(shapes[:4])}{more} is "
                 f"counted as {count} samples, the first tensor's first dimension, and could hold another number: means "
-                f"and samples_seen would be wrong. {self._remedy}"
+                f"and samples_seen would be wrong. {_REMEDY}"
             )
         return count
 

@@ -79,8 +79,8 @@ class JoinedBuffers:
         ConfigError: A pattern or policy is not understood, or matches no buffer, or "mean" matches integers.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy], given_by: str) -> None:
-        self._models, self._given_by = models, given_by
+    def __init__(self, models: Mapping[str, nn.Module], policies: Mapping[str, BufferPolicy]) -> None:
+        self._models = models
         self._policies: dict[str, BufferPolicy] = dict(policies)
         self._joined: list[_Buffer] | None = None
         self._shapes: list[torch.Size] = []
@@ -134,7 +134,7 @@ class JoinedBuffers:
             if not any(re.search(pattern, buffer.name) for buffer in named):
                 names = ", ".join(buffer.name for buffer in named[:10]) or "none"
                 raise ConfigError(
-                    f"{self._given_by} has {pattern!r}, which matches no buffer. The buffers are: {names}."
+                    f"buffer_policies() has {pattern!r}, which matches no buffer. The buffers are: {names}."
                 )
         self._check_types(named)
 
@@ -143,14 +143,14 @@ class JoinedBuffers:
         for pattern, policy in self._policies.items():
             if policy not in get_args(BufferPolicy):
                 raise ConfigError(
-                    f"{self._given_by} has {policy!r} for {pattern!r}. Use one of "
+                    f"buffer_policies() has {policy!r} for {pattern!r}. Use one of "
                     f"{', '.join(map(repr, get_args(BufferPolicy)))}."
                 )
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"{self._given_by} has {pattern!r}, which is not a regular expression ({error}). Escape literal "
+                    f"buffer_policies() has {pattern!r}, which is not a regular expression ({error}). Escape literal "
                     "characters with a backslash."
                 ) from error
         return bool(self._policies)
@@ -160,8 +160,8 @@ class JoinedBuffers:
             dtype = buffer.value.dtype
             if buffer.policy == "mean" and not (dtype.is_floating_point or dtype.is_complex):
                 raise ConfigError(
-                    f'{self._given_by} has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" or '
-                    '"as is".'
+                    f'buffer_policies() has "mean" for {buffer.name}, which is {dtype} and has no mean. Use "rank 0" '
+                    'or "as is".'
                 )
 
     @torch.no_grad()

@@ -39,6 +39,7 @@ from dream_trainer.trainer.counters import Owed
 from dream_trainer.trainer.data_setup import follow_train_dataloader
 from dream_trainer.trainer.describe import describe
 from dream_trainer.trainer.event_table import keeping_state
+from dream_trainer.trainer.limits import ending_with_the_epoch
 from dream_trainer.trainer.step.nonfinite import MovedByForward, RetryWindow
 from dream_trainer.trainer.validation import validate
 
@@ -107,6 +108,17 @@ class BaseTrainer(AbstractTrainer):
                     self.close()
         if agreement.ended_by is not None and not returns:
             raise SystemExit(code)
+
+    def start(self) -> None:
+        """Launches, sets up and resumes now, as the first `fit`, `evaluate`, `predict` or `export` does; once."""
+        with self._session.failing_for_all():
+            self._session.start()
+
+    def fit_epoch(self) -> None:
+        """Trains to the end of the running epoch, or the next one, whatever the limits; schedules stay as planned."""
+        self.start()
+        with ending_with_the_epoch(self):
+            self.fit()
 
     def backward(
         self, loss: Tensor | None, *, weight: Tensor | float | None = None, model: nn.Module | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,6 @@ class Cooperation:
     backward: Callable[..., None]
     # CheckpointMixin puts one here that saves.
     _saver: Saving = Saving()
-    # How to train with what this run cannot take, as the end of a sentence; `words` are those of a branch.
-    _another_run: ClassVar[str] = (
-        "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
-        "branch=BranchParameters({words})"
-    )
-    # Where policies of buffers are given, for messages.
-    _policies_in: ClassVar[str] = "buffer_policies()"
     # LocalSGDMixin says how many groups of ranks step on their own, and puts one here that averages over them.
     _workers: int | Literal["hosts"] = 1
     _rounds: NoRounds = NoRounds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,8 @@ def connect_data(trainer: AbstractTrainer) -> None:
             f"the training loader's batch size {batch_size} counts, not "
             f"train_batch_size={parameters.train_batch_size}.",
         )
-    trainer._data.count = trainer._sample_count()
+    own_count = None if type(trainer).batch_size is Hooks.batch_size else trainer.batch_size
+    trainer._data.count = SampleCount(own_count, partial(trainer.warn_once, "samples of a batch"))
     _open_stream(trainer)
     trainer.val_dataloaders = _named_validation_loaders(trainer, val)
     trainer._data.validation = {

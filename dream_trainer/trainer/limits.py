@@ -124,7 +124,7 @@ def _build_schedulers_again(trainer: AbstractTrainer, ends: str) -> None:
         _put_back(group, kept)
     for name, scheduler in schedulers.items():
         set_token_origin(scheduler, shared["token_origins"].get(name, 0))
-    for line in rates.go_on(shared, ALL_KEPT, trainer._another_run):
+    for line in rates.go_on(shared, ALL_KEPT):
         if trainer.world.is_main:
             logger.warning("%s", line)
 

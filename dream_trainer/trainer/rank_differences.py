@@ -258,7 +258,7 @@ def warn_of_different_buffers(trainer: AbstractTrainer) -> None:
             _DIFFERENT_BUFFERS,
             f"buffers differ between data-parallel ranks: {', '.join(names[:10])}{more}. Each rank validates with its "
             "own, and checkpoints and exports have rank 0's under these names. Choose how ranks join them in "
-            f'{trainer._policies_in}, such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
+            f'buffer_policies(), such as {{"{names[0]}": "mean"}} for running averages, "rank 0" for queues and '
             'integers, or "as is" to leave them.',
         )
 

@@ -157,7 +157,7 @@ def _restore_shared(
         own = model_extra_state(trainer.named_models())
         extra_state = {name: {f: v for f, v in extra_state[name].items() if f in own[name]} for name in own}
     load_model_extra_state(trainer.named_models(), extra_state)
-    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen, trainer._another_run)
+    warned, kept = trainer._rates.restore(shared, branch, trainer.progress.tokens_seen)
     trainer._recorder.kept_options = [one._asdict() for one in kept]
     if trainer.world.is_main:
         for line in warned:

@@ -26,6 +26,7 @@ from dream_trainer.distributed.ranks import Ranks
 from dream_trainer.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dream_trainer.stores.store_path import absolute, as_path
 from dream_trainer.trainer.data_setup import global_batch_size
+from dream_trainer.trainer.resumed_rates import ANOTHER_RUN
 
 if TYPE_CHECKING:
     from dream_trainer.trainer.abstract import AbstractTrainer
@@ -270,5 +271,5 @@ def _other_way(trainer: AbstractTrainer, name: str, value: Any, is_own: bool) ->
     if not is_own:
         return 'let this run have data of its own: branch=BranchParameters(data="new").'
     other = f"{trainer.experiment}-{name.replace('_', '-')}-{value}"
-    to_begin = trainer._another_run.format(words='data="new"')
+    to_begin = ANOTHER_RUN.format(words='data="new"')
     return f"take another name, such as experiment={other!r}: {to_begin}."

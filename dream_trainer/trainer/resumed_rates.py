@@ -23,6 +23,12 @@ from dream_trainer.errors import CheckpointError, ConfigError
 from dream_trainer.optim.learning_rates import set_token_origin, token_origins
 from dream_trainer.trainer.registry import Scheduler
 
+ANOTHER_RUN = (
+    "begin another run from the checkpoint: a new experiment name, resume=<path of the checkpoint> and "
+    "branch=BranchParameters({words})"
+)
+"""How to train with what a run cannot take, as the end of a sentence; `words` are those of a branch."""
+
 Options = list[dict[str, Any]]
 """Numbers of each parameter group, such as its learning rate and weight decay."""
 
@@ -123,7 +129,7 @@ class ResumedRates:
                 )
 
     def restore(
-        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int, another_run: str
+        self, shared: Mapping[str, Any], branch: BranchParameters, tokens_seen: int
     ) -> tuple[list[str], list[KeptOption]]:
         """Gives schedulers their place, and optimizers its rate, after counters and the optimizers' own state.
 
@@ -144,14 +150,14 @@ class ResumedRates:
             passed = 0 if branch.schedule == "new" else then - shared.get("token_origins", {}).get(name, 0)
             set_token_origin(scheduler, tokens_seen - passed)
         kept = self._take_options(shared.get("configured_options", {}) if branch.optimizer == "keep" else {})
-        warned = _options_in_words(kept, another_run.format(words='optimizer="moments"'))
+        warned = _options_in_words(kept, ANOTHER_RUN.format(words='optimizer="moments"'))
         if branch.schedule != "new":
-            warned += self.go_on(shared, branch, another_run)
+            warned += self.go_on(shared, branch)
         elif branch.optimizer == "keep":
             self._begin_schedules_anew()
         return warned, kept
 
-    def go_on(self, shared: Mapping[str, Any], branch: BranchParameters, another_run: str) -> list[str]:
+    def go_on(self, shared: Mapping[str, Any], branch: BranchParameters) -> list[str]:
         """Loads schedulers; gives warnings. Arguments as of `restore`."""
         warned = []
         for name, one in self._outermost():
@@ -167,7 +173,7 @@ class ResumedRates:
             one.load_state_dict(dict(saved))
             changed = [] if then is None else _changed(then["state"], self._built.get(one, {}))
             if changed:
-                anew = another_run.format(words='schedule="new"')
+                anew = ANOTHER_RUN.format(words='schedule="new"')
                 warned.append(
                     f"{name} ({type(one).__name__}) is now built with {', '.join(changed)}, and the checkpoint's goes "
                     f"on. To use this config's, {anew}."

@@ -204,7 +204,7 @@ class CheckpointMixin(AbstractTrainer):
             patience=self._session.patience,
             say_once=self.warn_once,
             clock=time.monotonic,
-            only_when_called=self._leaves_nothing(),
+            only_when_called=self.config.training_parameters.fast_dev_run,
         )
         if self.config.training_parameters.fast_dev_run:
             return
@@ -229,10 +229,6 @@ class CheckpointMixin(AbstractTrainer):
             beside=beside,
             host=on_host(world, beside, timeout_seconds=self.config.device_parameters.start_timeout_seconds),
         )
-
-    def _leaves_nothing(self) -> bool:
-        """Whether no checkpoint is saved but where one is called for, also not after an error."""
-        return bool(self.config.training_parameters.fast_dev_run)
 
     def _resume(self) -> None:
         super()._resume()

@@ -107,7 +107,7 @@ class SetupMixin(AbstractTrainer):
         super().setup()
         models = self.named_models()
         refuse_different_modules(self.world, "models", models)
-        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies(), self._policies_in)
+        self._parallel.buffers = JoinedBuffers(models, self.buffer_policies())
         refuse_unsupported(models, self.world.world_size, are_wrapped=_are_wrapped(self))
         _make_real_weights_equal(self)
         assert self._build.tape is not None  # recorded by `configure`
